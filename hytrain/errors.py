@@ -1,0 +1,39 @@
+"""Every error that hytrain raises on purpose.
+
+A message says what was seen, what the limit is, and which key or call to change. Whatever the
+user can mend is a ``ValueError``; what broke while running is a ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+
+class HyTrainError(Exception):
+    """Base class of all errors raised by hytrain."""
+
+
+class ConfigError(HyTrainError, ValueError):
+    """The DeepSpeed JSON, its "hytrain" section, or an argument asks for what cannot be done."""
+
+
+class KernelArgumentError(HyTrainError, ValueError):
+    """A buffer or hyper-parameter handed to a CPU kernel is unusable; nothing was touched."""
+
+
+class UnsupportedError(HyTrainError, ValueError):
+    """A feature of DeepSpeed that hytrain does not support was asked for."""
+
+
+class CheckpointError(HyTrainError, ValueError):
+    """A checkpoint is missing, incomplete, or does not match the model."""
+
+
+class GradientOrderError(HyTrainError, RuntimeError):
+    """A gradient arrived for a layer whose update had already been previewed as final."""
+
+
+class WorkerError(HyTrainError, RuntimeError):
+    """The update worker failed; the message names the layer it was working on."""
+
+
+class EngineClosedError(HyTrainError, RuntimeError):
+    """The engine was used after destroy()."""
