@@ -1,0 +1,190 @@
+// The passes of hytrain/adam.h: constants once, then blocks of the range over an OpenMP team.
+#include "hytrain/adam.h"
+
+#include <algorithm>
+#include <cfenv>
+#include <cmath>
+#include <stdexcept>
+#include <vector>
+
+#include "hytrain/dispatch.h"
+#include "kernel_table.h"
+
+namespace hytrain {
+namespace {
+
+Tuning g_tuning;
+
+// A team's start costs some microseconds, about what this many elements take on one thread.
+constexpr std::size_t kSerialElements = 16384;
+
+// Fixed, so that the order of the sum depends on n alone.
+constexpr std::size_t kSumBlock = 16384;
+
+AdamConstants constants_of(const GradientStep& step) {
+    const AdamHyper& h = step.hyper;
+    const auto t = static_cast<double>(h.step);
+    const double correction1 = h.bias_correction ? 1.0 - std::pow(h.beta1, t) : 1.0;
+    const double correction2 = h.bias_correction ? 1.0 - std::pow(h.beta2, t) : 1.0;
+    AdamConstants c{};
+    c.scale = step.scale;
+    c.l2 = h.decoupled_decay ? 0.0F : static_cast<float>(h.weight_decay);
+    c.decay = h.decoupled_decay ? static_cast<float>(1.0 - h.lr * h.weight_decay) : 1.0F;
+    c.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
+    c.beta2 = static_cast<float>(h.beta2);
+    c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+    c.inv_sqrt_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
+    c.eps = static_cast<float>(h.eps);
+    c.neg_step_size = static_cast<float>(-h.lr / correction1);
+    return c;
+}
+
+// A program may have set its threads to flush subnormals or to round otherwise, and threads
+// inherit that at different times. The passes always run under the default, so that the number of
+// threads, and which they are, cannot change a result.
+class DefaultFloatingPoint {
+   public:
+    DefaultFloatingPoint() {
+        std::fegetenv(&saved_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatingPoint() { std::fesetenv(&saved_); }
+    DefaultFloatingPoint(const DefaultFloatingPoint&) = delete;
+    DefaultFloatingPoint& operator=(const DefaultFloatingPoint&) = delete;
+
+   private:
+    std::fenv_t saved_{};
+};
+
+// Calls body(begin, count, index) for each block of [0, n); blocks start at multiples of
+// `block`, whatever the number of threads.
+template <class Body>
+void for_blocks(std::size_t n, std::size_t block, int num_threads, const Body& body) {
+    const auto num_blocks = static_cast<std::int64_t>((n + block - 1) / block);
+    const auto run = [&](std::int64_t index) {
+        const std::size_t begin = static_cast<std::size_t>(index) * block;
+        body(begin, std::min(block, n - begin), static_cast<std::size_t>(index));
+    };
+    if (num_threads <= 1 || n <= kSerialElements) {
+        const DefaultFloatingPoint guard;
+        for (std::int64_t index = 0; index < num_blocks; ++index) {
+            run(index);
+        }
+        return;
+    }
+    const auto team = static_cast<int>(std::min<std::int64_t>(num_threads, num_blocks));
+    const bool dynamic = g_tuning.dynamic_schedule;
+#pragma omp parallel num_threads(team)
+    {
+        const DefaultFloatingPoint guard;
+        if (dynamic) {
+#pragma omp for schedule(dynamic, 1) nowait
+            for (std::int64_t index = 0; index < num_blocks; ++index) {
+                run(index);
+            }
+        } else {
+#pragma omp for schedule(static) nowait
+            for (std::int64_t index = 0; index < num_blocks; ++index) {
+                run(index);
+            }
+        }
+    }
+}
+
+GradientRange at(const GradientRange& gradient, std::size_t begin) {
+    const char* data = static_cast<const char*>(gradient.data);
+    return {data + begin * size_of(gradient.dtype), gradient.dtype, gradient.constants};
+}
+
+OutRange at(const Outgoing& out, std::size_t begin) {
+    if (out.data == nullptr) {
+        return {nullptr, out.dtype, false};
+    }
+    return {static_cast<char*>(out.data) + begin * size_of(out.dtype), out.dtype, out.non_temporal};
+}
+
+GradientRange whole(const GradientStep& step) {
+    return {step.gradient, step.dtype, constants_of(step)};
+}
+
+}  // namespace
+
+Tuning tuning() { return g_tuning; }
+
+void set_tuning(const Tuning& tuning) {
+    if (tuning.block_elements == 0 || tuning.block_elements % 64 != 0) {
+        throw std::invalid_argument("block_elements must be a positive multiple of 64, not " +
+                                    std::to_string(tuning.block_elements));
+    }
+    g_tuning = tuning;
+}
+
+void adam_commit(float* p, float* m, float* v, std::size_t n, const GradientStep& step,
+                 const Outgoing& out, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const GradientRange gradient = whole(step);
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t i, std::size_t count, std::size_t) {
+                   kernels.commit(p + i, m + i, v + i, count, at(gradient, i), at(out, i), ahead);
+               });
+}
+
+void adam_preview(const float* p, const float* m, const float* v, std::size_t n,
+                  const GradientStep& step, const Outgoing& out, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const GradientRange gradient = whole(step);
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t i, std::size_t count, std::size_t) {
+                   kernels.preview(p + i, m + i, v + i, count, at(gradient, i), at(out, i), ahead);
+               });
+}
+
+void adam_commit_then_preview(float* p, float* m, float* v, std::size_t n,
+                              const GradientStep& previous, const GradientStep& current,
+                              const Outgoing& out, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const GradientRange before = whole(previous);
+    const GradientRange now = whole(current);
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t i, std::size_t count, std::size_t) {
+                   kernels.commit_then_preview(p + i, m + i, v + i, count, at(before, i),
+                                               at(now, i), at(out, i), ahead);
+               });
+}
+
+void adam_publish(const float* p, std::size_t n, const Outgoing& out, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t i, std::size_t count, std::size_t) {
+                   kernels.publish(p + i, count, at(out, i), ahead);
+               });
+}
+
+double sum_of_squares(const void* data, DType dtype, std::size_t n, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const char* bytes = static_cast<const char*>(data);
+    std::vector<double> partial((n + kSumBlock - 1) / kSumBlock);
+    for_blocks(n, kSumBlock, num_threads, [&](std::size_t i, std::size_t count, std::size_t index) {
+        partial[index] = kernels.sum_of_squares(bytes + i * size_of(dtype), dtype, count);
+    });
+    double sum = 0.0;
+    for (const double value : partial) {
+        sum += value;
+    }
+    return sum;
+}
+
+void read_write(float* p, float* m, float* v, std::size_t n, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t i, std::size_t count, std::size_t) {
+                   kernels.read_write(p + i, m + i, v + i, count, ahead);
+               });
+}
+
+}  // namespace hytrain

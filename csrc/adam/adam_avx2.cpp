@@ -1,0 +1,96 @@
+// AVX2 with FMA and F16C: eight floats a register. Compiled with -mavx2 -mfma -mf16c.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernel_table.h"
+
+namespace hytrain {
+namespace {
+
+struct Vec {
+    using Reg = __m256;
+    using DoubleReg = __m256d;
+    static constexpr const char* kName = "avx2";
+    static constexpr std::size_t kLanes = 8;
+    static constexpr std::size_t kDoubleRegs = 2;
+    static constexpr bool kCanStream = true;
+
+    static Reg set(float value) { return _mm256_set1_ps(value); }
+    static Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
+    static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
+    static Reg div(Reg a, Reg b) { return _mm256_div_ps(a, b); }
+    static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
+    static Reg sqrt(Reg a) { return _mm256_sqrt_ps(a); }
+
+    static Reg load_f32(const void* address) {
+        return _mm256_loadu_ps(static_cast<const float*>(address));
+    }
+    static Reg load_bf16(const void* address) {
+        const __m256i wide = _mm256_cvtepu16_epi32(load_128(address));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    static Reg load_f16(const void* address) { return _mm256_cvtph_ps(load_128(address)); }
+
+    template <bool kStream>
+    static void store_f32(void* address, Reg value) {
+        if constexpr (kStream) {
+            _mm256_stream_ps(static_cast<float*>(address), value);
+        } else {
+            _mm256_storeu_ps(static_cast<float*>(address), value);
+        }
+    }
+    template <bool kStream>
+    static void store_bf16(void* address, Reg value) {
+        store_128<kStream>(address, to_bf16(value));
+    }
+    template <bool kStream>
+    static void store_f16(void* address, Reg value) {
+        store_128<kStream>(address, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static void fence() { _mm_sfence(); }
+
+    static DoubleReg zero_double() { return _mm256_setzero_pd(); }
+    static void add_squares(Reg x, DoubleReg* sums) {
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+        sums[0] = _mm256_fmadd_pd(low, low, sums[0]);
+        sums[1] = _mm256_fmadd_pd(high, high, sums[1]);
+    }
+
+   private:
+    static __m128i load_128(const void* address) {
+        return _mm_loadu_si128(static_cast<const __m128i*>(address));
+    }
+    template <bool kStream>
+    static void store_128(void* address, __m128i value) {
+        if constexpr (kStream) {
+            _mm_stream_si128(static_cast<__m128i*>(address), value);
+        } else {
+            _mm_storeu_si128(static_cast<__m128i*>(address), value);
+        }
+    }
+    // Round to nearest even on the bits, a NaN kept and made quiet.
+    static __m128i to_bf16(Reg value) {
+        const __m256i bits = _mm256_castps_si256(value);
+        const __m256i upper = _mm256_srli_epi32(bits, 16);
+        const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+        const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+        const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x0040));
+        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+        const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, is_nan);
+        // packus works within 128-bit halves, so the two wanted quarters lie apart.
+        const __m256i packed = _mm256_packus_epi32(chosen, chosen);
+        return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+    }
+};
+
+#include "adam_kernel.inl"
+
+}  // namespace
+
+const KernelTable kAvx2Kernels = kTable;
+
+}  // namespace hytrain

@@ -1,0 +1,93 @@
+// AVX-512 (F, BW, VL, DQ): sixteen floats a register. Compiled with the matching -m flags.
+// The bf16 extension is not used: not every AVX-512 CPU has it, and it flushes subnormals.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernel_table.h"
+
+namespace hytrain {
+namespace {
+
+struct Vec {
+    using Reg = __m512;
+    using DoubleReg = __m512d;
+    static constexpr const char* kName = "avx512";
+    static constexpr std::size_t kLanes = 16;
+    static constexpr std::size_t kDoubleRegs = 2;
+    static constexpr bool kCanStream = true;
+
+    static Reg set(float value) { return _mm512_set1_ps(value); }
+    static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }
+    static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
+    static Reg div(Reg a, Reg b) { return _mm512_div_ps(a, b); }
+    static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
+    static Reg sqrt(Reg a) { return _mm512_sqrt_ps(a); }
+
+    static Reg load_f32(const void* address) { return _mm512_loadu_ps(address); }
+    static Reg load_bf16(const void* address) {
+        const __m512i wide = _mm512_cvtepu16_epi32(load_256(address));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+    static Reg load_f16(const void* address) { return _mm512_cvtph_ps(load_256(address)); }
+
+    template <bool kStream>
+    static void store_f32(void* address, Reg value) {
+        if constexpr (kStream) {
+            _mm512_stream_ps(static_cast<float*>(address), value);
+        } else {
+            _mm512_storeu_ps(address, value);
+        }
+    }
+    template <bool kStream>
+    static void store_bf16(void* address, Reg value) {
+        store_256<kStream>(address, to_bf16(value));
+    }
+    template <bool kStream>
+    static void store_f16(void* address, Reg value) {
+        store_256<kStream>(address, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static void fence() { _mm_sfence(); }
+
+    static DoubleReg zero_double() { return _mm512_setzero_pd(); }
+    static void add_squares(Reg x, DoubleReg* sums) {
+        const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+        const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+        sums[0] = _mm512_fmadd_pd(low, low, sums[0]);
+        sums[1] = _mm512_fmadd_pd(high, high, sums[1]);
+    }
+
+   private:
+    static __m256i load_256(const void* address) {
+        return _mm256_loadu_si256(static_cast<const __m256i*>(address));
+    }
+    template <bool kStream>
+    static void store_256(void* address, __m256i value) {
+        if constexpr (kStream) {
+            _mm256_stream_si256(static_cast<__m256i*>(address), value);
+        } else {
+            _mm256_storeu_si256(static_cast<__m256i*>(address), value);
+        }
+    }
+    // Round to nearest even on the bits, a NaN kept and made quiet.
+    static __m256i to_bf16(Reg value) {
+        const __m512i bits = _mm512_castps_si512(value);
+        const __m512i upper = _mm512_srli_epi32(bits, 16);
+        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+        const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        const __m512i chosen =
+            _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x0040));
+        return _mm512_cvtepi32_epi16(chosen);
+    }
+};
+
+#include "adam_kernel.inl"
+
+}  // namespace
+
+const KernelTable kAvx512Kernels = kTable;
+
+}  // namespace hytrain

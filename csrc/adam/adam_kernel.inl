@@ -1,0 +1,447 @@
+// The one algorithm behind every instruction set.
+//
+// Included by adam_<isa>.cpp inside `namespace hytrain { namespace {`, after that file has
+// defined `Vec`: a register of kLanes floats with correctly rounded add, sub, mul, fma, div and
+// sqrt, and loads and stores of kLanes elements of each DType. Since every operation is
+// correctly rounded and the order below is fixed, all instruction sets agree bitwise. (The sign
+// and payload of a NaN are the CPU's affair.)
+
+using Reg = Vec::Reg;
+constexpr std::size_t kLanes = Vec::kLanes;
+
+inline std::size_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4U : 2U; }
+
+// The value of one element type as a type, so that a runtime DType picks a template once a range.
+template <DType kType>
+struct In {
+    static constexpr std::size_t kBytes = kType == DType::kFloat32 ? 4 : 2;
+    static inline Reg load(const void* data, std::size_t index) {
+        const char* address = static_cast<const char*>(data) + index * kBytes;
+        if constexpr (kType == DType::kFloat32) {
+            return Vec::load_f32(address);
+        } else if constexpr (kType == DType::kBFloat16) {
+            return Vec::load_bf16(address);
+        } else {
+            return Vec::load_f16(address);
+        }
+    }
+};
+
+struct NoOut {
+    using Cached = NoOut;
+    static constexpr std::size_t kBytes = 0;
+    static inline void store(void*, std::size_t, Reg) {}
+};
+
+template <DType kType, bool kStream>
+struct Out {
+    using Cached = Out<kType, false>;  // for the padded tail, which lies on the stack
+    static constexpr std::size_t kBytes = kType == DType::kFloat32 ? 4 : 2;
+    static inline void store(void* data, std::size_t index, Reg value) {
+        char* address = static_cast<char*>(data) + index * kBytes;
+        if constexpr (kType == DType::kFloat32) {
+            Vec::template store_f32<kStream>(address, value);
+        } else if constexpr (kType == DType::kBFloat16) {
+            Vec::template store_bf16<kStream>(address, value);
+        } else {
+            Vec::template store_f16<kStream>(address, value);
+        }
+    }
+};
+
+// Calls body(In<dtype>) for a runtime dtype.
+template <class Body>
+inline void with_in(DType dtype, Body body) {
+    switch (dtype) {
+        case DType::kFloat32:
+            return body(In<DType::kFloat32>());
+        case DType::kBFloat16:
+            return body(In<DType::kBFloat16>());
+        case DType::kFloat16:
+            return body(In<DType::kFloat16>());
+    }
+}
+
+// A streaming store needs an address aligned to what is stored; the elements before it would
+// need a path of their own, so a misaligned copy simply goes through the cache.
+inline bool can_stream(const OutRange& out) {
+    const std::size_t bytes = kLanes * element_bytes(out.dtype);
+    return Vec::kCanStream && out.non_temporal &&
+           reinterpret_cast<std::uintptr_t>(out.data) % bytes == 0;
+}
+
+template <bool kStream, class Body>
+inline void with_out_type(DType dtype, Body body) {
+    switch (dtype) {
+        case DType::kFloat32:
+            return body(Out<DType::kFloat32, kStream>());
+        case DType::kBFloat16:
+            return body(Out<DType::kBFloat16, kStream>());
+        case DType::kFloat16:
+            return body(Out<DType::kFloat16, kStream>());
+    }
+}
+
+// Calls body(Out<...>) for a runtime dtype, streaming where that is asked for and possible.
+template <class Body>
+inline void with_out(const OutRange& out, Body body) {
+    if constexpr (Vec::kCanStream) {
+        if (can_stream(out)) {
+            with_out_type<true>(out.dtype, body);
+            Vec::fence();  // streamed lines must be visible before the caller signals "written"
+            return;
+        }
+    }
+    with_out_type<false>(out.dtype, body);
+}
+
+struct Constants {
+    Reg scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps,
+        neg_step_size;
+
+    explicit inline Constants(const AdamConstants& c)
+        : scale(Vec::set(c.scale)),
+          l2(Vec::set(c.l2)),
+          decay(Vec::set(c.decay)),
+          one_minus_beta1(Vec::set(c.one_minus_beta1)),
+          beta2(Vec::set(c.beta2)),
+          one_minus_beta2(Vec::set(c.one_minus_beta2)),
+          inv_sqrt_correction2(Vec::set(c.inv_sqrt_correction2)),
+          eps(Vec::set(c.eps)),
+          neg_step_size(Vec::set(c.neg_step_size)) {}
+};
+
+struct State {
+    Reg p, m, v;
+};
+
+// One step of Adam (Kingma and Ba 2015, algorithm 1), with the decoupled decay of AdamW
+// (Loshchilov and Hutter 2019, algorithm 2) or L2 decay; the one that is not asked for has
+// decay = 1 or l2 = 0, both exact.
+inline State adam_step(State s, Reg gradient, const Constants& c) {
+    const Reg g = Vec::fma(c.l2, s.p, Vec::mul(gradient, c.scale));
+    const Reg m = Vec::fma(c.one_minus_beta1, Vec::sub(g, s.m), s.m);
+    const Reg v = Vec::fma(Vec::mul(c.one_minus_beta2, g), g, Vec::mul(c.beta2, s.v));
+    const Reg denominator = Vec::fma(Vec::sqrt(v), c.inv_sqrt_correction2, c.eps);
+    const Reg p = Vec::fma(c.neg_step_size, Vec::div(m, denominator), Vec::mul(s.p, c.decay));
+    return {p, m, v};
+}
+
+// Elements that the loop handles between two prefetches of each array: one cache line of fp32.
+constexpr std::size_t kStep = kLanes > 16 ? kLanes : 16;
+
+inline void prefetch(const void* data, std::size_t index, std::size_t bytes) {
+    __builtin_prefetch(static_cast<const char*>(data) + index * bytes, 0, 3);
+}
+
+inline void prefetch_state(const float* p, const float* m, const float* v, std::size_t index) {
+    prefetch(p, index, sizeof(float));
+    prefetch(m, index, sizeof(float));
+    prefetch(v, index, sizeof(float));
+}
+
+// A whole number of registers on the stack, for what is left at the end of a range: the same
+// vector code runs on it, on zeros where the range has ended, and nothing beyond n is touched.
+struct alignas(64) Padded {
+    float data[kLanes];
+    Padded() { std::memset(data, 0, sizeof(data)); }
+    // Room for the widest element type; the first count * bytes are filled.
+    Padded(const void* from, std::size_t first, std::size_t count, std::size_t bytes) : Padded() {
+        std::memcpy(data, static_cast<const char*>(from) + first * bytes, count * bytes);
+    }
+    Padded(const float* from, std::size_t first, std::size_t count)
+        : Padded(from, first, count, sizeof(float)) {}
+    void write(void* to, std::size_t first, std::size_t count, std::size_t bytes) const {
+        if (bytes != 0) {
+            std::memcpy(static_cast<char*>(to) + first * bytes, data, count * bytes);
+        }
+    }
+};
+
+// A padded copy of the state's last elements.
+struct PaddedState {
+    Padded p, m, v;
+    PaddedState(const float* p_, const float* m_, const float* v_, std::size_t i, std::size_t count)
+        : p(p_, i, count), m(m_, i, count), v(v_, i, count) {}
+    void write(float* p_, float* m_, float* v_, std::size_t i, std::size_t count) const {
+        p.write(p_, i, count, sizeof(float));
+        m.write(m_, i, count, sizeof(float));
+        v.write(v_, i, count, sizeof(float));
+    }
+};
+
+// ---- commit -----------------------------------------------------------------------------------
+
+template <class G, class W>
+inline void commit_vector(float* p, float* m, float* v, const void* g, void* w, std::size_t i,
+                          const Constants& c) {
+    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
+                              G::load(g, i), c);
+    Vec::template store_f32<false>(p + i, s.p);
+    Vec::template store_f32<false>(m + i, s.m);
+    Vec::template store_f32<false>(v + i, s.v);
+    W::store(w, i, s.p);
+}
+
+template <class G, class W>
+void commit_loop(float* p, float* m, float* v, std::size_t n, const GradientRange& gradient,
+                 void* w, std::size_t ahead) {
+    const Constants c(gradient.constants);
+    const void* g = gradient.data;
+    std::size_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        if (ahead != 0) {
+            prefetch_state(p, m, v, i + ahead);
+            prefetch(g, i + ahead, G::kBytes);
+        }
+        for (std::size_t j = 0; j < kStep; j += kLanes) {
+            commit_vector<G, W>(p, m, v, g, w, i + j, c);
+        }
+    }
+    for (; i < n; i += kLanes) {
+        const std::size_t count = n - i < kLanes ? n - i : kLanes;
+        PaddedState s(p, m, v, i, count);
+        const Padded tail_g(g, i, count, G::kBytes);
+        Padded tail_w;
+        commit_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_g.data, tail_w.data,
+                                             0, c);
+        s.write(p, m, v, i, count);
+        tail_w.write(w, i, count, W::kBytes);
+    }
+}
+
+void commit(float* p, float* m, float* v, std::size_t n, const GradientRange& gradient,
+            const OutRange& out, std::size_t ahead) {
+    with_in(gradient.dtype, [&](auto in) {
+        using G = decltype(in);
+        if (out.data == nullptr) {
+            return commit_loop<G, NoOut>(p, m, v, n, gradient, nullptr, ahead);
+        }
+        with_out(out, [&](auto to) {
+            using W = decltype(to);
+            commit_loop<G, W>(p, m, v, n, gradient, out.data, ahead);
+        });
+    });
+}
+
+// ---- preview ----------------------------------------------------------------------------------
+
+template <class G, class W>
+inline void preview_vector(const float* p, const float* m, const float* v, const void* g, void* w,
+                           std::size_t i, const Constants& c) {
+    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
+                              G::load(g, i), c);
+    W::store(w, i, s.p);
+}
+
+template <class G, class W>
+void preview_loop(const float* p, const float* m, const float* v, std::size_t n,
+                  const GradientRange& gradient, void* w, std::size_t ahead) {
+    const Constants c(gradient.constants);
+    const void* g = gradient.data;
+    std::size_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        if (ahead != 0) {
+            prefetch_state(p, m, v, i + ahead);
+            prefetch(g, i + ahead, G::kBytes);
+        }
+        for (std::size_t j = 0; j < kStep; j += kLanes) {
+            preview_vector<G, W>(p, m, v, g, w, i + j, c);
+        }
+    }
+    for (; i < n; i += kLanes) {
+        const std::size_t count = n - i < kLanes ? n - i : kLanes;
+        const PaddedState s(p, m, v, i, count);
+        const Padded tail_g(g, i, count, G::kBytes);
+        Padded tail_w;
+        preview_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_g.data,
+                                              tail_w.data, 0, c);
+        tail_w.write(w, i, count, W::kBytes);
+    }
+}
+
+void preview(const float* p, const float* m, const float* v, std::size_t n,
+             const GradientRange& gradient, const OutRange& out, std::size_t ahead) {
+    with_in(gradient.dtype, [&](auto in) {
+        with_out(out, [&](auto to) {
+            preview_loop<decltype(in), decltype(to)>(p, m, v, n, gradient, out.data, ahead);
+        });
+    });
+}
+
+// ---- commit_then_preview ----------------------------------------------------------------------
+
+template <class G, class W>
+inline void both_vector(float* p, float* m, float* v, const void* before, const void* now, void* w,
+                        std::size_t i, const Constants& c_before, const Constants& c_now) {
+    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
+                              G::load(before, i), c_before);
+    Vec::template store_f32<false>(p + i, s.p);
+    Vec::template store_f32<false>(m + i, s.m);
+    Vec::template store_f32<false>(v + i, s.v);
+    W::store(w, i, adam_step(s, G::load(now, i), c_now).p);
+}
+
+template <class G, class W>
+void both_loop(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
+               const GradientRange& current, void* w, std::size_t ahead) {
+    const Constants c_before(previous.constants);
+    const Constants c_now(current.constants);
+    std::size_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        if (ahead != 0) {
+            prefetch_state(p, m, v, i + ahead);
+            prefetch(previous.data, i + ahead, G::kBytes);
+            prefetch(current.data, i + ahead, G::kBytes);
+        }
+        for (std::size_t j = 0; j < kStep; j += kLanes) {
+            both_vector<G, W>(p, m, v, previous.data, current.data, w, i + j, c_before, c_now);
+        }
+    }
+    for (; i < n; i += kLanes) {
+        const std::size_t count = n - i < kLanes ? n - i : kLanes;
+        PaddedState s(p, m, v, i, count);
+        const Padded tail_before(previous.data, i, count, G::kBytes);
+        const Padded tail_now(current.data, i, count, G::kBytes);
+        Padded tail_w;
+        both_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_before.data,
+                                           tail_now.data, tail_w.data, 0, c_before, c_now);
+        s.write(p, m, v, i, count);
+        tail_w.write(w, i, count, W::kBytes);
+    }
+}
+
+inline const void* advance(const void* data, std::size_t elements, DType dtype) {
+    return static_cast<const char*>(data) + elements * element_bytes(dtype);
+}
+
+// Two gradients of different types: the two passes in turn over pieces that stay in the cache.
+// Not worth the nine instantiations that a fused loop would take; the numbers are the same.
+void both_in_turn(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
+                  const GradientRange& current, const OutRange& out) {
+    constexpr std::size_t kPiece = 1024;
+    for (std::size_t i = 0; i < n; i += kPiece) {
+        const std::size_t count = n - i < kPiece ? n - i : kPiece;
+        const GradientRange before{advance(previous.data, i, previous.dtype), previous.dtype,
+                                   previous.constants};
+        const GradientRange now{advance(current.data, i, current.dtype), current.dtype,
+                                current.constants};
+        const OutRange piece{static_cast<char*>(out.data) + i * element_bytes(out.dtype), out.dtype,
+                             out.non_temporal};
+        commit(p + i, m + i, v + i, count, before, OutRange{nullptr, out.dtype, false}, 0);
+        preview(p + i, m + i, v + i, count, now, piece, 0);
+    }
+}
+
+void commit_then_preview(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
+                         const GradientRange& current, const OutRange& out, std::size_t ahead) {
+    if (previous.dtype != current.dtype) {
+        return both_in_turn(p, m, v, n, previous, current, out);
+    }
+    with_in(current.dtype, [&](auto in) {
+        with_out(out, [&](auto to) {
+            both_loop<decltype(in), decltype(to)>(p, m, v, n, previous, current, out.data, ahead);
+        });
+    });
+}
+
+// ---- publish ----------------------------------------------------------------------------------
+
+template <class W>
+void publish_loop(const float* p, std::size_t n, void* w, std::size_t ahead) {
+    std::size_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        if (ahead != 0) {
+            prefetch(p, i + ahead, sizeof(float));
+        }
+        for (std::size_t j = 0; j < kStep; j += kLanes) {
+            W::store(w, i + j, Vec::load_f32(p + i + j));
+        }
+    }
+    for (; i < n; i += kLanes) {
+        const std::size_t count = n - i < kLanes ? n - i : kLanes;
+        const Padded tail_p(p, i, count);
+        Padded tail_w;
+        W::Cached::store(tail_w.data, 0, Vec::load_f32(tail_p.data));
+        tail_w.write(w, i, count, W::kBytes);
+    }
+}
+
+void publish(const float* p, std::size_t n, const OutRange& out, std::size_t ahead) {
+    with_out(out, [&](auto to) { publish_loop<decltype(to)>(p, n, out.data, ahead); });
+}
+
+// ---- sum of squares ---------------------------------------------------------------------------
+
+// The sum runs in kSumLanes interleaved float64 sums whatever the width of a register, then in
+// one fixed tree. A square of a float is exact in float64, so fused or not makes no difference.
+constexpr std::size_t kSumLanes = 32;
+constexpr std::size_t kRegsPerGroup = kSumLanes / kLanes;
+
+template <class G>
+double sum_loop(const void* data, std::size_t n) {
+    typename Vec::DoubleReg sums[kRegsPerGroup * Vec::kDoubleRegs];
+    for (auto& sum : sums) {
+        sum = Vec::zero_double();
+    }
+    std::size_t i = 0;
+    for (; i + kSumLanes <= n; i += kSumLanes) {
+        for (std::size_t r = 0; r < kRegsPerGroup; ++r) {
+            Vec::add_squares(G::load(data, i + r * kLanes), sums + r * Vec::kDoubleRegs);
+        }
+    }
+    if (i < n) {
+        float rest[kSumLanes];
+        std::memset(rest, 0, sizeof(rest));
+        std::memcpy(rest, static_cast<const char*>(data) + i * G::kBytes, (n - i) * G::kBytes);
+        for (std::size_t r = 0; r < kRegsPerGroup; ++r) {
+            Vec::add_squares(G::load(rest, r * kLanes), sums + r * Vec::kDoubleRegs);
+        }
+    }
+    double lanes[kSumLanes];
+    std::memcpy(lanes, sums, sizeof(lanes));
+    for (std::size_t width = kSumLanes / 2; width > 0; width /= 2) {
+        for (std::size_t j = 0; j < width; ++j) {
+            lanes[j] += lanes[j + width];
+        }
+    }
+    return lanes[0];
+}
+
+double sum_of_squares_range(const void* data, DType dtype, std::size_t n) {
+    double sum = 0.0;
+    with_in(dtype, [&](auto in) { sum = sum_loop<decltype(in)>(data, n); });
+    return sum;
+}
+
+// ---- the loop to compare against --------------------------------------------------------------
+
+inline void touch_vector(float* array, std::size_t i, Reg one) {
+    // Times one, which the compiler does not know: a plain load and store would be dropped.
+    Vec::template store_f32<false>(array + i, Vec::mul(Vec::load_f32(array + i), one));
+}
+
+void read_write_range(float* p, float* m, float* v, std::size_t n, std::size_t ahead) {
+    volatile float opaque = 1.0F;
+    const Reg one = Vec::set(opaque);
+    std::size_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        if (ahead != 0) {
+            prefetch_state(p, m, v, i + ahead);
+        }
+        for (std::size_t j = 0; j < kStep; j += kLanes) {
+            touch_vector(p, i + j, one);
+            touch_vector(m, i + j, one);
+            touch_vector(v, i + j, one);
+        }
+    }
+    for (; i < n; ++i) {
+        p[i] *= opaque;
+        m[i] *= opaque;
+        v[i] *= opaque;
+    }
+}
+
+constexpr KernelTable kTable{Vec::kName,          commit,  preview,
+                             commit_then_preview, publish, sum_of_squares_range,
+                             read_write_range};

@@ -1,0 +1,39 @@
+// Which instruction set runs the passes of adam.h, and the knobs of their memory access.
+//
+// The choice is made at first use: the value of HYTRAIN_CPU_ISA where it is set, else the best
+// that this CPU has. Every choice gives bitwise the same numbers; only speed differs.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace hytrain {
+
+// Names of the instruction sets that this build holds and this CPU can run, best first.
+std::vector<std::string> available_isas();
+
+// Name of the instruction set in use. Throws std::invalid_argument, naming the choices, where
+// HYTRAIN_CPU_ISA names one that does not exist or cannot run here.
+std::string active_isa();
+
+// Chooses an instruction set by name for the whole process; throws as active_isa does. Not to be
+// called while a pass runs.
+void set_isa(const std::string& name);
+
+// How the passes walk through memory. No field changes a result. Defaults were chosen by
+// measurement (csrc/README.md); set_tuning exists for `hytrain bench kernel --variants`.
+struct Tuning {
+    std::size_t prefetch_elements = 0;   // software prefetch distance; 0 is none
+    std::size_t block_elements = 16384;  // unit handed to a thread; a multiple of 64
+    bool dynamic_schedule = false;       // blocks go to whichever thread is free
+};
+
+Tuning tuning();
+void set_tuning(const Tuning& tuning);  // throws std::invalid_argument; not while a pass runs
+
+// Reads and writes three fp32 arrays of n elements, leaving every value as it is (24 bytes an
+// element): the memory traffic of an Adam step without its arithmetic, to compare against.
+void read_write(float* p, float* m, float* v, std::size_t n, int num_threads);
+
+}  // namespace hytrain

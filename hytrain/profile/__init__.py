@@ -1,0 +1,1 @@
+"""Measuring: the CPU kernel, layers on real steps, GPU profiles."""
