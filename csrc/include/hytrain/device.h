@@ -1,0 +1,45 @@
+// What the update worker needs of a device: two copy lanes and events. A lane is an ordered queue
+// of copies (a CUDA stream, or a thread on a machine without a GPU).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace hytrain {
+
+enum class Lane : int { kToHost = 0, kToDevice = 1 };
+
+// A CUevent, or a HostEvent's address. kNoEvent is always complete.
+using EventHandle = std::uintptr_t;
+constexpr EventHandle kNoEvent = 0;
+
+class Device {
+  public:
+    virtual ~Device() = default;
+    Device() = default;
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
+    // Makes the device usable from the calling thread.
+    virtual void attach_thread() = 0;
+    virtual EventHandle create_event() = 0;
+    virtual void destroy_event(EventHandle event) noexcept = 0;
+    virtual void record(EventHandle event, Lane lane) = 0;
+    // Work queued on the lane from now on waits for the event's latest record.
+    virtual void lane_wait(Lane lane, EventHandle event) = 0;
+    // True when the latest record has completed (or there was none).
+    virtual bool is_complete(EventHandle event) = 0;
+    virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
+};
+
+// Copy threads on the host. Every hand-off sleeps a random time up to max_delay_us where that is
+// not 0: the tests' way to expose a missing wait.
+std::unique_ptr<Device> make_host_device(std::uint64_t seed, unsigned max_delay_us);
+
+// `to_host` and `to_device` are CUstream handles of the device's primary context. The driver
+// library is opened at run time, so this extension needs no CUDA to build or to load.
+std::unique_ptr<Device> make_cuda_device(int ordinal, std::uintptr_t to_host,
+                                         std::uintptr_t to_device);
+
+}  // namespace hytrain

@@ -1,0 +1,220 @@
+// The update worker: what callers use. The thread itself is in update_loop.cpp.
+#include "hytrain/update_worker.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace hytrain {
+
+namespace {
+
+bool same(const AdamHyper& a, const AdamHyper& b) {
+    return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps &&
+           a.weight_decay == b.weight_decay && a.step == b.step &&
+           a.decoupled_decay == b.decoupled_decay && a.bias_correction == b.bias_correction;
+}
+
+}  // namespace
+
+bool StepRecord::operator==(const StepRecord& other) const {
+    return scale == other.scale && hyper.size() == other.hyper.size() &&
+           std::equal(hyper.begin(), hyper.end(), other.hyper.begin(), same);
+}
+
+UpdateWorker::UpdateWorker(std::unique_ptr<Device> device, int num_threads,
+                           std::uint64_t delay_seed, unsigned max_delay_us)
+    : device_(std::move(device)),
+      num_threads_(num_threads),
+      random_(delay_seed),
+      max_delay_us_(max_delay_us) {}
+
+UpdateWorker::~UpdateWorker() {
+    close();
+    for (SlotClass& slots : slots_) {
+        for (EventHandle event : slots.events) device_->destroy_event(event);
+    }
+    for (EventHandle event : outgoing_.events) device_->destroy_event(event);
+}
+
+int UpdateWorker::add_slot_class(char* base, std::size_t slot_bytes, int count) {
+    device_->attach_thread();
+    SlotClass slots;
+    slots.base = base;
+    slots.bytes = slot_bytes;
+    for (int i = 0; i < count; ++i) {
+        slots.events.push_back(device_->create_event());
+        slots.free.push_back(count - 1 - i);
+    }
+    slots_.push_back(std::move(slots));
+    return static_cast<int>(slots_.size()) - 1;
+}
+
+void UpdateWorker::set_outgoing(char* base, std::size_t slot_bytes, int count) {
+    device_->attach_thread();
+    outgoing_.base = base;
+    outgoing_.bytes = slot_bytes;
+    for (int i = 0; i < count; ++i) outgoing_.events.push_back(device_->create_event());
+}
+
+int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle ready,
+                            double* norm_slot, std::vector<Chunk> chunks) {
+    Layer layer;
+    layer.name = std::move(name);
+    layer.gradient_dtype = gradient_dtype;
+    layer.ready = ready;
+    layer.norm_slot = norm_slot;
+    layer.chunks = std::move(chunks);
+    layers_.push_back(std::move(layer));
+    return static_cast<int>(layers_.size()) - 1;
+}
+
+void UpdateWorker::start() {
+    thread_ = std::thread([this] { run(); });
+}
+
+void UpdateWorker::close() noexcept {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+        if (error_.empty()) error_ = "the update worker was closed";
+    }
+    wake_.notify_all();
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+void UpdateWorker::throw_if_failed() {
+    if (!error_.empty()) throw std::runtime_error(error_);
+}
+
+void UpdateWorker::check_error() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+}
+
+void UpdateWorker::begin_step(double sum_of_squares_limit) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    limit_ = sum_of_squares_limit;
+    running_sum_ = 0.0;
+    forward_order_ = false;
+}
+
+void UpdateWorker::submit(Job job) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        throw_if_failed();
+        Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
+        ++layer.outstanding;
+        if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
+        job.sequence = sequence_++;
+        jobs_.push_back(std::make_shared<Job>(std::move(job)));
+    }
+    wake_.notify_one();
+}
+
+bool UpdateWorker::cancel_update(int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    for (const auto& job : jobs_) {
+        const bool is_update = job->pass == Pass::kUpdate || job->pass == Pass::kDirect;
+        if (job->layer == layer && is_update && !job->started && !job->cancelled) {
+            job->cancelled = true;
+            return true;
+        }
+    }
+    return false;
+}
+
+int UpdateWorker::finalize(const StepRecord& record) {
+    int again = 0;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        throw_if_failed();
+        for (const auto& job : jobs_) {
+            // Not begun: the one pass it will make is already the final one.
+            if (job->pass == Pass::kUpdate && !job->started && !job->cancelled) {
+                job->record = record;
+                job->final = true;
+            }
+        }
+        for (std::size_t i = 0; i < layers_.size(); ++i) {
+            Layer& layer = layers_[i];
+            if (!layer.tentative) continue;
+            layer.tentative = false;
+            layer.pending = record;
+            if (!layer.held && layer.previewed == record) continue;
+            layer.held = false;
+            ++again;
+            auto job = std::make_shared<Job>();
+            job->pass = Pass::kPreview;
+            job->layer = static_cast<int>(i);
+            job->sequence = sequence_++;
+            ++layer.outstanding;
+            jobs_.push_back(std::move(job));
+        }
+    }
+    wake_.notify_one();
+    return again;
+}
+
+void UpdateWorker::set_forward_order(bool forward_order) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    forward_order_ = forward_order;
+}
+
+template <typename Predicate>
+void UpdateWorker::wait_for(Predicate predicate) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return !error_.empty() || predicate(); });
+    throw_if_failed();
+}
+
+void UpdateWorker::wait_issued(int layer) {
+    Layer& waited = layers_.at(static_cast<std::size_t>(layer));
+    wait_for([&] { return waited.outstanding == 0; });
+}
+
+void UpdateWorker::wait_complete(int layer) {
+    wait_issued(layer);
+    device_->attach_thread();
+    wait_event(layers_.at(static_cast<std::size_t>(layer)).ready);
+}
+
+void UpdateWorker::wait_all() {
+    wait_for([&] {
+        return std::all_of(layers_.begin(), layers_.end(),
+                           [](const Layer& layer) { return layer.outstanding == 0; });
+    });
+}
+
+bool UpdateWorker::is_issued(int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    return layers_.at(static_cast<std::size_t>(layer)).outstanding == 0;
+}
+
+bool UpdateWorker::is_fetched(int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    return layers_.at(static_cast<std::size_t>(layer)).fetched;
+}
+
+bool UpdateWorker::has_pending(int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    return layers_.at(static_cast<std::size_t>(layer)).pending.has_value();
+}
+
+WorkerStatistics UpdateWorker::take_statistics() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(statistics_, WorkerStatistics{});
+}
+
+std::vector<JobSpan> UpdateWorker::take_spans() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(spans_, {});
+}
+
+}  // namespace hytrain
