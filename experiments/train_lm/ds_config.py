@@ -1,0 +1,139 @@
+"""The DeepSpeed JSON of a run: chosen, read, and changed only where an option asks for it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import hjson
+from data import BatchPlan
+from options import OptionError, Options
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "ds_configs"
+_SCHEDULERS_WITH_TOTAL = ("WarmupCosineLR", "WarmupDecayLR")
+# With 70 % of the layers updated on the GPU it holds 2 bytes of weights, 2 of gradients and
+# 0.7 * 12 of optimizer state a parameter; activations need the rest of its memory.
+_SPLIT_BYTES_PER_PARAMETER = 12.4
+_SPLIT_MEMORY_SHARE = 0.6
+
+
+def choose_config(num_parameters: int, gpu_memory_bytes: int | None) -> Path:
+    """Pick one of ``ds_configs/`` for this hardware.
+
+    Args:
+        num_parameters: size of the model.
+        gpu_memory_bytes: memory of one GPU; None where there is no GPU.
+    """
+    if gpu_memory_bytes is None:
+        return CONFIG_DIR / "fp32_cpu.json"
+    needed = num_parameters * _SPLIT_BYTES_PER_PARAMETER
+    fits = needed <= _SPLIT_MEMORY_SHARE * gpu_memory_bytes
+    return CONFIG_DIR / ("zero2_split.json" if fits else "zero2_cpu_offload.json")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a DeepSpeed JSON as DeepSpeed does: comments allowed, no key twice.
+
+    Raises:
+        OptionError: no such file, not JSON, or a key that appears twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--deepspeed_config {path} cannot be read: {error}") from error
+    try:
+        return dict(hjson.loads(text, object_pairs_hook=_without_duplicates))
+    except hjson.HjsonDecodeError as error:
+        raise OptionError(f"--deepspeed_config {path} is not JSON: {error}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise OptionError(f"the DeepSpeed JSON has {', '.join(twice)} twice: keep one of them")
+    return result
+
+
+def plan_batches(config: dict[str, Any], options: Options, world_size: int) -> BatchPlan:
+    """Settle micro-batch and accumulation from the options, else from the JSON.
+
+    Raises:
+        OptionError: the global batch is no multiple of micro-batch times ranks, or neither
+            the options nor the JSON give a micro-batch.
+    """
+    micro = options.micro_batch or config.get("train_micro_batch_size_per_gpu")
+    total = options.global_batch or config.get("train_batch_size")
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    if micro is None and total is not None:
+        micro = max(1, total // (accumulation * world_size))
+    if micro is None:
+        raise OptionError(
+            "no micro-batch: give --micro-batch, or train_micro_batch_size_per_gpu in the JSON"
+        )
+    if total is None:
+        total = micro * accumulation * world_size
+    accumulation, rest = divmod(total, micro * world_size)
+    if rest or accumulation == 0:
+        raise OptionError(
+            f"a global batch of {total} is no multiple of micro-batch {micro} times "
+            f"{world_size} ranks = {micro * world_size}: change --global-batch or --micro-batch"
+        )
+    return BatchPlan(micro_batch=micro, accumulation=accumulation, world_size=world_size)
+
+
+def apply_options(
+    config: dict[str, Any], options: Options, plan: BatchPlan
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the options into a copy of the JSON.
+
+    Returns:
+        The changed copy, and one line for each value of the JSON that was replaced.
+
+    Raises:
+        OptionError: an option needs a part of the JSON that is not there.
+    """
+    config = copy.deepcopy(config)
+    changes: list[str] = []
+
+    def put(section: dict[str, Any], key: str, value: Any, path: str) -> None:
+        if key in section and section[key] != value:
+            changes.append(f"{path}{key}: {section[key]} -> {value}")
+        section[key] = value
+
+    put(config, "train_micro_batch_size_per_gpu", plan.micro_batch, "")
+    put(config, "gradient_accumulation_steps", plan.accumulation, "")
+    put(config, "train_batch_size", plan.global_batch, "")
+    if options.lr is not None:
+        params = config.get("optimizer", {}).get("params")
+        if params is None:
+            raise OptionError('--lr needs an "optimizer" with "params" in the DeepSpeed JSON')
+        put(params, "lr", options.lr, "optimizer.params.")
+    scheduler = config.get("scheduler")
+    if scheduler is not None:
+        params = scheduler.setdefault("params", {})
+        for key, value in _schedule(scheduler, options).items():
+            put(params, key, value, "scheduler.params.")
+    elif options.warmup is not None:
+        raise OptionError('--warmup needs a "scheduler" in the DeepSpeed JSON')
+    if options.gpu_fraction is not None:
+        if "hytrain" not in config:
+            raise OptionError('--gpu-fraction needs a "hytrain" section in the DeepSpeed JSON')
+        put(config["hytrain"], "gpu_fraction", options.gpu_fraction, "hytrain.")
+    return config, changes
+
+
+def _schedule(scheduler: dict[str, Any], options: Options) -> dict[str, int]:
+    """Return the schedule's lengths for this run, in optimizer steps."""
+    values: dict[str, int] = {}
+    if scheduler.get("type") in _SCHEDULERS_WITH_TOTAL:
+        values["total_num_steps"] = options.steps
+    warmup = options.warmup
+    if warmup is None and scheduler["params"].get("warmup_num_steps", 0) >= options.steps:
+        # A warm-up longer than the run would never reach the learning rate asked for.
+        warmup = max(1, options.steps // 10)
+    if warmup is not None:
+        values["warmup_num_steps"] = warmup
+    return values

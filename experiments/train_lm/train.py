@@ -1,0 +1,267 @@
+"""Train a language model whose optimizer state lives in host memory.
+
+Under the launcher: deepspeed experiments/train_lm/train.py --model llama-1b --steps 1000
+Alone, one process: python experiments/train_lm/train.py --demo
+
+See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# DeepSpeed picks its accelerator when it is first imported; on a machine without a GPU it
+# would otherwise guess from the packages that are installed.
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import corpus
+import data
+import ds_config
+import metrics
+import models
+from loop import Job, StatisticsReader, Trainer
+from options import OptionError, Options, build_parser, parse_options
+
+_USER_ERRORS = (OptionError, corpus.DataError, models.ModelError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; return its exit status, 2 where the user's input cannot be used."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        run(argv)
+    except _USER_ERRORS as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Train as the command line says.
+
+    Raises:
+        OptionError, corpus.DataError, models.ModelError: the user's input cannot be used.
+        hytrain.errors.HyTrainError: hytrain refuses the model or the DeepSpeed JSON.
+    """
+    import deepspeed
+
+    on_gpu = torch.cuda.is_available()
+    parser = deepspeed.add_config_arguments(build_parser())
+    options = parse_options(parser, argv, on_gpu=on_gpu)
+    if options.demo:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    _check_output(options)
+    rank, world_size, device = _start_distributed(options, on_gpu)
+    if rank != 0:
+        logging.getLogger().setLevel(logging.WARNING)
+    _prepare_output(options, rank)
+    job = _make_job(options, rank=rank, world_size=world_size, device=device)
+    trainer = Trainer(job)
+    trainer.run()
+    job.engine.destroy()
+    if rank == 0:
+        summary = metrics.summarize(metrics.read_metrics(trainer.metrics_path))
+        (options.out / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        print(f"\n{metrics.format_table(summary)}\n\nmetrics and loss curve: {options.out}")
+    torch.distributed.destroy_process_group()
+
+
+def _start_distributed(options: Options, on_gpu: bool) -> tuple[int, int, torch.device]:
+    """Join the launcher's process group, or make one of this process alone.
+
+    Returns:
+        Rank, number of ranks, this rank's device.
+    """
+    import deepspeed
+
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    local_rank = options.local_rank
+    if local_rank < 0:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        # DeepSpeed would compile its shared-memory collectives, which are not needed here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
+
+
+def _check_output(options: Options) -> None:
+    """Refuse to write over a run, or to resume what is not there, before any work is done."""
+    if options.resume is not None:
+        folder = options.out / "checkpoints"
+        tags = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        if not tags:
+            raise OptionError(
+                f"--resume {options.resume}: no checkpoint in {folder}; give the --out of the "
+                "run to go on with, which must have saved with --save-every"
+            )
+        if options.resume != "latest" and options.resume not in tags:
+            raise OptionError(
+                f"--resume {options.resume}: no such checkpoint in {folder}; there are "
+                f"{', '.join(tags)}"
+            )
+    elif not options.overwrite and (options.out / "metrics.jsonl").exists():
+        raise OptionError(
+            f"--out {options.out} already holds a run: --resume goes on with it, --overwrite "
+            "replaces it, another --out leaves it alone"
+        )
+
+
+def _prepare_output(options: Options, rank: int) -> None:
+    # Every rank has looked for an old run before rank 0 writes a new one.
+    torch.distributed.barrier()
+    if rank != 0:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.overwrite:
+        for name in ("metrics.jsonl", "loss.png", "summary.json"):
+            (options.out / name).unlink(missing_ok=True)
+        shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
+
+
+def _make_job(options: Options, *, rank: int, world_size: int, device: torch.device) -> Job:
+    tokenizer = corpus.make_tokenizer(options.tokenizer)
+    model_config = models.model_config(
+        options.model,
+        seq_len=options.seq_len,
+        min_vocab=tokenizer.vocab_size,
+        vocab_size=options.vocab_size,
+    )
+    config_path = options.deepspeed_config
+    if config_path is None:
+        config_path = _choose_config(model_config, device)
+    config = ds_config.read_config(config_path)
+    plan = ds_config.plan_batches(config, options, world_size)
+    config, changes = ds_config.apply_options(config, options, plan)
+    if options.engine == "deepspeed" and config.pop("hytrain", None) is not None:
+        changes.append('section "hytrain": left out, as --engine deepspeed has no use for it')
+    sequences = _load_data(options, tokenizer)
+    model = models.build_model(
+        model_config,
+        device=device,
+        dtype=_training_dtype(config),
+        seed=options.seed,
+        activation_checkpointing=options.activation_checkpointing,
+    )
+    num_parameters = models.count_parameters(model)
+    if rank == 0:
+        _write_run(options, config)
+        _describe(options, config_path, changes, plan, sequences, num_parameters)
+    engine, read_statistics = _initialize(options, model, config)
+    return Job(
+        options=options,
+        engine=engine,
+        read_statistics=read_statistics,
+        sequences=sequences,
+        plan=plan,
+        flops_per_token=models.flops_per_token(num_parameters),
+        device=device,
+        rank=rank,
+    )
+
+
+def _choose_config(model_config: Any, device: torch.device) -> Path:
+    if device.type != "cuda":
+        return ds_config.choose_config(0, None)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return ds_config.choose_config(models.meta_parameter_count(model_config), memory)
+
+
+def _training_dtype(config: dict[str, Any]) -> torch.dtype:
+    if config.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    if config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    return torch.float32
+
+
+def _load_data(options: Options, tokenizer: corpus.Tokenizer) -> data.PackedSequences:
+    cache_dir = options.cache_dir or corpus.default_cache_dir()
+
+    def load() -> corpus.Corpus:
+        sources = corpus.find_sources(options.data)
+        return corpus.load_corpus(sources, tokenizer, cache_dir, text_field=options.text_field)
+
+    # One process of each machine tokenises, the others then find its cache.
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    tokens = load() if is_first else None
+    torch.distributed.barrier()
+    tokens = tokens if tokens is not None else load()
+    return data.PackedSequences(tokens, seq_len=options.seq_len, seed=options.seed)
+
+
+def _initialize(
+    options: Options, model: torch.nn.Module, config: dict[str, Any]
+) -> tuple[Any, StatisticsReader]:
+    """Make the engine, and the function that reads its update statistics."""
+    arguments = {
+        "model": model,
+        "model_parameters": models.parameter_groups(model),
+        "config": config,
+    }
+    if options.engine == "deepspeed":
+        import deepspeed
+
+        return deepspeed.initialize(**arguments)[0], lambda: None
+    import hytrain
+
+    engine = hytrain.initialize(**arguments)[0]
+    if not isinstance(engine, hytrain.HyTrainEngine):
+        # A JSON without the section is plain DeepSpeed, which measures no updates.
+        return engine, lambda: None
+    read: Callable[[], metrics.UpdateStatistics | None] = engine.step_statistics
+    return engine, read
+
+
+def _write_run(options: Options, config: dict[str, Any]) -> None:
+    (options.out / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+    plain["data"] = [str(path) for path in options.data]
+    (options.out / "options.json").write_text(json.dumps(plain, indent=2) + "\n")
+
+
+def _describe(
+    options: Options,
+    config_path: Path,
+    changes: list[str],
+    plan: data.BatchPlan,
+    sequences: data.PackedSequences,
+    num_parameters: int,
+) -> None:
+    print(f"engine    {options.engine}, {config_path}")
+    for change in changes:
+        print(f"          {change}")
+    print(f"model     {options.model}, {num_parameters / 1e6:,.1f} M parameters")
+    print(
+        f"data      {sequences.num_train:,} sequences of {options.seq_len} tokens, "
+        f"{sequences.num_held_out:,} held out"
+    )
+    print(
+        f"step      {plan.global_batch} sequences: {plan.world_size} ranks x "
+        f"{plan.accumulation} micro-batches x {plan.micro_batch}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
