@@ -1,0 +1,1 @@
+"""Step time of CPU-offloaded training: hytrain beside the systems a user would otherwise choose."""

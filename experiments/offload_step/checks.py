@@ -1,0 +1,160 @@
+"""The claims of this experiment, each decided from measurements of one part. Plain data.
+
+A ratio of two systems is taken inside a part; where several parts hold both, each gives one value
+and the claim is decided by the worst of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable
+
+from experiments.offload_step import records
+from experiments.offload_step.records import Json
+from experiments.offload_step.sizes import size_of
+
+GIB = 2**30
+
+HOST_BYTES_PER_PARAMETER = 15.0
+HOST_EXTRA_BYTES = 3 * GIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One claim: what was measured, and the limit."""
+
+    claim: str
+    value: float | None
+    """None: not measured."""
+    limit: float | None
+    """None: a number to report, with nothing to reach."""
+    at_least: bool
+    part: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """reached, missed, reported or not measured."""
+        if self.value is None:
+            return "not measured"
+        if self.limit is None:
+            return "reported"
+        good = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return "reached" if good else "missed"
+
+
+def measured(part: Json, label: str) -> list[Json]:
+    """The results of a label's repeats in a part."""
+    return [
+        record["result"]
+        for record in part["records"]
+        if record["status"] == records.OK and record["entry"]["label"] == label
+    ]
+
+
+def step_seconds(part: Json, label: str) -> float | None:
+    """The median over a label's repeats; None where none was measured."""
+    seconds = [result["step_seconds"] for result in measured(part, label)]
+    return statistics.median(seconds) if seconds else None
+
+
+def time_ratio(above: str, below: str) -> Callable[[Json], float | None]:
+    """How many times longer `above` takes than `below`."""
+
+    def of_part(part: Json) -> float | None:
+        a, b = step_seconds(part, above), step_seconds(part, below)
+        return None if a is None or b is None else a / b
+
+    return of_part
+
+
+def busy_share(label: str) -> Callable[[Json], float | None]:
+    """The CPU worker's busy share, median over repeats."""
+
+    def of_part(part: Json) -> float | None:
+        shares = [result["worker_busy_share"] for result in measured(part, label)]
+        shares = [share for share in shares if share is not None]
+        return statistics.median(shares) if shares else None
+
+    return of_part
+
+
+def host_bytes(result: Json) -> int:
+    """Host bytes of the measured steps: the process's, or what the machine's use grew by,
+    whichever is more, since page-locked memory may show in only one of them."""
+    return max(result["host"]["steps_rss_bytes"], result["host"]["steps_machine_bytes"])
+
+
+def host_bytes_per_parameter(fraction: float) -> Callable[[Json], float | None]:
+    """Host bytes above the allowance, for each parameter whose state is on the CPU."""
+    label = f"hytrain {fraction:g}"
+
+    def of_part(part: Json) -> float | None:
+        results = measured(part, label)
+        if not results:
+            return None
+        most = max(host_bytes(result) for result in results)
+        size = size_of(part["workload"]["model"])
+        return (most - HOST_EXTRA_BYTES) / size.num_cpu_parameters(fraction)
+
+    return of_part
+
+
+def gpu_peak(part: Json, label: str) -> float | None:
+    """Peak allocated GPU bytes of a label in a part."""
+    peaks = [result["gpu"].get("peak_allocated_bytes") for result in measured(part, label)]
+    peaks = [peak for peak in peaks if peak is not None]
+    return max(peaks) if peaks else None
+
+
+def gpu_ratio(above: str, below: str) -> Callable[[Json], float | None]:
+    """Peak GPU memory of `above` over that of `below`."""
+
+    def of_part(part: Json) -> float | None:
+        a, b = gpu_peak(part, above), gpu_peak(part, below)
+        return None if a is None or b is None else a / b
+
+    return of_part
+
+
+CLAIMS: tuple[tuple[str, Callable[[Json], float | None], float | None, bool], ...] = (
+    ("gpu_fraction 0: ZeRO-2 offload's time / hytrain's",
+     time_ratio("zero2_offload", "hytrain 0"), 2.0, True),
+    ("gpu_fraction 0: FSDP2's time / hytrain's",
+     time_ratio("fsdp2", "hytrain 0"), 1.75, True),
+    ("gpu_fraction 0: the CPU worker's busy share of the step",
+     busy_share("hytrain 0"), 0.92, True),
+    ("gpu_fraction 0.7: ZeRO-2 offload's time / hytrain's",
+     time_ratio("zero2_offload", "hytrain 0.7"), 4.5, True),
+    ("gpu_fraction 0.7: hytrain's time / forward and backward only",
+     time_ratio("hytrain 0.7", "forward_backward"), 1.12, False),
+    ("gpu_fraction 0.7: time with clipping that never triggers / direct commit",
+     time_ratio("hytrain 0.7 never", "hytrain 0.7 direct"), 1.03, False),
+    ("gpu_fraction 0: time with clipping that never triggers / direct commit",
+     time_ratio("hytrain 0 never", "hytrain 0 direct"), 1.08, False),
+    ("gpu_fraction 0.7: time with clipping at every step / direct commit",
+     time_ratio("hytrain 0.7 always", "hytrain 0.7 direct"), None, False),
+    ("gpu_fraction 0: time with clipping at every step / direct commit",
+     time_ratio("hytrain 0 always", "hytrain 0 direct"), None, False),
+    ("gpu_fraction 0: host bytes a parameter, beyond 3 GiB",
+     host_bytes_per_parameter(0.0), HOST_BYTES_PER_PARAMETER, False),
+    ("gpu_fraction 0.7: host bytes a parameter on the CPU side, beyond 3 GiB",
+     host_bytes_per_parameter(0.7), HOST_BYTES_PER_PARAMETER, False),
+    ("gpu_fraction 0: peak GPU memory / ZeRO-2 offload's",
+     gpu_ratio("hytrain 0", "zero2_offload"), 1.0, False),
+)  # fmt: skip
+"""Text, value of a part, limit, and whether the limit is the least or the most allowed."""
+
+
+def check_all(parts: Iterable[Json]) -> list[Check]:
+    """Every claim, decided by the worst part that measured it."""
+    parts = list(parts)
+    checks = []
+    for claim, value_of, limit, at_least in CLAIMS:
+        values = [(value_of(part), part["part"]) for part in parts]
+        known = [(value, name) for value, name in values if value is not None]
+        worst = (min if at_least else max)(known) if known else (None, "")
+        checks.append(
+            Check(claim=claim, value=worst[0], limit=limit, at_least=at_least, part=worst[1])
+        )
+    return checks
