@@ -4,9 +4,14 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "hytrain/adam.h"
+#include "hytrain/device.h"
 #include "hytrain/dispatch.h"
+#include "hytrain/update_worker.h"
 
 namespace py = pybind11;
 
@@ -107,6 +112,7 @@ void bind_dispatch(py::module_& m) {
     m.def("available_isas", &hytrain::available_isas);
     m.def("active_isa", &hytrain::active_isa);
     m.def("set_isa", &hytrain::set_isa, py::arg("name"));
+    m.def("openmp_library", &hytrain::openmp_library);
     py::class_<Tuning>(m, "Tuning")
         .def(py::init([](std::size_t prefetch_elements, std::size_t block_elements,
                          bool dynamic_schedule) {
@@ -126,6 +132,156 @@ void bind_adam(py::module_& m) {
     bind_dispatch(m);
 }
 
+// ---- offload ------------------------------------------------------------------------------------
+
+using hytrain::Chunk;
+using hytrain::Job;
+using hytrain::JobSpan;
+using hytrain::Pass;
+using hytrain::StepRecord;
+using hytrain::UpdateWorker;
+using hytrain::WorkerStatistics;
+
+void bind_offload_types(py::module_& m) {
+    py::enum_<Pass>(m, "Pass")
+        .value("update", Pass::kUpdate)
+        .value("direct", Pass::kDirect)
+        .value("preview", Pass::kPreview)
+        .value("commit", Pass::kCommit)
+        .value("publish", Pass::kPublish)
+        .value("drop", Pass::kDrop)
+        .value("withdraw", Pass::kWithdraw);
+    py::class_<Chunk>(m, "Chunk")
+        .def(py::init([](Address p, Address m_, Address v, std::size_t n, std::size_t shard_offset,
+                         Address weights, DType weights_dtype, int group, int slot_class) {
+                 Chunk chunk;
+                 chunk.p = pointer<float>(p);
+                 chunk.m = pointer<float>(m_);
+                 chunk.v = pointer<float>(v);
+                 chunk.n = n;
+                 chunk.shard_offset = shard_offset;
+                 chunk.weights = pointer<void>(weights);
+                 chunk.weights_dtype = weights_dtype;
+                 chunk.group = group;
+                 chunk.slot_class = slot_class;
+                 return chunk;
+             }),
+             py::kw_only(), py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"),
+             py::arg("shard_offset"), py::arg("weights"), py::arg("weights_dtype"),
+             py::arg("group"), py::arg("slot_class"));
+    py::class_<StepRecord>(m, "StepRecord")
+        .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
+                 return StepRecord{scale, std::move(hyper)};
+             }),
+             py::arg("scale"), py::arg("hyper"))
+        .def("__eq__", &StepRecord::operator==);
+    py::class_<JobSpan>(m, "JobSpan")
+        .def_readonly("layer", &JobSpan::layer)
+        .def_property_readonly("job_pass",
+                               [](const JobSpan& span) { return static_cast<Pass>(span.pass); })
+        .def_readonly("begin_ns", &JobSpan::begin_ns)
+        .def_readonly("end_ns", &JobSpan::end_ns)
+        .def_readonly("kernel_ns", &JobSpan::kernel_ns);
+    py::class_<WorkerStatistics>(m, "WorkerStatistics")
+        .def_readonly("kernel_ns", &WorkerStatistics::kernel_ns)
+        .def_readonly("wait_gradient_ns", &WorkerStatistics::wait_gradient_ns)
+        .def_readonly("wait_outgoing_ns", &WorkerStatistics::wait_outgoing_ns)
+        .def_readonly("elements", &WorkerStatistics::elements)
+        .def_readonly("jobs", &WorkerStatistics::jobs);
+}
+
+void submit_update(UpdateWorker& worker, int layer, Address gradient, Address gradient_ready,
+                   Address sum_of_squares, const StepRecord& record, bool direct) {
+    Job job;
+    job.pass = direct ? Pass::kDirect : Pass::kUpdate;
+    job.layer = layer;
+    job.gradient = pointer<const char>(gradient);
+    job.gradient_ready = gradient_ready;
+    job.sum_of_squares = pointer<const void>(sum_of_squares);
+    job.record = record;
+    worker.submit(std::move(job));
+}
+
+void submit_pass(UpdateWorker& worker, int layer, Pass pass, Address withdraw_to) {
+    Job job;
+    job.pass = pass;
+    job.layer = layer;
+    job.withdraw_to = pointer<char>(withdraw_to);
+    worker.submit(std::move(job));
+}
+
+void bind_worker(py::module_& m) {
+    using NoGil = py::call_guard<py::gil_scoped_release>;
+    py::class_<UpdateWorker>(m, "UpdateWorker")
+        .def_static(
+            "on_host",
+            [](int num_threads, std::uint64_t seed, unsigned max_delay_us) {
+                return std::make_unique<UpdateWorker>(hytrain::make_host_device(seed, max_delay_us),
+                                                      num_threads, seed, max_delay_us);
+            },
+            py::arg("num_threads"), py::arg("delay_seed"), py::arg("max_delay_us"))
+        .def_static(
+            "on_cuda",
+            [](int ordinal, Address to_host, Address to_device, int num_threads,
+               std::uint64_t seed, unsigned max_delay_us) {
+                return std::make_unique<UpdateWorker>(
+                    hytrain::make_cuda_device(ordinal, to_host, to_device), num_threads, seed,
+                    max_delay_us);
+            },
+            py::arg("ordinal"), py::arg("to_host"), py::arg("to_device"), py::arg("num_threads"),
+            py::arg("delay_seed"), py::arg("max_delay_us"))
+        .def(
+            "add_slot_class",
+            [](UpdateWorker& worker, Address base, std::size_t slot_bytes, int count) {
+                return worker.add_slot_class(pointer<char>(base), slot_bytes, count);
+            },
+            py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
+        .def(
+            "set_outgoing",
+            [](UpdateWorker& worker, Address base, std::size_t slot_bytes, int count) {
+                worker.set_outgoing(pointer<char>(base), slot_bytes, count);
+            },
+            py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
+        .def(
+            "add_layer",
+            [](UpdateWorker& worker, std::string name, DType gradient_dtype, Address ready,
+               Address norm_slot, std::vector<Chunk> chunks) {
+                return worker.add_layer(std::move(name), gradient_dtype, ready,
+                                        pointer<double>(norm_slot), std::move(chunks));
+            },
+            py::arg("name"), py::arg("gradient_dtype"), py::arg("ready"), py::arg("norm_slot"),
+            py::arg("chunks"))
+        .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
+        .def("set_non_temporal", &UpdateWorker::set_non_temporal, py::arg("value"))
+        .def("start", &UpdateWorker::start)
+        .def("close", &UpdateWorker::close, NoGil())
+        .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())
+        .def("submit_update", &submit_update, py::arg("layer"), py::arg("gradient"),
+             py::arg("gradient_ready"), py::arg("sum_of_squares"), py::arg("record"),
+             py::arg("direct"), NoGil())
+        .def("submit", &submit_pass, py::arg("layer"), py::arg("job_pass"),
+             py::arg("withdraw_to") = 0, NoGil())
+        .def("cancel_update", &UpdateWorker::cancel_update, py::arg("layer"), NoGil())
+        .def("finalize", &UpdateWorker::finalize, py::arg("record"), NoGil())
+        .def("set_forward_order", &UpdateWorker::set_forward_order, py::arg("forward_order"),
+             NoGil())
+        .def("wait_issued", &UpdateWorker::wait_issued, py::arg("layer"), NoGil())
+        .def("wait_complete", &UpdateWorker::wait_complete, py::arg("layer"), NoGil())
+        .def("wait_all", &UpdateWorker::wait_all, NoGil())
+        .def("is_issued", &UpdateWorker::is_issued, py::arg("layer"), NoGil())
+        .def("is_fetched", &UpdateWorker::is_fetched, py::arg("layer"), NoGil())
+        .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
+        .def("check_error", &UpdateWorker::check_error, NoGil())
+        .def("take_statistics", &UpdateWorker::take_statistics, NoGil())
+        .def("take_spans", &UpdateWorker::take_spans, NoGil())
+        .def("fail_at", &UpdateWorker::fail_at, py::arg("layer"));
+}
+
+void bind_offload(py::module_& m) {
+    bind_offload_types(m);
+    bind_worker(m);
+}
+
 }  // namespace
 
 // ---- module -------------------------------------------------------------------------------------
@@ -133,4 +289,5 @@ void bind_adam(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Kernels of hytrain on addresses and sizes; hytrain.optim.cpu_adam checks them.";
     bind_adam(m);
+    bind_offload(m);
 }

@@ -35,6 +35,7 @@ UpdateWorker::~UpdateWorker() {
         for (EventHandle event : slots.events) device_->destroy_event(event);
     }
     for (EventHandle event : outgoing_.events) device_->destroy_event(event);
+    for (EventHandle event : own_events_) device_->destroy_event(event);
 }
 
 int UpdateWorker::add_slot_class(char* base, std::size_t slot_bytes, int count) {
@@ -59,10 +60,15 @@ void UpdateWorker::set_outgoing(char* base, std::size_t slot_bytes, int count) {
 
 int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle ready,
                             double* norm_slot, std::vector<Chunk> chunks) {
+    if (chunks.empty()) throw std::invalid_argument("layer '" + name + "' has no chunks");
     Layer layer;
     layer.name = std::move(name);
     layer.gradient_dtype = gradient_dtype;
     layer.ready = ready;
+    if (ready == kNoEvent) {
+        layer.ready = device_->create_event();
+        own_events_.push_back(layer.ready);
+    }
     layer.norm_slot = norm_slot;
     layer.chunks = std::move(chunks);
     layers_.push_back(std::move(layer));

@@ -21,6 +21,10 @@ std::string active_isa();
 // called while a pass runs.
 void set_isa(const std::string& name);
 
+// Path of the OpenMP runtime that the passes call. Beside torch it is torch's own: the symbols of
+// whichever libgomp was loaded first win, so a second team of threads never exists.
+std::string openmp_library();
+
 // How the passes walk through memory. No field changes a result. Defaults were chosen by
 // measurement (csrc/README.md); set_tuning exists for `hytrain bench kernel --variants`.
 struct Tuning {

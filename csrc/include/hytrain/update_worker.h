@@ -95,6 +95,7 @@ class UpdateWorker {
     int add_slot_class(char* base, std::size_t slot_bytes, int count);
     // Buffers that carry the outgoing copy, and one pinned float64 a layer.
     void set_outgoing(char* base, std::size_t slot_bytes, int count);
+    // `ready` is recorded when a job of the layer has been issued; kNoEvent: the worker makes one.
     int add_layer(std::string name, DType gradient_dtype, EventHandle ready, double* norm_slot,
                   std::vector<Chunk> chunks);
     void set_num_threads(int num_threads) { num_threads_ = num_threads; }
@@ -191,6 +192,7 @@ class UpdateWorker {
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     SlotClass outgoing_;
+    std::vector<EventHandle> own_events_;
     std::size_t next_outgoing_ = 0;
 
     // Shared with callers, under mutex_.

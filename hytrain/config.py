@@ -1,0 +1,151 @@
+"""The ``"hytrain"`` section of the DeepSpeed JSON: typed, checked, unknown keys refused.
+
+DeepSpeed keeps an unknown top-level section without looking at it, so this module is the only
+check that the section gets. Every error is a :class:`~hytrain.errors.ConfigError` that names the
+key, what was seen, the limit and what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hytrain.errors import ConfigError
+
+SECTION = "hytrain"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class LayersConfig(_Section):
+    """How the model is cut into layers."""
+
+    block_class: str | None = Field(default=None, alias="class")
+    """Class name of the transformer block, where detection should not decide."""
+
+
+class OffloadConfig(_Section):
+    """How the CPU update runs."""
+
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads of the CPU kernel; null: a short calibration at start chooses."""
+
+    chunk_elements: int = Field(default=2 * 1024 * 1024, ge=1024)
+    """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
+
+    overlap_forward: bool = True
+    """False: step() waits until every layer is updated, instead of each layer's next forward."""
+
+    @field_validator("chunk_elements")
+    @classmethod
+    def _aligned(cls, value: int) -> int:
+        if value % 64:
+            raise ValueError(f"must be a multiple of 64, for example {value // 64 * 64 + 64}")
+        return value
+
+
+class HyTrainConfig(_Section):
+    """The whole section. See ds_configs/README.md for the table of keys."""
+
+    gpu_fraction: float | Literal["solve"] = "solve"
+    """k: share of the layers, counted from the first, whose state is on the GPU."""
+
+    shard_fractions: tuple[float, ...] | None = None
+    """Share of every layer's state that each rank owns, one number a rank; null: equal."""
+
+    layers: LayersConfig = LayersConfig()
+    offload: OffloadConfig = OffloadConfig()
+
+    @field_validator("gpu_fraction")
+    @classmethod
+    def _in_range(cls, value: float | str) -> float | str:
+        if isinstance(value, str):
+            raise ValueError(
+                '"solve" (k solved at run time) is not available in this version: '
+                "give a number in [0, 1], for example 0.5"
+            )
+        if not (math.isfinite(value) and 0.0 <= value <= 1.0):
+            raise ValueError(f"must be a number in [0, 1], got {value}")
+        return value
+
+    @field_validator("shard_fractions")
+    @classmethod
+    def _sums_to_one(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is None:
+            return value
+        if any(not math.isfinite(f) or f <= 0.0 for f in value):
+            raise ValueError(f"every fraction must be above 0, got {list(value)}")
+        if abs(sum(value) - 1.0) > 1e-3:
+            raise ValueError(f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}")
+        return value
+
+    @property
+    def fixed_gpu_fraction(self) -> float:
+        """k as a number; the section must give one in this version.
+
+        Raises:
+            ConfigError: the section leaves ``gpu_fraction`` to the solver.
+        """
+        if isinstance(self.gpu_fraction, str):
+            raise ConfigError(
+                f'"{SECTION}.gpu_fraction" is not given: its default "solve" is not available in '
+                "this version; set it to a number in [0, 1], for example 0.5"
+            )
+        return self.gpu_fraction
+
+    @staticmethod
+    def from_deepspeed(config: Mapping[str, Any]) -> HyTrainConfig | None:
+        """The section of a DeepSpeed configuration; None where it has none (plain DeepSpeed).
+
+        Raises:
+            ConfigError: the section is malformed, or a top-level key looks like a misspelt one.
+        """
+        if SECTION not in config:
+            near = difflib.get_close_matches(SECTION, list(config), n=1, cutoff=0.8)
+            if near:
+                raise ConfigError(
+                    f'the configuration has a section "{near[0]}" but none called "{SECTION}": '
+                    f'rename "{near[0]}" to "{SECTION}" (DeepSpeed would ignore it silently)'
+                )
+            return None
+        section = config[SECTION]
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f'"{SECTION}" must be a JSON object, got {type(section).__name__}: '
+                f'write "{SECTION}": {{"gpu_fraction": 0.5}}'
+            )
+        try:
+            return HyTrainConfig.model_validate(dict(section))
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = [f'the "{SECTION}" section of the configuration cannot be used:']
+    for item in error.errors():
+        # pydantic appends the union member it tried; the user only wrote the key.
+        names = [str(part) for part in item["loc"] if "literal" not in str(part) and part != "float"]
+        key = ".".join([SECTION, *names])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"  {key}: unknown key; {_suggest(item['loc'])}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"  {key} = {item['input']!r}: {message}")
+    return "\n".join(lines)
+
+
+def _suggest(location: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] = HyTrainConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        model = annotation
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return (f'did you mean "{near[0]}"? ' if near else "") + f"known keys: {', '.join(known)}"

@@ -1,0 +1,143 @@
+"""Finds the layers of a model: an ordered list of groups of parameters.
+
+Each transformer block is one layer; what precedes the first block is the first layer, what
+follows the last block is the last. Blocks are found as repeated stacks of same-class modules in
+the module tree, or by the class that the configuration names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hytrain.errors import ConfigError
+
+
+@dataclass(slots=True)
+class LayerParameters:
+    """One layer: parameters in registration order and the module whose forward uses them."""
+
+    name: str
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    block: nn.Module | None = None
+
+
+def find_layers(
+    model: nn.Module, trained: Iterable[nn.Parameter], block_class: str | None = None
+) -> list[LayerParameters]:
+    """Cuts a model into layers, in the order of registration.
+
+    Args:
+        model: the module tree.
+        trained: the parameters to update; all others are left out. A tied parameter belongs to
+            the layer that registers it first.
+        block_class: class name of the block; None: detect.
+
+    Returns:
+        Layers that hold at least one trained parameter, each parameter in exactly one.
+
+    Raises:
+        ConfigError: ``block_class`` names no module of the model.
+    """
+    wanted = {id(p) for p in trained}
+    blocks = _find_blocks(model, block_class)
+    if not blocks:
+        blocks = _top_children(model)
+    layers = [layer for layer in _collect(model, blocks, wanted) if layer.parameters]
+    return layers
+
+
+def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, str]:
+    blocks: dict[nn.Module, str] = {}
+    for name, module, ancestors in _walk(model):
+        if any(ancestor in blocks for ancestor in ancestors):
+            continue  # only the outermost stack: a block's inner stacks are its own affair
+        if block_class is not None:
+            if type(module).__name__ == block_class:
+                blocks[module] = name
+        elif isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            children = list(module.named_children())
+            classes = Counter(type(child).__name__ for _, child in children if _has_weights(child))
+            if classes and max(classes.values()) >= 2:
+                for child_name, child in children:
+                    if _has_weights(child):
+                        blocks[child] = f"{name}.{child_name}" if name else child_name
+    if block_class is not None and not blocks:
+        seen = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f'"hytrain.layers.class" is "{block_class}" but the model has no module of that class: '
+            f"use one of {', '.join(seen)}, or null to detect"
+        )
+    return blocks
+
+
+def _top_children(model: nn.Module) -> dict[nn.Module, str]:
+    """Without any stack: the children of the first module that has more than one."""
+    prefix = ""
+    while True:
+        children = [(name, child) for name, child in model.named_children() if _has_weights(child)]
+        if len(children) != 1:
+            return {child: f"{prefix}{name}" for name, child in children}
+        prefix += f"{children[0][0]}."
+        model = children[0][1]
+
+
+def _collect(
+    model: nn.Module, blocks: dict[nn.Module, str], wanted: set[int]
+) -> Iterator[LayerParameters]:
+    names = list(blocks.values())
+    taken: set[int] = set()
+    seen_blocks = 0
+    rest: LayerParameters | None = None
+    for name, module, ancestors in _walk(model):
+        if any(ancestor in blocks for ancestor in ancestors):
+            continue
+        if module in blocks:
+            if rest is not None:
+                yield rest
+                rest = None
+            seen_blocks += 1
+            yield LayerParameters(name, list(_take(module, name, wanted, taken, True)), module)
+            continue
+        own = list(_take(module, name, wanted, taken, False))
+        if own:
+            if rest is None:
+                before = seen_blocks < len(names)
+                where = f"before {names[seen_blocks]}" if before else f"after {names[-1]}"
+                rest = LayerParameters(where if names else (name or "model"))
+            rest.parameters.extend(own)
+    if rest is not None:
+        yield rest
+
+
+def _take(
+    module: nn.Module, prefix: str, wanted: set[int], taken: set[int], recurse: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+        if id(parameter) in wanted and id(parameter) not in taken:
+            taken.add(id(parameter))
+            yield name, parameter
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """(name, module, ancestors), each module once, in registration order."""
+    seen: set[nn.Module] = set()
+    stack: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
+    while stack:
+        name, module, ancestors = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module, ancestors
+        children = [
+            (f"{name}.{child_name}" if name else child_name, child, (*ancestors, module))
+            for child_name, child in module.named_children()
+        ]
+        stack.extend(reversed(children))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

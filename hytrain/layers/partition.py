@@ -1,0 +1,84 @@
+"""The partition table: which slice of each layer a rank owns. Plain numbers, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hytrain.errors import ConfigError
+
+ALIGNMENT = 64
+"""Elements. Every parameter, cut and chunk starts on a multiple (128 bytes in bf16), so that
+matrix products on views of the training copy keep their fast paths and kernels their vectors."""
+
+
+def align_up(elements: int, multiple: int = ALIGNMENT) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``elements``."""
+    return -(-elements // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionTable:
+    """``cuts[layer]`` holds ``num_ranks + 1`` ascending element offsets from 0 to the layer's size.
+
+    Rank r owns ``[cuts[layer][r], cuts[layer][r + 1])`` of every layer, never nothing.
+    """
+
+    cuts: tuple[tuple[int, ...], ...]
+
+    def shard(self, layer: int, rank: int) -> tuple[int, int]:
+        """(begin, end) of a rank's slice of a layer, in elements."""
+        return self.cuts[layer][rank], self.cuts[layer][rank + 1]
+
+    def sizes(self, layer: int) -> list[int]:
+        """Elements that each rank owns of a layer."""
+        cuts = self.cuts[layer]
+        return [end - begin for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def is_even(self, layer: int) -> bool:
+        """Whether all ranks own equally much (collectives are faster then)."""
+        return len(set(self.sizes(layer))) == 1
+
+
+def padded_size(elements: int, num_ranks: int) -> int:
+    """A layer's size such that an equal split is exact and every rank owns at least one unit."""
+    return align_up(max(elements, 1), ALIGNMENT * num_ranks)
+
+
+def partition(
+    layer_sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None
+) -> PartitionTable:
+    """Cuts every layer by the fractions (equal where None), on multiples of ``ALIGNMENT``.
+
+    Args:
+        layer_sizes: padded size of each layer in elements (see :func:`padded_size`).
+        num_ranks: ranks that share the state.
+        fractions: one positive number a rank, summing to 1.
+
+    Raises:
+        ConfigError: the number of fractions is not the number of ranks.
+    """
+    if fractions is not None and len(fractions) != num_ranks:
+        raise ConfigError(
+            f'"hytrain.shard_fractions" has {len(fractions)} numbers but the job has {num_ranks} '
+            "ranks: give one number a rank, or null for equal shards"
+        )
+    shares = list(fractions) if fractions is not None else [1.0 / num_ranks] * num_ranks
+    return PartitionTable(tuple(_cut(size, shares) for size in layer_sizes))
+
+
+def _cut(size: int, shares: Sequence[float]) -> tuple[int, ...]:
+    units = size // ALIGNMENT
+    if units < len(shares) or size % ALIGNMENT:
+        raise ValueError(f"a layer of {size} elements is not padded for {len(shares)} ranks")
+    total = sum(shares)
+    cuts = [0]
+    cumulative = 0.0
+    for rank, share in enumerate(shares[:-1]):
+        cumulative += share
+        cut = round(units * cumulative / total)
+        ranks_left = len(shares) - 1 - rank
+        # Nobody may own nothing: collectives and the update have no empty case then.
+        cuts.append(min(max(cut, cuts[-1] + 1), units - ranks_left))
+    cuts.append(units)
+    return tuple(cut * ALIGNMENT for cut in cuts)

@@ -1,0 +1,68 @@
+"""Layer storage: owns a layer's training copy. Here: resident, the whole copy on the device.
+
+The update pipeline sees only where the copy of a chunk goes (:meth:`ResidentStorage.address`) and
+which tensors to gather; sharded storages will offer the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain.layers.layout import LayerLayout
+
+
+class ResidentStorage:
+    """A layer's training copy as one flat device tensor a dtype; parameters are views of it."""
+
+    def __init__(self, layout: LayerLayout, device: torch.device) -> None:
+        """Moves the layer's parameters into flat storage and re-points their ``.data``.
+
+        Args:
+            layout: the layer's flat space.
+            device: where the parameters are and stay.
+        """
+        self.layout = layout
+        self.runs: list[tuple[int, int, torch.Tensor]] = []
+        """(begin, end, flat tensor of end - begin elements) for each run of one dtype."""
+        for dtype, begin, end in layout.dtype_runs:
+            self.runs.append((begin, end, torch.zeros(end - begin, dtype=dtype, device=device)))
+        with torch.no_grad():
+            for slot in layout.slots:
+                view = self.slice(slot.offset, slot.offset + slot.numel)
+                view = view.view(slot.parameter.shape)
+                view.copy_(slot.parameter.data)
+                slot.parameter.data = view
+
+    def slice(self, begin: int, end: int) -> torch.Tensor:
+        """The training copy of ``[begin, end)``, which must lie within one dtype.
+
+        Returns:
+            A 1-D view of ``end - begin`` elements.
+        """
+        for run_begin, run_end, flat in self.runs:
+            if run_begin <= begin and end <= run_end:
+                return flat[begin - run_begin : end - run_begin]
+        raise IndexError(f"[{begin}, {end}) is not within one dtype of layer {self.layout.name}")
+
+    def shard_slices(self, begin: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """(start in the flat space, view) of each dtype run's part of ``[begin, end)``."""
+        return [
+            (max(begin, low), flat[max(begin, low) - low : min(end, high) - low])
+            for low, high, flat in self.runs
+            if max(begin, low) < min(end, high)
+        ]
+
+    def address(self, begin: int, end: int) -> int:
+        """Device address of the training copy of ``[begin, end)``."""
+        return self.slice(begin, end).data_ptr()
+
+    def mark_overwritten(self) -> None:
+        """Counts an overwrite of all parameters.
+
+        A backward through a graph that saved the old weights then raises, instead of silently
+        using the new ones.
+        """
+        parameters: Sequence[torch.Tensor] = [slot.parameter for slot in self.layout.slots]
+        torch.autograd.graph.increment_version(parameters)
