@@ -1,6 +1,9 @@
 // Chooses the instruction set (hytrain/dispatch.h).
 #include "hytrain/dispatch.h"
 
+#include <dlfcn.h>
+#include <omp.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -71,6 +74,12 @@ std::string active_isa() { return active_kernels().name; }
 
 void set_isa(const std::string& name) {
     g_active.store(find(name, "set_isa"), std::memory_order_release);
+}
+
+std::string openmp_library() {
+    Dl_info info{};
+    const bool known = dladdr(reinterpret_cast<void*>(&omp_get_num_threads), &info) != 0;
+    return known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
 }  // namespace hytrain
