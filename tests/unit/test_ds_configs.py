@@ -1,0 +1,88 @@
+"""Every config of ds_configs/ is one that DeepSpeed and hytrain accept as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
+CONFIGS = sorted(FOLDER.glob("*.json"))
+SECTION_KEYS = {
+    "gpu_fraction",
+    "shard_fractions",
+    "layers.class",
+    "offload.cpu_threads",
+    "offload.chunk_elements",
+    "offload.overlap_forward",
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def _documented_defaults() -> dict[str, Any]:
+    """Key -> default of the README's table of the section."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    section = text.split('## The `"hytrain"` section')[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE)
+    return {key: json.loads(default) for key, default in rows}
+
+
+def test_there_are_configs() -> None:
+    assert {"zero2_cpu_offload.json", "zero2_split.json", "fp32_cpu.json"} <= {
+        path.name for path in CONFIGS
+    }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+class TestShippedConfig:
+    def test_accepted_by_deepspeed(self, path: Path) -> None:
+        config = DeepSpeedConfig(str(path))
+        assert config.zero_optimization_stage in (1, 2)
+        assert config.zero_config.offload_optimizer is not None
+        assert config.zero_config.offload_optimizer.device == "cpu"
+        assert config.optimizer_name == "adamw"
+        assert config.train_micro_batch_size_per_gpu > 0
+
+    def test_accepted_by_hytrain(self, path: Path) -> None:
+        config = pytest.importorskip("hytrain.config").HyTrainConfig
+        section = config.from_deepspeed(_read(path))
+        assert section is not None
+        assert 0.0 <= section.fixed_gpu_fraction <= 1.0
+
+    def test_does_not_force_the_cpu_optimizer_of_deepspeed(self, path: Path) -> None:
+        assert _read(path)["zero_force_ds_cpu_optimizer"] is False
+
+    def test_section_never_says_auto(self, path: Path) -> None:
+        # accelerate refuses the word in a section that it does not know.
+        assert "auto" not in _strings(_read(path)["hytrain"])
+
+    def test_listed_in_the_readme(self, path: Path) -> None:
+        assert f"`{path.name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_lists_every_key_of_the_section() -> None:
+    assert _documented_defaults().keys() == SECTION_KEYS
+
+
+def test_readme_is_the_schema() -> None:
+    config = pytest.importorskip("hytrain.config").HyTrainConfig
+    defaults: dict[str, Any] = {}
+    for key, value in config().model_dump(by_alias=True).items():
+        inner = value if isinstance(value, dict) else None
+        defaults |= {f"{key}.{k}": v for k, v in inner.items()} if inner else {key: value}
+    assert _documented_defaults() == defaults

@@ -1,0 +1,22 @@
+"""The training script's modules stand beside it, as the launcher finds them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT_DIR = Path(__file__).resolve().parents[3] / "experiments" / "train_lm"
+sys.path.insert(0, str(SCRIPT_DIR))
+
+
+@pytest.fixture
+def text_files(tmp_path: Path) -> list[Path]:
+    """Three text files of different content and length."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, repeats in (("a.txt", 300), ("b.py", 200), ("c.md", 100)):
+        lines = [f"{name} line {i} of {repeats}" for i in range(repeats)]
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    return sorted(folder.iterdir())

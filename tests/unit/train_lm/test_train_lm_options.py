@@ -1,0 +1,162 @@
+"""The command line, and what it changes in the DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import ds_config
+import pytest
+from data import BatchPlan
+from options import DEMO_CPU, DEMO_GPU, OptionError, Options, build_parser, parse_options
+
+
+def _parse(*argv: str, on_gpu: bool = False) -> Options:
+    parser = deepspeed.add_config_arguments(build_parser())
+    return parse_options(parser, argv, on_gpu=on_gpu)
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 1000, "warmup_num_steps": 100},
+        },
+        "hytrain": {"gpu_fraction": 0.0},
+    }
+
+
+def test_launcher_arguments_are_accepted() -> None:
+    options = _parse("--local_rank=1", "--deepspeed", "--deepspeed_config", "x.json")
+    assert options.local_rank == 1
+    assert options.deepspeed_config == Path("x.json")
+    assert _parse("--resume").resume == "latest"
+    assert _parse("--resume", "step7").resume == "step7"
+
+
+def test_demo_is_the_machines_and_options_win() -> None:
+    assert _parse("--demo").model == DEMO_CPU["model"]
+    assert _parse("--demo", on_gpu=True).model == DEMO_GPU["model"]
+    chosen = _parse("--demo", "--steps", "12", "--model", "gpt2")
+    assert (chosen.steps, chosen.model, chosen.lr) == (12, "gpt2", DEMO_CPU["lr"])
+    assert chosen.overwrite
+    assert not _parse("--demo", "--resume").overwrite
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--steps", "0"], "--steps is 0; 1 is the least"),
+        (["--seq-len", "1"], "--seq-len is 1; 2"),
+        (["--micro-batch", "0"], "--micro-batch is 0"),
+        (["--save-every", "-1"], "--save-every is -1"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--lr", "0"], "--lr is 0.0"),
+        (["--gpu-fraction", "1.5"], r"\[0, 1\]"),
+        (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "--engine deepspeed"),
+        (["--resume", "--overwrite"], "give one of them"),
+        (["--warmup", "10", "--steps", "10"], "--warmup 10"),
+    ],
+)
+def test_unusable_options(argv: list[str], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        _parse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "config", "world_size", "expected"),
+    [
+        ([], {"train_micro_batch_size_per_gpu": 8}, 2, (8, 1)),
+        ([], {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}, 2, (8, 4)),
+        ([], {"train_batch_size": 32}, 4, (8, 1)),
+        ([], {"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (4, 2)),
+        (["--micro-batch", "2"], {"train_batch_size": 32}, 4, (2, 4)),
+        (["--global-batch", "64"], {"train_micro_batch_size_per_gpu": 8}, 2, (8, 4)),
+        (["--global-batch", "12", "--micro-batch", "3"], {}, 1, (3, 4)),
+    ],
+)
+def test_batches(
+    argv: list[str], config: dict[str, Any], world_size: int, expected: tuple[int, int]
+) -> None:
+    plan = ds_config.plan_batches(config, _parse(*argv), world_size)
+    assert (plan.micro_batch, plan.accumulation) == expected
+
+
+def test_batches_that_do_not_divide() -> None:
+    with pytest.raises(OptionError, match="no multiple of micro-batch 8 times 2 ranks = 16"):
+        ds_config.plan_batches(_config(), _parse("--global-batch", "24"), 2)
+    with pytest.raises(OptionError, match="--micro-batch"):
+        ds_config.plan_batches({}, _parse(), 1)
+
+
+def _apply(config: dict[str, Any], *argv: str) -> tuple[dict[str, Any], list[str]]:
+    plan = BatchPlan(micro_batch=8, accumulation=2, world_size=1)
+    return ds_config.apply_options(config, _parse(*argv), plan)
+
+
+def test_options_are_written_and_reported() -> None:
+    original = _config()
+    config, changes = _apply(
+        original, "--lr", "0.01", "--steps", "50", "--warmup", "5", "--gpu-fraction", "0.5"
+    )
+    assert config["optimizer"]["params"]["lr"] == 0.01
+    assert config["scheduler"]["params"] == {"total_num_steps": 50, "warmup_num_steps": 5}
+    assert config["hytrain"]["gpu_fraction"] == 0.5
+    assert config["train_batch_size"] == 16
+    assert len(changes) == 4
+    assert "optimizer.params.lr: 0.001 -> 0.01" in changes
+    assert original == _config(), "the caller's dictionary is left as it was"
+
+
+def test_nothing_asked_nothing_changed() -> None:
+    config, changes = _apply(_config(), "--steps", "1000")
+    assert changes == []
+    assert config == {**_config(), "train_batch_size": 16}
+
+
+def test_warm_up_is_shorter_than_the_run() -> None:
+    config, changes = _apply(_config(), "--steps", "60")
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 6
+    assert "scheduler.params.warmup_num_steps: 100 -> 6" in changes
+
+
+@pytest.mark.parametrize(
+    ("missing", "argv"),
+    [
+        ("optimizer", ["--lr", "0.01"]),
+        ("scheduler", ["--warmup", "5"]),
+        ("hytrain", ["--gpu-fraction", "0.5"]),
+    ],
+)
+def test_option_without_its_section(missing: str, argv: list[str]) -> None:
+    config = _config()
+    del config[missing]
+    with pytest.raises(OptionError, match=missing):
+        _apply(config, *argv)
+
+
+def test_config_chosen_by_hardware() -> None:
+    gib = 1 << 30
+    assert ds_config.choose_config(10**9, None).name == "fp32_cpu.json"
+    assert ds_config.choose_config(10**9, 139 * gib).name == "zero2_split.json"
+    assert ds_config.choose_config(13 * 10**9, 139 * gib).name == "zero2_cpu_offload.json"
+    for memory in (None, 24 * gib, 139 * gib):
+        assert ds_config.choose_config(10**9, memory).is_file()
+
+
+def test_config_file_is_read_as_deepspeed_does(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{\n  # a comment\n  "a": {"b": 1}\n}\n')
+    assert ds_config.read_config(path) == {"a": {"b": 1}}
+    path.write_text('{"a": 1, "a": 2}')
+    with pytest.raises(OptionError, match="a twice"):
+        ds_config.read_config(path)
+    path.write_text("{")
+    with pytest.raises(OptionError, match="not JSON"):
+        ds_config.read_config(path)
+    with pytest.raises(OptionError, match="cannot be read"):
+        ds_config.read_config(tmp_path / "none.json")
