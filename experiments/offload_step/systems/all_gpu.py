@@ -23,19 +23,20 @@ class AllGpu(System):
     def step(self, batch: Batch) -> torch.Tensor:
         loss = loss_of(self._model, batch)
         loss.backward()
-        # The fused kernel refuses bf16 gradients beside fp32 state, and the norm is taken in fp32.
-        grads = [torch.empty_like(master) for master in self._masters]
-        torch._foreach_copy_(grads, [weight.grad for weight in self._weights])
-        for weight, master, grad in zip(self._weights, self._masters, grads, strict=True):
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            # The fused kernel refuses bf16 gradients beside fp32 state, and the norm is taken in
+            # fp32. Every weight of this model has a gradient.
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
             weight.grad = None
-            master.grad = grad
         if self._clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip, foreach=True)
             self._norms.append(norm.detach())
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._masters)
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
         return loss.detach()
 
     def summary(self) -> Json:

@@ -48,7 +48,10 @@ class DeepSpeed(System):
         self._config = config
         # The engine writes into the dict that it is given; the record shows what was asked for.
         self._engine, _, _, _ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=copy.deepcopy(config)
+            model=model,
+            # DeepSpeed annotates an iterable of parameters as a module.
+            model_parameters=model.parameters(),  # pyright: ignore[reportArgumentType]
+            config=copy.deepcopy(config),
         )
 
     def step(self, batch: Batch) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Fsdp2(System):
             "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
             "reshard_after_forward": job.entry.options.get("reshard_after_forward", True),
         }
-        for layer in model.model.layers:
+        for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, **shared)
         fully_shard(model, **shared)
         self._model = model

@@ -6,6 +6,7 @@ committed at once, with nothing to preview); `section`: further keys of the "hyt
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import torch
@@ -37,7 +38,7 @@ class HyTrain(System):
     def __init__(self, model: torch.nn.Module, config: Json) -> None:
         self._config = config
         self._engine, _, _, _ = hytrain.initialize(
-            model=model, model_parameters=model.parameters(), config=config
+            model=model, model_parameters=model.parameters(), config=copy.deepcopy(config)
         )
 
     def step(self, batch: Batch) -> torch.Tensor:
