@@ -1,0 +1,197 @@
+// The passes over every instruction set, length and misalignment, for the sanitizers to watch.
+// Buffers are exact heap allocations, so one element too far is a report. Numbers are checked
+// against a float64 step here too, but the bounds of the Python tests are the tight ones.
+#include "hytrain/adam.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "hytrain/dispatch.h"
+
+namespace {
+
+using hytrain::AdamHyper;
+using hytrain::DType;
+using hytrain::GradientStep;
+using hytrain::Outgoing;
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+void check(bool condition, const std::string& what) {
+    if (!condition) {
+        std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+        std::exit(1);
+    }
+}
+
+// n elements of `dtype`, `offset` elements into an allocation that ends where they end.
+class Buffer {
+   public:
+    Buffer(std::size_t n, DType dtype, std::size_t offset)
+        : size_(hytrain::size_of(dtype)), bytes_((n + offset) * size_), start_(offset * size_) {}
+    char* data() { return bytes_.data() + start_; }
+    float* floats() { return reinterpret_cast<float*>(data()); }
+    const std::vector<char>& bytes() const { return bytes_; }
+
+   private:
+    std::size_t size_;
+    std::vector<char> bytes_;
+    std::size_t start_;
+};
+
+// A small deterministic generator: values in (-1, 1).
+float next_value(std::uint32_t& seed) {
+    seed = seed * 1664525U + 1013904223U;
+    return static_cast<float>(static_cast<std::int32_t>(seed)) / 2147483648.0F;
+}
+
+struct Case {
+    Case(std::size_t n, DType dtype, DType out_dtype, std::size_t offset)
+        : p(n, DType::kFloat32, offset),
+          m(n, DType::kFloat32, offset),
+          v(n, DType::kFloat32, offset),
+          previous(n, dtype, offset),
+          current(n, dtype, offset),
+          out(n, out_dtype, offset) {
+        std::uint32_t seed = 17;
+        for (std::size_t i = 0; i < n; ++i) {
+            p.floats()[i] = next_value(seed);
+            m.floats()[i] = next_value(seed) * 0.1F;
+            v.floats()[i] = std::fabs(next_value(seed)) * 0.01F;
+            store(previous.data(), dtype, i, next_value(seed));
+            store(current.data(), dtype, i, next_value(seed));
+        }
+    }
+
+    // Half-precision gradients are written as bits whose value is some small number.
+    static void store(char* data, DType dtype, std::size_t i, float value) {
+        if (dtype == DType::kFloat32) {
+            std::memcpy(data + 4 * i, &value, 4);
+            return;
+        }
+        const auto bits = static_cast<std::uint16_t>(value < 0 ? 0xB000U + i % 512 : 0x3000U);
+        std::memcpy(data + 2 * i, &bits, 2);
+    }
+
+    Buffer p, m, v, previous, current, out;
+};
+
+AdamHyper hyper_of(std::int64_t step, bool decoupled) {
+    AdamHyper hyper;
+    hyper.weight_decay = 0.1;
+    hyper.step = step;
+    hyper.decoupled_decay = decoupled;
+    return hyper;
+}
+
+std::vector<std::vector<char>> run_all(std::size_t n, DType dtype, DType out_dtype,
+                                       std::size_t offset, int num_threads) {
+    Case c(n, dtype, out_dtype, offset);
+    const GradientStep previous{c.previous.data(), dtype, 0.5F, hyper_of(3, true)};
+    const GradientStep current{c.current.data(), dtype, 1.0F, hyper_of(4, false)};
+    const Outgoing out{c.out.data(), out_dtype, offset % 2 == 0};
+    float* p = c.p.floats();
+    float* m = c.m.floats();
+    float* v = c.v.floats();
+    std::vector<std::vector<char>> results;
+    hytrain::adam_commit_then_preview(p, m, v, n, previous, current, out, num_threads);
+    results.push_back(c.out.bytes());
+    hytrain::adam_preview(p, m, v, n, current, out, num_threads);
+    check(results.back() == c.out.bytes(), "commit_then_preview differs from preview");
+    hytrain::adam_commit(p, m, v, n, current, Outgoing{}, num_threads);
+    hytrain::adam_publish(p, n, out, num_threads);
+    check(results.back() == c.out.bytes(), "publish after commit differs from preview");
+    hytrain::adam_commit(p, m, v, n, current, out, num_threads);
+    results.insert(results.end(), {c.p.bytes(), c.m.bytes(), c.v.bytes(), c.out.bytes()});
+    const double sum = hytrain::sum_of_squares(c.current.data(), dtype, n, num_threads);
+    std::vector<char> sum_bytes(sizeof(sum));
+    std::memcpy(sum_bytes.data(), &sum, sizeof(sum));
+    results.push_back(sum_bytes);
+    hytrain::read_write(p, m, v, n, num_threads);
+    check(results[1] == c.p.bytes(), "read_write changed a value");
+    return results;
+}
+
+void test_all_agree() {
+    const std::size_t lengths[] = {0, 1, 15, 16, 17, 31, 33, 1000, 16384 + 3, 3 * 16384 + 130};
+    const std::vector<std::string> isas = hytrain::available_isas();
+    for (const std::size_t n : lengths) {
+        for (const DType dtype : kDTypes) {
+            for (const DType out_dtype : kDTypes) {
+                for (const std::size_t offset : {0U, 1U, 3U}) {
+                    hytrain::set_isa("scalar");
+                    const auto expected = run_all(n, dtype, out_dtype, offset, 1);
+                    for (const std::string& isa : isas) {
+                        hytrain::set_isa(isa);
+                        const auto got = run_all(n, dtype, out_dtype, offset, 3);
+                        check(got == expected, isa + " differs from scalar");
+                    }
+                }
+            }
+        }
+    }
+}
+
+void test_against_float64() {
+    constexpr std::size_t kN = 1000;
+    Case c(kN, DType::kFloat32, DType::kFloat32, 0);
+    Case before(kN, DType::kFloat32, DType::kFloat32, 0);
+    const AdamHyper h = hyper_of(3, true);
+    const GradientStep step{c.current.data(), DType::kFloat32, 0.5F, h};
+    hytrain::adam_commit(c.p.floats(), c.m.floats(), c.v.floats(), kN, step, Outgoing{}, 1);
+    for (std::size_t i = 0; i < kN; ++i) {
+        const double g = 0.5 * static_cast<double>(before.current.floats()[i]);
+        const double m = h.beta1 * static_cast<double>(before.m.floats()[i]) + (1 - h.beta1) * g;
+        const double v =
+            h.beta2 * static_cast<double>(before.v.floats()[i]) + (1 - h.beta2) * g * g;
+        const double p = static_cast<double>(before.p.floats()[i]) * (1 - h.lr * h.weight_decay) -
+                         h.lr * (m / (1 - std::pow(h.beta1, 3))) /
+                             (std::sqrt(v / (1 - std::pow(h.beta2, 3))) + h.eps);
+        check(std::fabs(static_cast<double>(c.p.floats()[i]) - p) < 4e-7, "p is far from float64");
+    }
+}
+
+void test_mixed_gradient_types() {
+    constexpr std::size_t kN = 2500;
+    Case a(kN, DType::kBFloat16, DType::kBFloat16, 1);
+    Case b(kN, DType::kFloat32, DType::kBFloat16, 1);
+    const GradientStep previous{a.previous.data(), DType::kBFloat16, 0.5F, hyper_of(3, true)};
+    const GradientStep current{b.current.data(), DType::kFloat32, 0.5F, hyper_of(4, true)};
+    const Outgoing out{a.out.data(), DType::kBFloat16, true};
+    hytrain::adam_commit_then_preview(a.p.floats(), a.m.floats(), a.v.floats(), kN, previous,
+                                      current, out, 2);
+    const std::vector<char> seen = a.out.bytes();
+    hytrain::adam_commit(a.p.floats(), a.m.floats(), a.v.floats(), kN, current, out, 1);
+    check(seen == a.out.bytes(), "mixed gradients: preview differs from commit");
+}
+
+void test_wrong_names() {
+    bool thrown = false;
+    try {
+        hytrain::set_isa("sse9");
+    } catch (const std::invalid_argument& error) {
+        thrown = std::string(error.what()).find("scalar") != std::string::npos;
+    }
+    check(thrown, "a wrong instruction set must be refused, with the choices");
+}
+
+}  // namespace
+
+int main() {
+    test_all_agree();
+    test_against_float64();
+    test_mixed_gradient_types();
+    test_wrong_names();
+    std::printf("adam_test: passed on");
+    for (const std::string& isa : hytrain::available_isas()) {
+        std::printf(" %s", isa.c_str());
+    }
+    std::printf("\n");
+    return 0;
+}
