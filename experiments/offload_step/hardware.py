@@ -53,7 +53,7 @@ def _gpu_name() -> str:
     return lines[0].strip() if lines else "unknown GPU"
 
 
-def _slug(name: str) -> str:
+def slug_of(name: str) -> str:
     """For a folder's name: lower case, words joined by a dash."""
     return "-".join(name.lower().replace("nvidia", " ").split())
 
@@ -62,7 +62,7 @@ def describe(device: str) -> Json:
     """Machine, versions and date."""
     gpu = _gpu_name() if device == "cuda" else None
     return {
-        "slug": _slug(gpu) if gpu else "cpu",
+        "slug": slug_of(gpu) if gpu else "cpu",
         "gpu": gpu,
         "cpu": _cpu_model(),
         "cores": usable_cores(),

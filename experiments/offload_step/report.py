@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ HEADER = (
     "host GiB",
     "host B/param",
     "CPU worker busy",
+    "update hidden",
+    "steps clipped",
     "loss first, last",
 )
 
@@ -74,6 +77,20 @@ def _gpu_text(result: Json) -> str:
     return "-" if peak is None else f"{peak / GIB:.1f}"
 
 
+def _share_text(shares: list[float]) -> str:
+    return f"{statistics.mean(shares):.0%}" if shares else "-"
+
+
+def _observed_texts(result: Json) -> tuple[str, str]:
+    """What hytrain says about its timed steps: the share of the update that was hidden behind
+    other work, and the share of steps in which clipping was active."""
+    rows = result["timing"]["observations"]
+    hidden = [row["hidden_share"] for row in rows if row.get("hidden_share") is not None]
+    coefficients = [row.get("clip_coefficient") for row in rows]
+    clipped = [float(c < 1.0) for c in coefficients if c is not None]
+    return _share_text(hidden), _share_text(clipped)
+
+
 def _row(part: Json, record: Json) -> list[str]:
     """One line of the table."""
     entry, result = record["entry"], record["result"]
@@ -95,6 +112,7 @@ def _row(part: Json, record: Json) -> list[str]:
         f"{in_use / GIB:.1f}",
         f"{in_use / result['num_parameters']:.1f}",
         "-" if busy is None else f"{busy:.0%}",
+        *_observed_texts(result),
         f"{losses[0]:.3f}, {losses[-1]:.3f}",
     ]
 

@@ -6,7 +6,7 @@ import torch
 
 from experiments.offload_step.model import Batch, MakeModel
 from experiments.offload_step.records import Job, Json
-from experiments.offload_step.systems.base import ADAMW, System, loss_of
+from experiments.offload_step.systems.base import System, fused_adamw, loss_of
 
 
 class AllGpu(System):
@@ -17,7 +17,7 @@ class AllGpu(System):
         self._clip = clip
         self._weights = list(model.parameters())
         self._masters = [w.detach().float().requires_grad_() for w in self._weights]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+        self._optimizer = fused_adamw(self._masters)
         self._norms: list[torch.Tensor] = []
 
     def step(self, batch: Batch) -> torch.Tensor:

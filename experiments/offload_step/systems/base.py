@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,7 +15,12 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
 
-ADAMW = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+
+def fused_adamw(parameters: Iterable[torch.nn.Parameter] | list[torch.Tensor]) -> torch.optim.AdamW:
+    """torch's fused AdamW, on whatever device the parameters are."""
+    return torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+    )
 
 
 class System(abc.ABC):

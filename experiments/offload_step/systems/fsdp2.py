@@ -6,6 +6,8 @@ over all of them before the update, so leaving it out is in this system's favour
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from experiments.offload_step.model import Batch, MakeModel
 from experiments.offload_step.records import Job
-from experiments.offload_step.systems.base import ADAMW, System, loss_of
+from experiments.offload_step.systems.base import System, fused_adamw, loss_of
 
 
 class Fsdp2(System):
@@ -24,18 +26,19 @@ class Fsdp2(System):
         self.thread_candidates = tuple(job.entry.options.get("threads", ()))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        shared = {
-            "mesh": init_device_mesh(device, (1,)),
-            "mp_policy": policy,
+        shard = functools.partial(
+            fully_shard,
+            mesh=init_device_mesh(device, (1,)),
+            mp_policy=policy,
             # Page-locked memory needs a driver.
-            "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
-            "reshard_after_forward": job.entry.options.get("reshard_after_forward", True),
-        }
+            offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda"),
+            reshard_after_forward=job.entry.options.get("reshard_after_forward", True),
+        )
         for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, **shared)
-        fully_shard(model, **shared)
+            shard(layer)
+        shard(model)
         self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        self._optimizer = fused_adamw(model.parameters())
 
     def step(self, batch: Batch) -> torch.Tensor:
         loss = loss_of(self._model, batch)

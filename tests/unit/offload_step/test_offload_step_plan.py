@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.offload_step import records
-from experiments.offload_step.hardware import _slug
+from experiments.offload_step.hardware import slug_of
 from experiments.offload_step.launch import status_of, tail
 from experiments.offload_step.model import build_model
 from experiments.offload_step.parts import (
@@ -174,9 +174,9 @@ def test_an_entry_is_skipped_where_its_time_is_gone() -> None:
     assert record["result"] is None
 
 
-def test_slug() -> None:
-    assert _slug("NVIDIA H200") == "h200"
-    assert _slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+def testslug_of() -> None:
+    assert slug_of("NVIDIA H200") == "h200"
+    assert slug_of("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
 
 
 def test_command_line_lists() -> None:

@@ -19,6 +19,10 @@ PARAMETERS = SIZES["llama-3b"].num_parameters
 
 
 def result_of(seconds: float, *, busy: float | None = None, host: int = 40 * GIB) -> Json:
+    observations = [
+        {"step": 1, "hidden_share": 0.9, "clip_coefficient": 1.0},
+        {"step": 2, "hidden_share": 0.7, "clip_coefficient": 0.5},
+    ]
     return {
         "status": records.OK,
         "num_parameters": PARAMETERS,
@@ -27,6 +31,7 @@ def result_of(seconds: float, *, busy: float | None = None, host: int = 40 * GIB
         "timing": {
             "window_seconds": [seconds, seconds * 1.01, seconds * 0.99],
             "losses": [10.4, 9],
+            "observations": observations if busy is not None else [],
         },
         "worker_busy_share": busy,
         "gpu": {"peak_allocated_bytes": 34 * GIB},
@@ -137,6 +142,12 @@ def test_the_table_names_failures_and_their_last_words() -> None:
     assert "| B | hytrain 0.3 | 1 | failed |" in text
     assert "- part B, hytrain 0.3: failed: `RuntimeError: what went wrong`" in text
     assert "- part B, hytrain 1: skipped" in text
+
+
+def test_the_table_shows_what_the_steps_say() -> None:
+    text = table([part_of("A", record_of("hytrain 0", result_of(0.8, busy=0.95)))])
+    line = next(line for line in text.splitlines() if line.startswith("| A | hytrain 0 |"))
+    assert "| 95% | 80% | 50% |" in line
 
 
 def test_every_table_line_has_as_many_cells_as_its_header() -> None:

@@ -14,8 +14,10 @@ from experiments.offload_step import records, run
 from experiments.offload_step.launch import run_process
 from experiments.offload_step.records import Entry, Json
 
-ARGUMENTS = ["--part", "B", "--device", "cpu", "--model", "toy", "--batch", "2", "--seq", "16"]
-ARGUMENTS += ["--windows", "2", "--steps", "2", "--warmup", "1"]
+ARGUMENTS = [
+    *["--part", "B", "--device", "cpu", "--model", "toy", "--batch", "2", "--seq", "16"],
+    *["--windows", "2", "--steps", "2", "--warmup", "1"],
+]
 
 
 @pytest.fixture(scope="module")
