@@ -1,0 +1,173 @@
+"""What `hytrain bench kernel` compares, all on the same arrays.
+
+A subject is one way to sweep an Adam step's memory: our passes, DeepSpeed's optimizer and the path
+around it, torch's fused optimizer, and a loop that only reads and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import torch
+
+from hytrain import _C
+
+logger = logging.getLogger(__name__)
+
+# Bytes of memory traffic a parameter: each fp32 array read and written is 8, bf16 read or written
+# is 2. A write that first fetches its cache line is not counted twice.
+BYTES_PER_PARAM = {
+    "commit": 28,  # p, m, v read and written; bf16 gradient; bf16 out
+    "commit_then_preview": 30,  # one more bf16 gradient
+    "preview": 16,  # p, m, v and a bf16 gradient read; bf16 out
+    "deepspeed_adam": 28,  # p, m, v read and written; fp32 gradient; no out
+    "deepspeed_path": 28 + 8 + 6,  # and the gradient scaled in place; p read, bf16 written
+    "torch_fused": 28,
+    "read_write": 24,  # p, m, v read and written
+}
+OURS = ("commit", "commit_then_preview", "preview", "read_write")
+
+# What `Arrays` takes: p, m, v, an fp32 gradient; two bf16 gradients and the outgoing copy.
+ARRAY_BYTES_PER_PARAM = 4 * 4 + 3 * 2
+
+# Small enough that a thousand steps leave the values ordinary.
+_LR = 1e-6
+_WEIGHT_DECAY = 0.01
+
+Run = Callable[[int], None]  # makes one pass with that many threads
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """n elements of everything that a subject may read or write."""
+
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    gradient: torch.Tensor  # fp32
+    previous: torch.Tensor  # bf16
+    current: torch.Tensor  # bf16
+    out: torch.Tensor  # bf16
+
+    @classmethod
+    def random(cls, n: int) -> Arrays:
+        """Ordinary values; every page is touched by torch's threads."""
+        return cls(
+            p=torch.randn(n),
+            m=torch.randn(n) * 1e-2,
+            v=torch.rand(n) * 1e-3,
+            gradient=torch.randn(n) * 1e-2,
+            previous=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
+            current=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
+            out=torch.zeros(n, dtype=torch.bfloat16),
+        )
+
+
+def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
+    """The kernel's passes and the loop that only reads and writes."""
+    hyper = _C.AdamHyper(_LR, 0.9, 0.999, 1e-8, _WEIGHT_DECAY, 10, True, True)
+    bf16 = _C.DType.bfloat16
+    previous = _C.GradientStep(arrays.previous.data_ptr(), bf16, 0.5, hyper)
+    current = _C.GradientStep(arrays.current.data_ptr(), bf16, 0.5, hyper)
+    out = _C.Outgoing(arrays.out.data_ptr(), bf16, non_temporal)
+    n = arrays.p.numel()
+    p, m, v = arrays.p.data_ptr(), arrays.m.data_ptr(), arrays.v.data_ptr()
+    return {
+        "commit": lambda threads: _C.commit(p, m, v, n, current, out, threads),
+        "commit_then_preview": lambda threads: _C.commit_then_preview(
+            p, m, v, n, previous, current, out, threads
+        ),
+        "preview": lambda threads: _C.preview(p, m, v, n, current, out, threads),
+        "read_write": lambda threads: _C.read_write(p, m, v, n, threads),
+    }
+
+
+def torch_fused_subject(arrays: Arrays) -> Run:
+    """torch.optim.AdamW(fused=True) on the CPU, fp32 gradient, fp32 weights only."""
+    weight = torch.nn.Parameter(arrays.p)
+    weight.grad = arrays.gradient
+    optimizer = torch.optim.AdamW([weight], lr=_LR, weight_decay=_WEIGHT_DECAY, fused=True)
+    optimizer.state[weight] = {
+        "step": torch.tensor(10.0),
+        "exp_avg": arrays.m,
+        "exp_avg_sq": arrays.v,
+    }
+
+    def run(num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        optimizer.step()
+
+    return run
+
+
+def deepspeed_subjects(arrays: Arrays) -> dict[str, Run | None]:
+    """DeepSpeedCPUAdam alone, and with what ZeRO-Offload does around it; None if not to be had.
+
+    The first call on a machine compiles DeepSpeed's extension, which takes about a minute.
+    """
+    try:
+        with _stdout_to_stderr(), _ninja_on_path():
+            adam = importlib.import_module("deepspeed.ops.adam")
+            weight = torch.nn.Parameter(arrays.p)
+            weight.grad = arrays.gradient
+            optimizer = adam.DeepSpeedCPUAdam(
+                [weight], lr=_LR, weight_decay=_WEIGHT_DECAY, adamw_mode=True
+            )
+    except (ImportError, RuntimeError, OSError) as error:
+        logger.warning("DeepSpeedCPUAdam is left out: %s", error)
+        return {"deepspeed_adam": None, "deepspeed_path": None}
+    optimizer.state[weight] = {"step": 10, "exp_avg": arrays.m, "exp_avg_sq": arrays.v}
+
+    def run_adam(num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        optimizer.step()
+
+    def run_path(num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        arrays.gradient.mul_(1.0)  # clip and unscale; by 1, so that repeats see equal values
+        optimizer.step()
+        arrays.out.copy_(arrays.p)
+
+    return {"deepspeed_adam": run_adam, "deepspeed_path": run_path}
+
+
+def all_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run | None]:
+    """Every subject by the name it has in the result, in the order of the table."""
+    subjects: dict[str, Run | None] = {
+        **our_subjects(arrays, non_temporal=non_temporal),
+        **deepspeed_subjects(arrays),
+        "torch_fused": torch_fused_subject(arrays),
+    }
+    return {name: subjects[name] for name in BYTES_PER_PARAM}
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Generator[None]:
+    """Compilers and DeepSpeed write to file descriptor 1, which may be carrying our JSON."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Generator[None]:
+    """DeepSpeed's build runs `ninja`, which a venv that is not activated hides from PATH."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,61 @@
+"""`hytrain bench kernel`: the shape of its result; not its speed, which a test cannot judge."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hytrain import cli
+from hytrain.optim import cpu_adam
+from hytrain.profile import kernel_subjects, machine
+from hytrain.profile.kernel_subjects import BYTES_PER_PARAM
+
+SMALL = ["--elements", "100000", "--threads", "1,2", "--repeats", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Compiling its extension takes a minute; a benchmark on a bare machine sees the same.
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(kernel_subjects.importlib, "import_module", missing)
+
+
+def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernel", "--json", *SMALL]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {*BYTES_PER_PARAM, "machine"}
+    for name, num_bytes in BYTES_PER_PARAM.items():
+        if name.startswith("deepspeed"):
+            assert result[name] is None
+            continue
+        figures = result[name]
+        assert figures["num_threads"] in (1, 2)
+        assert figures["gbytes_per_s"] == pytest.approx(
+            figures["gparams_per_s"] * num_bytes, rel=0.02, abs=0.01
+        )
+    assert result["machine"]["num_elements"] == 100000
+    assert result["machine"]["isa"] == cpu_adam.active_isa()
+
+
+def test_table_and_variants_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernel", *SMALL]) == 0
+    assert "not installed" in capsys.readouterr().out
+    before = cpu_adam.active_isa()
+    assert cli.main(["bench", "kernel", "--variants", *SMALL]) == 0
+    assert "prefetch_elements" in capsys.readouterr().out
+    assert cpu_adam.active_isa() == before
+
+
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "kernel", "--threads", "0"])
+    assert "not a positive number" in capsys.readouterr().err
+
+
+def test_machine_facts_are_sane() -> None:
+    assert machine.usable_cores() >= 1
+    assert machine.last_level_cache_bytes() >= 2**18
+    assert 0 < machine.available_host_bytes() < 2**50
