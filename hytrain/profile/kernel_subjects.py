@@ -113,13 +113,9 @@ def deepspeed_subjects(arrays: Arrays) -> dict[str, Run | None]:
     The first call on a machine compiles DeepSpeed's extension, which takes about a minute.
     """
     try:
-        with _stdout_to_stderr(), _ninja_on_path():
-            adam = importlib.import_module("deepspeed.ops.adam")
-            weight = torch.nn.Parameter(arrays.p)
-            weight.grad = arrays.gradient
-            optimizer = adam.DeepSpeedCPUAdam(
-                [weight], lr=_LR, weight_decay=_WEIGHT_DECAY, adamw_mode=True
-            )
+        weight = torch.nn.Parameter(arrays.p)
+        weight.grad = arrays.gradient
+        optimizer = build_deepspeed_adam(weight)
     except (ImportError, RuntimeError, OSError) as error:
         logger.warning("DeepSpeedCPUAdam is left out: %s", error)
         return {"deepspeed_adam": None, "deepspeed_path": None}
@@ -136,6 +132,13 @@ def deepspeed_subjects(arrays: Arrays) -> dict[str, Run | None]:
         arrays.out.copy_(arrays.p)
 
     return {"deepspeed_adam": run_adam, "deepspeed_path": run_path}
+
+
+def build_deepspeed_adam(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """DeepSpeedCPUAdam for one parameter; raises ImportError or RuntimeError if not to be had."""
+    with _stdout_to_stderr(), _ninja_on_path():
+        adam = importlib.import_module("deepspeed.ops.adam")
+        return adam.DeepSpeedCPUAdam([weight], lr=_LR, weight_decay=_WEIGHT_DECAY, adamw_mode=True)
 
 
 def all_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run | None]:
