@@ -71,7 +71,7 @@ class Options:
 
 DEMO_CPU: dict[str, Any] = {
     "model": "llama-3m",
-    "steps": 150,
+    "steps": 200,
     "seq_len": 256,
     "micro_batch": 4,
     "global_batch": 4,
