@@ -42,10 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         run(argv)
-    except _USER_ERRORS as error:
+    except ValueError as error:
+        if not _is_user_error(error):
+            raise
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _is_user_error(error: ValueError) -> bool:
+    """Whether the message alone says what to change; a traceback would only hide it."""
+    # By name, because hytrain need not be installed for --engine deepspeed.
+    return isinstance(error, _USER_ERRORS) or type(error).__module__ == "hytrain.errors"
 
 
 def run(argv: Sequence[str] | None = None) -> None:
