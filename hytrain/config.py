@@ -82,7 +82,9 @@ class HyTrainConfig(_Section):
         if any(not math.isfinite(f) or f <= 0.0 for f in value):
             raise ValueError(f"every fraction must be above 0, got {list(value)}")
         if abs(sum(value) - 1.0) > 1e-3:
-            raise ValueError(f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}")
+            raise ValueError(
+                f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}"
+            )
         return value
 
     @property
@@ -130,7 +132,9 @@ def _explain(error: ValidationError) -> str:
     lines = [f'the "{SECTION}" section of the configuration cannot be used:']
     for item in error.errors():
         # pydantic appends the union member it tried; the user only wrote the key.
-        names = [str(part) for part in item["loc"] if "literal" not in str(part) and part != "float"]
+        names = [
+            str(part) for part in item["loc"] if "literal" not in str(part) and part != "float"
+        ]
         key = ".".join([SECTION, *names])
         if item["type"] == "extra_forbidden":
             lines.append(f"  {key}: unknown key; {_suggest(item['loc'])}")

@@ -202,11 +202,13 @@ void submit_update(UpdateWorker& worker, int layer, Address gradient, Address gr
     worker.submit(std::move(job));
 }
 
-void submit_pass(UpdateWorker& worker, int layer, Pass pass, Address withdraw_to) {
+void submit_pass(UpdateWorker& worker, int layer, Pass pass, Address withdraw_to,
+                 Address withdraw_ready) {
     Job job;
     job.pass = pass;
     job.layer = layer;
     job.withdraw_to = pointer<char>(withdraw_to);
+    job.gradient_ready = withdraw_ready;
     worker.submit(std::move(job));
 }
 
@@ -260,7 +262,7 @@ void bind_worker(py::module_& m) {
              py::arg("gradient_ready"), py::arg("sum_of_squares"), py::arg("record"),
              py::arg("direct"), NoGil())
         .def("submit", &submit_pass, py::arg("layer"), py::arg("job_pass"),
-             py::arg("withdraw_to") = 0, NoGil())
+             py::arg("withdraw_to") = 0, py::arg("withdraw_ready") = 0, NoGil())
         .def("cancel_update", &UpdateWorker::cancel_update, py::arg("layer"), NoGil())
         .def("finalize", &UpdateWorker::finalize, py::arg("record"), NoGil())
         .def("set_forward_order", &UpdateWorker::set_forward_order, py::arg("forward_order"),

@@ -282,6 +282,8 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
     const SlotClass& slots = slots_[static_cast<std::size_t>(chunk.slot_class)];
     const EventHandle event = slots.events[static_cast<std::size_t>(chunk.slot)];
     const std::size_t size = size_of(layer.gradient_dtype);
+    // Whoever used that device memory before must be done with it.
+    device_->lane_wait(Lane::kToDevice, job.gradient_ready);
     device_->copy(Lane::kToDevice, job.withdraw_to + chunk.shard_offset * size,
                   slots.address(chunk.slot), chunk.n * size);
     device_->record(event, Lane::kToDevice);

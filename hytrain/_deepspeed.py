@@ -1,0 +1,183 @@
+"""The only module that knows DeepSpeed's internals: version gate, engine swap, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import __compatible_ops__ as compatible_ops
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+from hytrain.errors import ConfigError, UnsupportedError
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedEngine",
+    "ZeROOptimizer",
+    "avoid_cpu_communication_build",
+    "check_version",
+    "engine_class",
+    "load_config",
+    "refuse_unsupported",
+    "refuse_unsupported_model",
+]
+
+SUPPORTED = "0.19"
+
+
+def check_version() -> None:
+    """Refuses a DeepSpeed whose internals this release was not written against.
+
+    Raises:
+        UnsupportedError: another series than 0.19.
+    """
+    version = str(deepspeed.__version__)
+    if not re.match(rf"{re.escape(SUPPORTED)}\.\d", version):
+        raise UnsupportedError(
+            f"DeepSpeed {version} is installed, but this release of hytrain works with "
+            f"{SUPPORTED}.x: pip install 'deepspeed>={SUPPORTED},<0.20'"
+        )
+
+
+def load_config(given: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration as a dict: from a dict, a file (JSON or HJSON) or base64 JSON.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        return dict(load_ds_config(str(given)))
+    except (OSError, ValueError, AssertionError) as error:
+        raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+
+
+@contextmanager
+def engine_class(cls: type[DeepSpeedEngine]) -> Iterator[None]:
+    """``deepspeed.initialize`` builds this class while the block runs.
+
+    It looks the class up under the module-global name ``DeepSpeedEngine``; binding that name
+    reuses all of its body, whatever the version adds to it.
+    """
+    original = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = cls
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = original
+
+
+def avoid_cpu_communication_build() -> None:
+    """Keeps ``init_distributed`` on a CPU from compiling an extension that is not used here."""
+    if get_accelerator().device_name() == "cpu":
+        compatible_ops["deepspeed_shm_comm"] = False
+
+
+def refuse_unsupported_model(model: Any) -> None:
+    """Refuses models that DeepSpeed would hand to another engine.
+
+    Raises:
+        UnsupportedError: a PipelineModule.
+    """
+    if isinstance(model, PipelineModule):
+        raise UnsupportedError(
+            "the model is a PipelineModule, which hytrain does not support: pass a plain "
+            "torch.nn.Module"
+        )
+
+
+def _get(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+_REFUSED: tuple[tuple[str, str], ...] = (
+    ("hybrid_engine.enabled", "the hybrid engine is not supported: remove hybrid_engine"),
+    ("tensor_parallel.autotp_size", "tensor parallelism is not supported: remove tensor_parallel"),
+    ("sequence_parallel_size", "sequence parallelism is not supported: remove it"),
+    ("pipeline.stages", "pipeline parallelism is not supported: remove pipeline"),
+    ("zero_optimization.zenflow", "ZenFlow is another update scheme: remove zenflow"),
+    ("zero_optimization.offload_param", "offload_param is not supported yet: remove it"),
+    ("zero_optimization.offload_optimizer.super_offload", "remove super_offload"),
+    ("zero_optimization.mics_shard_size", "MiCS is not supported: remove mics_shard_size"),
+    ("zero_optimization.zero_hpz_partition_size", "ZeRO++ is not supported: remove it"),
+    ("zero_optimization.zero_quantized_weights", "ZeRO++ is not supported: remove it"),
+    ("zero_optimization.zero_quantized_gradients", "ZeRO++ is not supported: remove it"),
+    ("bf16.bf16_master_weights_and_grads", "master weights are always fp32: remove it"),
+    ("bf16.bf16_optimizer_states", "moments are always fp32: remove it"),
+    ("bf16.immediate_grad_update", "gradients are taken over as they arrive: remove it"),
+    ("fp16.enabled", "fp16 is not supported yet: use bf16"),
+    ("amp.enabled", "Apex AMP is not supported: use bf16"),
+    ("torch_autocast.enabled", "torch_autocast is not supported yet: use bf16"),
+    ("compile.deepcompile", "DeepCompile is not supported: remove it"),
+    ("prescale_gradients", "gradients are scaled in fp32 by the update itself: remove it"),
+    ("sparse_gradients", "sparse gradients are not supported: remove it"),
+    ("elasticity.enabled", "elasticity is not supported: remove it"),
+    ("compression_training", "compression is not supported: remove it"),
+    ("quantize_training.enabled", "quantized training is not supported: remove it"),
+    ("eigenvalue.enabled", "eigenvalue is not supported: remove it"),
+    ("checkpoint.load_universal", "checkpoints are always universal: remove load_universal"),
+    ("checkpoint.writer", "checkpoints are written by hytrain: remove checkpoint.writer"),
+)
+_TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Refuses what the configuration asks for and hytrain does not do, before anything is built.
+
+    Args:
+        config: the DeepSpeed configuration as the user wrote it.
+
+    Raises:
+        UnsupportedError: naming the key, what was seen, and what to change.
+    """
+    for path, remedy in _REFUSED:
+        value = _get(config, path)
+        # Sizes of 1 and empty sections ask for nothing; `enabled: true` equals 1 in Python.
+        if value is True or value not in _TRIVIAL:
+            raise UnsupportedError(f'"{path}" is {value!r}: {remedy}')
+    _refuse_zero(config)
+
+
+def _refuse_zero(config: Mapping[str, Any]) -> None:
+    stage = _get(config, "zero_optimization.stage")
+    if stage not in (1, 2):
+        raise UnsupportedError(
+            f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stage 1 or 2; set 2'
+        )
+    device = _get(config, "zero_optimization.offload_optimizer.device")
+    if device != "cpu":
+        raise UnsupportedError(
+            f'"zero_optimization.offload_optimizer.device" is {device!r}: hytrain keeps the '
+            'optimizer state in host memory; set it to "cpu" (gpu_fraction decides how much of it '
+            "stays on the GPU)"
+        )
+    ratio = _get(config, "zero_optimization.offload_optimizer.ratio")
+    if ratio not in (None, 1, 1.0):
+        raise UnsupportedError(
+            f'"zero_optimization.offload_optimizer.ratio" is {ratio}: use "hytrain.gpu_fraction"'
+        )
+    predivide = _get(config, "gradient_predivide_factor")
+    if predivide not in (None, 1, 1.0):
+        raise UnsupportedError(
+            f'"gradient_predivide_factor" is {predivide}: gradients are scaled in fp32 by the '
+            "update itself; remove it"
+        )
+    kind = _get(config, "optimizer.type")
+    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
+        raise UnsupportedError(
+            f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
+        )

@@ -1,0 +1,112 @@
+"""Hooks that make a layer's weights ready before they are used.
+
+A block's forward waits for its layer; other modules wait for the parameters that they own. What
+belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
+waited for at the start of the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hytrain.offload.layer_state import LayerState
+
+
+class WeightsOwner(Protocol):
+    """Who can make weights ready."""
+
+    def before_use(self, state: LayerState) -> None:
+        """The layer's weights are about to be read."""
+        ...
+
+    def synchronize(self) -> None:
+        """All weights are the newest."""
+        ...
+
+    @property
+    def layer_states(self) -> Sequence[LayerState]:
+        """The layers in forward order."""
+        ...
+
+
+class LayerGuards:
+    """Forward pre-hooks on a model's modules."""
+
+    def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
+        self._owner = owner
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._states = list(owner.layer_states)
+        self._guarded = _modules_of_layers(model, self._states)
+        self._seen: set[nn.Module] = set()
+        self._seen_before: set[nn.Module] | None = None
+        for module, indices in self._guarded.items():
+            if module is not model:
+                self._handles.append(
+                    module.register_forward_pre_hook(self._guard(module, sorted(indices)))
+                )
+        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
+        self._handles.append(model.register_forward_hook(self._end))
+        # Tools that read a module's weights do it through its state_dict.
+        self._handles.append(
+            model.register_state_dict_pre_hook(lambda *_args: self._owner.synchronize())
+        )
+
+    def remove(self) -> None:
+        """Detaches from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _guard(
+        self, module: nn.Module, indices: list[int]
+    ) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        states = [self._states[index] for index in indices]
+
+        def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
+            self._seen.add(module)
+            for state in states:
+                if state.sent or not state.waited:
+                    self._owner.before_use(state)
+
+        return hook
+
+    def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
+        self._seen = {model}
+        unguarded: set[int] = set()
+        for module, indices in self._guarded.items():
+            if module is model or self._seen_before is None or module not in self._seen_before:
+                unguarded |= indices
+        for index in sorted(unguarded):
+            state = self._states[index]
+            if state.sent or not state.waited:
+                self._owner.before_use(state)
+
+    def _end(self, _model: nn.Module, _inputs: tuple[object, ...], _outputs: object) -> None:
+        self._seen_before = self._seen
+        # Whatever was not used is made ready now: every rank gathers every layer, in one order,
+        # and reads of parameters between forward and backward see the newest weights.
+        for state in self._states:
+            if state.sent or not state.waited:
+                self._owner.before_use(state)
+
+
+def _modules_of_layers(model: nn.Module, states: Sequence[LayerState]) -> dict[nn.Module, set[int]]:
+    """Modules whose forward must wait, and the layers that each must wait for."""
+    layer_of = {id(slot.parameter): state.index for state in states for slot in state.layout.slots}
+    guarded: dict[nn.Module, set[int]] = {}
+    inside: dict[nn.Module, int] = {}
+    for state in states:
+        if state.layout.block is not None:
+            guarded[state.layout.block] = {state.index}
+            for module in state.layout.block.modules():
+                inside[module] = state.index
+    for module in model.modules():
+        indices = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
+        indices.discard(inside.get(module, -1))  # the block's own hook has waited
+        if indices:
+            guarded.setdefault(module, set()).update(indices)
+    return guarded

@@ -1,0 +1,1 @@
+"""Owns every thread, queue, stream and event of the overlapped update."""

@@ -1,0 +1,99 @@
+"""Host memory of an exact size, pinned for the device where there is one.
+
+torch's pinned allocator rounds up to powers of two; gigabytes of gradients cannot afford that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_PAGE = mmap.PAGESIZE
+_MAX_REGISTER = 64 << 30
+"""Bytes. Very large single registrations fail on some drivers."""
+
+
+class Arena:
+    """One anonymous mapping, handed out front to back, released as a whole."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Maps and, for a CUDA device, pins ``num_bytes``.
+
+        Args:
+            num_bytes: exact number of bytes, rounded up to whole pages (at least one).
+            device: whose copies will read and write the memory.
+
+        Raises:
+            MemoryError: the mapping is refused.
+        """
+        self.num_bytes = -(-max(num_bytes, 1) // _PAGE) * _PAGE
+        try:
+            self._mapping = mmap.mmap(-1, self.num_bytes)
+        except OSError as error:
+            raise MemoryError(
+                f"host memory for {self.num_bytes / 2**30:.2f} GiB of gradients and staging cannot "
+                f"be mapped ({error}): raise gpu_fraction or use more ranks"
+            ) from error
+        # The export keeps the mapping open; close() must drop it before unmapping.
+        self._export: ctypes.Array[ctypes.c_char] | None = (
+            ctypes.c_char * self.num_bytes
+        ).from_buffer(self._mapping)
+        self.address = ctypes.addressof(self._export)
+        self._taken = 0
+        self._registered: list[int] = []
+        if device.type == "cuda":
+            self._pin()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of the memory is registered with the driver."""
+        return bool(self._registered)
+
+    def _pin(self) -> None:
+        runtime = torch.cuda.cudart()
+        for offset in range(0, self.num_bytes, _MAX_REGISTER):
+            length = min(_MAX_REGISTER, self.num_bytes - offset)
+            result = runtime.cudaHostRegister(self.address + offset, length, 0)
+            if int(result) != 0:
+                self._unpin()
+                # Copies from pageable memory block the worker but stay correct.
+                logger.warning(
+                    "pinning %.2f GiB of host memory failed (CUDA error %s): copies will be slower; "
+                    "check `ulimit -l` and the container's memory limit",
+                    self.num_bytes / 2**30,
+                    result,
+                )
+                return
+            self._registered.append(self.address + offset)
+
+    def _unpin(self) -> None:
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+
+    def take(self, num_bytes: int, alignment: int = 64) -> int:
+        """Address of the next ``num_bytes``.
+
+        Raises:
+            MemoryError: more is taken than the arena was made for.
+        """
+        start = -(-self._taken // alignment) * alignment
+        if start + num_bytes > self.num_bytes:
+            raise MemoryError(
+                f"arena of {self.num_bytes} bytes cannot give {num_bytes} more after {start}"
+            )
+        self._taken = start + num_bytes
+        return self.address + start
+
+    def close(self) -> None:
+        """Unpins and unmaps. No copy may be in flight. May be called twice."""
+        if self._export is None:
+            return
+        self._unpin()
+        self._export = None
+        self._mapping.close()

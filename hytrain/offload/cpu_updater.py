@@ -1,0 +1,244 @@
+"""The CPU-placed layers: their state on the host, their pinned buffers, their update worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hytrain import _C
+from hytrain.errors import WorkerError
+from hytrain.layers.layout import ChunkSpan
+from hytrain.offload.arena import Arena
+from hytrain.offload.layer_state import LayerState
+from hytrain.offload.slots import SlotPlan, plan_slots
+from hytrain.offload.streams import Streams, event_handle
+from hytrain.optim.cpu_adam import AdamHyper
+
+_Result = TypeVar("_Result")
+
+_NATIVE = {
+    torch.float32: _C.DType.float32,
+    torch.bfloat16: _C.DType.bfloat16,
+    torch.float16: _C.DType.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSettings:
+    """How the CPU update runs.
+
+    Attributes:
+        num_threads: threads of the kernel.
+        chunk_elements: most elements of a chunk.
+        delay_seed: seed of the injected delays.
+        max_delay_us: most microseconds of a random delay at every hand-off (tests); 0 for none.
+    """
+
+    num_threads: int
+    chunk_elements: int
+    delay_seed: int = 0
+    max_delay_us: int = 0
+
+
+def native_record(scale: float, hyper: Sequence[AdamHyper]) -> _C.StepRecord:
+    """A step's record for the worker."""
+    return _C.StepRecord(scale, [h.native() for h in hyper])
+
+
+class CpuUpdater:
+    """Hands gradients of CPU-placed layers to the update worker and waits for the results."""
+
+    def __init__(
+        self, layers: Sequence[LayerState], streams: Streams, settings: CpuSettings
+    ) -> None:
+        """Takes the pinned arena, registers the layers and starts the worker.
+
+        Args:
+            layers: CPU-placed layers in forward order, with their state on the host.
+            streams: the device's streams.
+            settings: threads and chunk size.
+
+        Raises:
+            MemoryError: the pinned arena cannot be had.
+        """
+        self.layers = list(layers)
+        self._streams = streams
+        chunks = [
+            layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements)
+            for layer in self.layers
+        ]
+        plan = _plan(self.layers, chunks)
+        num_layers = len(self.layers)
+        slack = 64 * (len(plan.classes) + 2)
+        self.arena = Arena(plan.total_bytes + 8 * num_layers + slack, streams.device)
+        if streams.is_cuda:
+            self.worker = _C.UpdateWorker.on_cuda(
+                streams.device.index or 0,
+                streams.to_host.cuda_stream,
+                streams.to_device.cuda_stream,
+                settings.num_threads,
+                settings.delay_seed,
+                settings.max_delay_us,
+            )
+        else:
+            self.worker = _C.UpdateWorker.on_host(
+                settings.num_threads, settings.delay_seed, settings.max_delay_us
+            )
+        self._register(chunks, plan)
+        self._closed = False
+        self.worker.start()
+
+    def _register(self, chunks: list[list[ChunkSpan]], plan: SlotPlan) -> None:
+        for slots in plan.classes:
+            base = self.arena.take(slots.slot_bytes * slots.count)
+            self.worker.add_slot_class(base, slots.slot_bytes, slots.count)
+        if plan.num_outgoing:
+            base = self.arena.take(plan.outgoing_bytes * plan.num_outgoing)
+            self.worker.set_outgoing(base, plan.outgoing_bytes, plan.num_outgoing)
+        number = 0
+        for layer, spans in zip(self.layers, chunks, strict=True):
+            native: list[_C.Chunk] = []
+            for span in spans:
+                native.append(_native_chunk(layer, span, plan.class_of_chunk[number]))
+                number += 1
+            layer.weights_ready = self._streams.new_event()
+            layer.worker_index = self.worker.add_layer(
+                layer.name,
+                _NATIVE[layer.gradient_dtype],
+                event_handle(layer.weights_ready),
+                self.arena.take(8),
+                native,
+            )
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def begin_step(self, sum_limit: float) -> None:
+        """A new step's gradients follow; previews stop past ``sum_limit`` (see ClipSettings)."""
+        self._call(lambda: self.worker.begin_step(sum_limit))
+
+    def send(
+        self, layer: LayerState, sum_address: int, record: _C.StepRecord, *, direct: bool
+    ) -> None:
+        """Queues the update of a layer whose gradient (and event) are set."""
+        gradient = layer.gradient
+        assert gradient is not None
+        self._call(
+            lambda: self.worker.submit_update(
+                layer.worker_index,
+                gradient.data_ptr(),
+                event_handle(layer.gradient_ready),
+                sum_address,
+                record,
+                direct,
+            )
+        )
+
+    def submit(self, layer: LayerState, job_pass: _C.Pass) -> None:
+        """Queues a pass over a layer."""
+        self._call(lambda: self.worker.submit(layer.worker_index, job_pass))
+
+    def submit_withdraw(self, layer: LayerState, destination: torch.Tensor) -> None:
+        """Queues the return of a layer's gradient to the device and of its old weights.
+
+        ``layer.gradient_ready`` must be recorded after ``destination`` was made.
+        """
+        self._call(
+            lambda: self.worker.submit(
+                layer.worker_index,
+                _C.Pass.withdraw,
+                destination.data_ptr(),
+                event_handle(layer.gradient_ready),
+            )
+        )
+
+    def cancel(self, layer: LayerState) -> bool:
+        """Takes a layer's update back if it has not begun; then its state is untouched."""
+        return self._call(lambda: self.worker.cancel_update(layer.worker_index))
+
+    def finalize(self, record: _C.StepRecord) -> int:
+        """The step's outcome; returns how many layers are previewed once more."""
+        return self._call(lambda: self.worker.finalize(record))
+
+    def release_fetched(self) -> None:
+        """Lets go of gradients that have left the device."""
+        for layer in self.layers:
+            if layer.gradient is not None and not layer.sent and self.is_fetched(layer):
+                layer.gradient = None
+
+    def is_fetched(self, layer: LayerState) -> bool:
+        """Whether the layer's gradient has left the device."""
+        return self._call(lambda: self.worker.is_fetched(layer.worker_index))
+
+    def has_pending(self, layer: LayerState) -> bool:
+        """Whether a gradient of the layer is still to be committed."""
+        return self._call(lambda: self.worker.has_pending(layer.worker_index))
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait_weights(self, layer: LayerState) -> None:
+        """Until the copy of the layer's newest weights is issued; compute then waits for it.
+
+        Blocks the host: an event that is not recorded yet could not be waited on.
+        """
+        if self._streams.is_cuda:
+            self._call(lambda: self.worker.wait_issued(layer.worker_index))
+            self._streams.compute_waits(layer.weights_ready)
+        else:
+            self._call(lambda: self.worker.wait_complete(layer.worker_index))
+
+    def wait_all(self) -> None:
+        """Until no job is left; copies back may still be in flight."""
+        self._call(self.worker.wait_all)
+
+    def commit_pending(self) -> None:
+        """Applies every pending gradient, so that the state is that of the last step."""
+        self.wait_all()
+        for layer in self.layers:
+            if self.has_pending(layer):
+                self.submit(layer, _C.Pass.commit)
+        self.wait_all()
+
+    def close(self) -> None:
+        """Stops the worker and gives the pinned memory back. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.worker.close()
+        # A copy may still read or write the arena.
+        self._streams.synchronize()
+        self.arena.close()
+
+    def _call(self, function: Callable[[], _Result]) -> _Result:
+        try:
+            return function()
+        except RuntimeError as error:
+            raise WorkerError(str(error)) from None
+
+
+def _plan(layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]]) -> SlotPlan:
+    gradient_bytes: list[int] = []
+    outgoing_bytes: list[int] = []
+    for layer, spans in zip(layers, chunks, strict=True):
+        for span in spans:
+            length = span.end - span.begin
+            gradient_bytes.append(length * layer.gradient_dtype.itemsize)
+            outgoing_bytes.append(length * span.dtype.itemsize)
+    return plan_slots(gradient_bytes, outgoing_bytes)
+
+
+def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chunk:
+    at = span.begin - layer.begin
+    return _C.Chunk(
+        p=layer.master.data_ptr() + 4 * at,
+        m=layer.exp_avg.data_ptr() + 4 * at,
+        v=layer.exp_avg_sq.data_ptr() + 4 * at,
+        n=span.end - span.begin,
+        shard_offset=at,
+        weights=layer.storage.address(span.begin, span.end),
+        weights_dtype=_NATIVE[span.dtype],
+        group=span.group,
+        slot_class=slot_class,
+    )

@@ -1,0 +1,68 @@
+"""What the pipeline knows of one layer on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from hytrain.layers.layout import LayerLayout
+from hytrain.layers.storage import ResidentStorage
+
+Placement = Literal["cpu", "gpu"]
+
+
+@dataclass(slots=True)
+class LayerState:
+    """A layer's shard: its place, its state and where the current step has got to."""
+
+    layout: LayerLayout
+    storage: ResidentStorage
+    begin: int
+    end: int
+    """This rank owns ``[begin, end)`` of the layer's flat space."""
+    sizes: list[int]
+    """Elements that each rank owns of the layer."""
+    placement: Placement
+    gradient_dtype: torch.dtype
+
+    # State, fp32, end - begin elements each, on the host or on the device as placed.
+    master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exp_avg: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exp_avg_sq: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    worker_index: int = -1
+    """The layer's number in the update worker; -1 where the placement is the GPU."""
+
+    # The current step.
+    gradient: torch.Tensor | None = None
+    """This rank's reduced gradient, owned here until it has left the device or been applied."""
+    gradient_ready: torch.cuda.Event | None = None
+    weights_ready: torch.cuda.Event | None = None
+    sent: bool = False
+    """The gradient of a step that is not final yet has been handed over."""
+    waited: bool = True
+    """The compute stream has waited for the newest weights."""
+    gather_due: bool = False
+    """Other ranks' shards of the newest weights are still to be gathered."""
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def shard_size(self) -> int:
+        return self.end - self.begin
+
+    def sizes_within(self, low: int, high: int) -> list[int]:
+        """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
+        cuts = list(accumulate(self.sizes, initial=0))
+        return [
+            max(0, min(high, end) - max(low, begin))
+            for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
+        ]

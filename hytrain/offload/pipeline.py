@@ -1,0 +1,265 @@
+"""The update pipeline: reduced gradients go in, new weights come out, layer by layer.
+
+It runs decisions and holds no policy: which layers are where, what the clip coefficient is and
+when a step is final is decided elsewhere. See DESIGN "preview and commit" for the life of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain import _C
+from hytrain.errors import ConfigError
+from hytrain.offload.cpu_updater import CpuUpdater, native_record
+from hytrain.offload.exposure import ExposureMeter
+from hytrain.offload.layer_state import LayerState
+from hytrain.offload.streams import Streams
+from hytrain.optim.cpu_adam import AdamHyper
+from hytrain.optim.device_adam import device_adam
+from hytrain.optim.norm import GradientNorm, Outcome
+from hytrain.parallel.collectives import ShardCollectives
+
+
+class UpdatePipeline:
+    """Carries every layer's gradient to its update and its new weights to the next forward."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        cpu: CpuUpdater,
+        norm: GradientNorm,
+        streams: Streams,
+        collectives: ShardCollectives,
+    ) -> None:
+        self.layers = list(layers)
+        self.cpu = cpu
+        self.norm = norm
+        self.streams = streams
+        self.exposure = ExposureMeter(streams)
+        self._collectives = collectives
+        self._direct = norm.settings.direct
+        self._gpu_layers = [layer for layer in self.layers if layer.placement == "gpu"]
+        for layer in self.layers:
+            layer.gradient_ready = streams.new_event()
+            if layer.placement == "gpu":
+                layer.weights_ready = streams.new_event()
+        self._unscale = 1.0
+        self._hyper: tuple[AdamHyper, ...] = ()
+        self._record = native_record(1.0, ())
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def begin_step(self, unscale: float, hyper: tuple[AdamHyper, ...]) -> None:
+        """The first gradient of a step is about to arrive.
+
+        Args:
+            unscale: what undoes loss scaling and summation over ranks; the clip coefficient is
+                taken as 1 until it is known.
+            hyper: hyper-parameters as they are now, one a parameter group.
+        """
+        self._unscale = unscale
+        self._hyper = hyper
+        self._record = native_record(unscale, hyper)
+        self.cpu.begin_step(self.norm.settings.sum_limit(unscale))
+
+    def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a layer's gradient, summed over the ranks.
+
+        Args:
+            layer: the layer.
+            flat: the whole layer's local gradient; its memory is released when possible.
+        """
+        if self._collectives.world_size == 1:
+            return flat
+        with self.streams.on_communication():
+            shard = self._collectives.reduce_scatter(flat, layer.sizes)
+        self.streams.used_on_communication(flat)
+        if self.streams.is_cuda:
+            # The shard was made on the communication stream; compute may add to it or free it.
+            torch.cuda.current_stream().wait_stream(self.streams.communication)
+            shard.record_stream(torch.cuda.current_stream())
+        return shard
+
+    def send(self, layer: LayerState, gradient: torch.Tensor) -> None:
+        """Hands over a layer's final reduced gradient; its update may begin at once.
+
+        The pipeline owns the gradient from here on.
+        """
+        layer.gradient = gradient
+        layer.sent = True
+        self.norm.measure(layer.index, gradient)
+        # One event covers the gradient and its norm.
+        self.streams.record_compute(layer.gradient_ready)
+        if layer.placement == "cpu":
+            self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
+            layer.waited = False
+        self.cpu.release_fetched()
+
+    def backward_ended(self) -> None:
+        """What is left is taken in forward order from here on."""
+        self.cpu.worker.set_forward_order(True)
+
+    # -- the end of a step ---------------------------------------------------------------------
+
+    def launch_outcome(self) -> None:
+        """Starts the decision on the device, and the updates there, which wait for nobody."""
+        self.norm.launch_decision(self._unscale)
+
+    def finish_step(self, hyper: tuple[AdamHyper, ...]) -> Outcome | None:
+        """Makes the step final, or skips it.
+
+        Args:
+            hyper: hyper-parameters as they are now; where they changed since backward began,
+                layers are previewed once more.
+
+        Returns:
+            The outcome; None for direct commit, where nobody has waited for the device.
+
+        Raises:
+            ConfigError: hyper-parameters changed and updates are committed directly.
+        """
+        if self._direct:
+            if hyper != self._hyper:
+                raise ConfigError(
+                    "hyper-parameters were changed between backward and step, but without "
+                    "clipping and overflow check updates are committed during backward: change "
+                    'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
+                )
+            self._update_on_device(hyper)
+            self._after_step(skipped=False)
+            return None
+        self._update_on_device(hyper)
+        outcome = self.norm.read_decision()
+        if outcome.skip:
+            self._drop_all()
+        else:
+            self.cpu.finalize(native_record(outcome.scale, hyper))
+        self._after_step(skipped=outcome.skip)
+        return outcome
+
+    def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
+        outcome = self.norm.outcome
+        with self.streams.on_update():
+            for layer in self._gpu_layers:
+                gradient = layer.gradient
+                assert gradient is not None
+                for segment in layer.layout.segments:
+                    begin, end = max(layer.begin, segment.begin), min(layer.end, segment.end)
+                    if begin >= end:
+                        continue
+                    part = slice(begin - layer.begin, end - layer.begin)
+                    device_adam(
+                        layer.master[part],
+                        layer.exp_avg[part],
+                        layer.exp_avg_sq[part],
+                        gradient[part],
+                        layer.storage.slice(begin, end),
+                        outcome,
+                        hyper[segment.group],
+                    )
+                self.streams.used_on_update(gradient)
+                layer.gradient = None
+                layer.waited = False
+                if layer.weights_ready is not None:
+                    layer.weights_ready.record(self.streams.update)
+            self.streams.used_on_update(outcome)
+
+    def _drop_all(self) -> None:
+        """Forgets the step: a layer that the worker has not begun is as if it never was sent."""
+        for layer in self.cpu.layers:
+            if not self.cpu.cancel(layer):
+                self.cpu.submit(layer, _C.Pass.drop)
+            layer.waited = False
+
+    def _after_step(self, *, skipped: bool) -> None:
+        for layer in self.layers:
+            layer.sent = False
+            layer.waited = False
+            if not skipped:
+                layer.gather_due = True
+                layer.storage.mark_overwritten()
+
+    # -- withdraw ------------------------------------------------------------------------------
+
+    def withdraw(self, layer: LayerState) -> torch.Tensor:
+        """Takes back a gradient whose step was not taken; the old weights are in place again.
+
+        Returns:
+            This rank's shard of the gradient, on the device.
+
+        Raises:
+            ConfigError: updates are committed directly and cannot be taken back.
+        """
+        if self._direct:
+            raise ConfigError(
+                "the weights are used, or another backward begins, between backward and step; "
+                "without clipping and overflow check updates are committed during backward and "
+                'cannot be withdrawn: set "gradient_clipping" or "check_grad_overflow", or set '
+                '"gradient_accumulation_steps" to the number of backward passes in a step'
+            )
+        gradient = layer.gradient
+        layer.sent = False
+        if layer.placement == "gpu":
+            assert gradient is not None
+            layer.gradient = None
+            return gradient
+        if self.cpu.cancel(layer):
+            # Its copy to the host may be under way: the gradient lives until that is over.
+            self.cpu.wait_weights(layer)
+            assert gradient is not None
+            layer.gradient = None
+            layer.waited = True
+            return gradient
+        returned = torch.empty(
+            layer.shard_size, dtype=layer.gradient_dtype, device=self.streams.device
+        )
+        # The copy back must come after whatever used this memory before on the compute stream.
+        self.streams.record_compute(layer.gradient_ready)
+        self.cpu.submit_withdraw(layer, returned)
+        self.cpu.wait_weights(layer)
+        layer.gradient = None
+        layer.waited = True
+        return returned
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def wait(self, layer: LayerState) -> None:
+        """Before a layer's weights are used: the compute stream waits for the newest ones."""
+        if layer.waited:
+            return
+        with self.exposure.waiting(layer.placement == "cpu"):
+            if layer.placement == "cpu":
+                self.cpu.wait_weights(layer)
+            else:
+                self.streams.compute_waits(layer.weights_ready)
+            if layer.gather_due and self._collectives.world_size > 1:
+                self._gather(layer)
+        layer.gather_due = False
+        layer.waited = True
+        self.cpu.release_fetched()
+
+    def _gather(self, layer: LayerState) -> None:
+        # After this rank's shard has arrived, and beside whatever compute is doing: the backward
+        # that read the old weights was over before the shard could be updated.
+        with self.streams.on_communication(after=layer.weights_ready):
+            for low, high, flat in layer.storage.runs:
+                self._collectives.all_gather(flat, layer.sizes_within(low, high))
+        if self.streams.is_cuda:
+            torch.cuda.current_stream().wait_stream(self.streams.communication)
+
+    def wait_all(self) -> None:
+        """As :meth:`wait` for every layer, in the one order that all ranks follow."""
+        for layer in self.layers:
+            self.wait(layer)
+
+    def flush(self) -> None:
+        """Commits what is pending, so that every layer's state is that of the last step."""
+        self.wait_all()
+        self.cpu.commit_pending()
+        self.streams.synchronize()
+
+    def close(self) -> None:
+        """Stops the worker and frees pinned memory. May be called twice."""
+        self.cpu.close()

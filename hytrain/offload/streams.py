@@ -1,0 +1,87 @@
+"""The device's streams and events, and their stand-ins on a machine without a GPU.
+
+On a GPU every lane is a stream. On a CPU the training thread computes in line, so a "stream"
+context is empty and an event is always complete when it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Streams:
+    """Streams beside the compute stream, which is always torch's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            self.to_host = torch.cuda.Stream(device)
+            self.to_device = torch.cuda.Stream(device)
+            # Updates and collectives are short and hold up the next forward: they go first.
+            self.update = torch.cuda.Stream(device, priority=-1)
+            self.communication = torch.cuda.Stream(device, priority=-1)
+
+    def new_event(self) -> torch.cuda.Event | None:
+        """An event with a handle (torch creates it at the first record); None on a CPU."""
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def record_compute(self, event: torch.cuda.Event | None) -> None:
+        """Records the event on the compute stream."""
+        if event is not None:
+            event.record(torch.cuda.current_stream(self.device))
+
+    def compute_waits(self, event: torch.cuda.Event | None) -> None:
+        """What the compute stream runs from now on comes after the event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    @contextmanager
+    def on_communication(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Runs the block on the communication stream, after an event or all compute so far."""
+        if not self.is_cuda:
+            yield
+            return
+        if after is not None:
+            self.communication.wait_event(after)
+        else:
+            self.communication.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.communication):
+            yield
+
+    @contextmanager
+    def on_update(self) -> Iterator[None]:
+        """Runs the block on the GPU update's stream, after all compute so far."""
+        if not self.is_cuda:
+            yield
+            return
+        self.update.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.update):
+            yield
+
+    def used_on_communication(self, tensor: torch.Tensor) -> None:
+        """Keeps the tensor's memory from being reused before the communication stream is done."""
+        if self.is_cuda:
+            tensor.record_stream(self.communication)
+
+    def used_on_update(self, tensor: torch.Tensor) -> None:
+        """Keeps the tensor's memory from being reused before the GPU update is done."""
+        if self.is_cuda:
+            tensor.record_stream(self.update)
+
+    def synchronize(self) -> None:
+        """Waits for everything on the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def event_handle(event: torch.cuda.Event | None) -> int:
+    """The raw handle for the update worker; 0 where there is none."""
+    return 0 if event is None else int(event.cuda_event)

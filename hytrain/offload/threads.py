@@ -1,0 +1,60 @@
+"""How many threads the CPU kernel gets: a short calibration where the user gives none."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+import torch
+
+from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit_then_preview
+
+_ELEMENTS = 1 << 24
+"""256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
+_REPEATS = 5
+
+
+def available_cores(ranks_on_host: int) -> int:
+    """Cores of this process's affinity mask, divided among the ranks that share the mask.
+
+    A launcher that binds ranks to cores (``--bind_cores_to_rank``) leaves each its own mask,
+    which is then smaller than the machine and not divided again.
+    """
+    mine = len(os.sched_getaffinity(0))
+    everywhere = os.cpu_count() or mine
+    if ranks_on_host > 1 and mine * ranks_on_host > everywhere:
+        return max(1, mine // ranks_on_host)
+    return mine
+
+
+def candidates(cores: int) -> list[int]:
+    """Thread counts worth trying: the kernel is bound by memory, not by cores."""
+    if cores <= 2:
+        return [cores]
+    return sorted({max(1, cores // 2), max(1, cores * 5 // 8), max(1, cores * 3 // 4), cores - 1})
+
+
+def calibrate_threads(ranks_on_host: int) -> int:
+    """The fewest threads within 3 % of the fastest count, measured on the real kernel.
+
+    The launching thread and autograd's thread need a core as well; they get it because the count
+    never exceeds the cores but one (but two cores are used in full).
+    """
+    counts = candidates(available_cores(ranks_on_host))
+    if len(counts) == 1:
+        return counts[0]
+    p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
+    gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
+    out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
+    record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for repeat in range(_REPEATS + 1):
+        for count in counts:
+            begin = time.perf_counter()
+            commit_then_preview(p, m, v, record, record, out=out, num_threads=count)
+            if repeat:  # the first round touches the pages
+                times[count].append(time.perf_counter() - begin)
+    medians = {count: statistics.median(values) for count, values in times.items()}
+    best = min(medians.values())
+    return min(count for count, value in medians.items() if value <= best * 1.03)

@@ -1,0 +1,164 @@
+"""Builds the optimizer for a model: layers, partition, placement, state, pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
+from hytrain.layers.discovery import find_layers
+from hytrain.layers.layout import LayerLayout, lay_out
+from hytrain.layers.partition import partition
+from hytrain.layers.storage import ResidentStorage
+from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
+from hytrain.offload.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.streams import Streams
+from hytrain.offload.threads import calibrate_threads
+from hytrain.optim.hyper import HyperReader, check_optimizer
+from hytrain.optim.norm import ClipSettings, GradientNorm
+from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer, StepSettings
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.testing.faults import injected_delays
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    """What the engine decides from its configuration.
+
+    Attributes:
+        stage: ZeRO stage, 1 or 2.
+        clip: clipping and overflow check.
+        gradient_dtype: dtype in which gradients are accumulated and reduced; None: each layer's
+            own training copy's.
+        mean: whether gradients are averaged over ranks (else summed).
+        ranks_on_host: processes that share this host's cores.
+    """
+
+    stage: Literal[1, 2]
+    clip: ClipSettings
+    gradient_dtype: torch.dtype | None
+    mean: bool
+    ranks_on_host: int
+
+
+def build_optimizer(
+    model: nn.Module,
+    basic_optimizer: torch.optim.Optimizer,
+    config: HyTrainConfig,
+    settings: BuildSettings,
+    collectives: ShardCollectives,
+    engine: EngineView,
+) -> HyTrainZeroOptimizer:
+    """Takes over a model's trained parameters and their optimizer state.
+
+    Args:
+        model: on its device, in its training dtype, equal on all ranks.
+        basic_optimizer: an Adam or AdamW over the parameters to train.
+        config: the "hytrain" section.
+        settings: see :class:`BuildSettings`.
+        collectives: the ranks that share the state.
+        engine: what the optimizer asks of the engine.
+
+    Raises:
+        ConfigError: the section does not fit the model or the job.
+        UnsupportedError: the optimizer is not an Adam.
+    """
+    reader = HyperReader(check_optimizer(basic_optimizer))
+    groups = basic_optimizer.param_groups
+    reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
+    gpu_fraction = config.fixed_gpu_fraction
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    if not group_of:
+        raise ConfigError(
+            "no parameter of the optimizer requires a gradient: nothing can be trained; pass "
+            "model_parameters that do, or set requires_grad"
+        )
+    trained = [p for group in groups for p in group["params"] if id(p) in group_of]
+    found = find_layers(model, trained, config.layers.block_class)
+    _check_all_found(trained, found_ids={id(p) for layer in found for _, p in layer.parameters})
+    layouts = lay_out(found, group_of, collectives.world_size)
+    table = partition(
+        [layout.size for layout in layouts], collectives.world_size, config.shard_fractions
+    )
+    device = trained[0].device
+    num_gpu = round(gpu_fraction * len(layouts))
+    states: list[LayerState] = []
+    for layout in layouts:
+        begin, end = table.shard(layout.index, collectives.rank)
+        states.append(
+            LayerState(
+                layout=layout,
+                storage=ResidentStorage(layout, device),
+                begin=begin,
+                end=end,
+                sizes=table.sizes(layout.index),
+                placement="gpu" if layout.index < num_gpu else "cpu",
+                gradient_dtype=settings.gradient_dtype or _common_dtype(layout),
+            )
+        )
+        _allocate_state(states[-1])
+    streams = Streams(device)
+    threads = config.offload.cpu_threads or calibrate_threads(settings.ranks_on_host)
+    cpu = CpuUpdater(
+        [state for state in states if state.placement == "cpu"],
+        streams,
+        CpuSettings(threads, config.offload.chunk_elements, *injected_delays()),
+    )
+    norm = GradientNorm(len(states), device, settings.clip, collectives.all_reduce)
+    return HyTrainZeroOptimizer(
+        basic_optimizer,
+        UpdatePipeline(states, cpu, norm, streams, collectives),
+        collectives,
+        reader,
+        StepSettings(
+            unscale=1.0 / collectives.world_size if settings.mean else 1.0,
+            reduce_every_backward=settings.stage == 2,
+            overlap_forward=config.offload.overlap_forward,
+            gpu_fraction=num_gpu / len(states),
+        ),
+        engine,
+    )
+
+
+def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
+    missing = [tuple(p.shape) for p in trained if id(p) not in found_ids]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters of the optimizer (first shape: {missing[0]}) are not "
+            "parameters of the model: pass model_parameters of this model"
+        )
+
+
+def _common_dtype(layout: LayerLayout) -> torch.dtype:
+    """The dtype of a layer's gradient buffer: the parameters', fp32 where they differ."""
+    dtypes = {segment.dtype for segment in layout.segments}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _allocate_state(state: LayerState) -> None:
+    """Master weights from the training copy, zero moments; on the device or pageable on the host.
+
+    Zeros on the host are mapped, not written: the kernel's threads touch them first.
+    """
+    device = state.storage.runs[0][2].device if state.placement == "gpu" else torch.device("cpu")
+    state.master = torch.empty(state.shard_size, dtype=torch.float32, device=device)
+    refresh_master(state)
+    state.exp_avg = torch.zeros(state.shard_size, dtype=torch.float32, device=device)
+    state.exp_avg_sq = torch.zeros(state.shard_size, dtype=torch.float32, device=device)
+
+
+def refresh_master(state: LayerState) -> None:
+    """Master weights become the training copy's values."""
+    for start, weights in state.storage.shard_slices(state.begin, state.end):
+        at = start - state.begin
+        state.master[at : at + weights.numel()].copy_(weights)

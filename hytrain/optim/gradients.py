@@ -1,0 +1,258 @@
+"""Takes gradients over from autograd and knows when a layer's gradient is final.
+
+A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
+tiled losses). The first backward counts firings and sends nothing early; later a gradient is final
+at its recorded count. Layers with a parameter that got no gradient then are never sent early:
+nobody could tell "not yet" from "not this time".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hytrain.errors import GradientOrderError
+from hytrain.layers.layout import LayerLayout, ParameterSlot
+
+
+@dataclass(slots=True)
+class LayerGradient:
+    """One layer's gradient on its way.
+
+    Attributes:
+        local: this rank's own gradient of the whole layer, flat; None while there is none.
+        held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
+            was withdrawn).
+        closed: the gradient of the current backward has been reduced.
+    """
+
+    layout: LayerLayout
+    dtype: torch.dtype
+    local: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+    written: list[bool] = field(default_factory=list)
+    fired: list[int] = field(default_factory=list)
+    remaining: int = 0
+    last_firing: int = 0
+    final: bool = False
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class FiringRecord:
+    """What the first backward taught: firings a parameter, the layers' order, who may go early."""
+
+    expected: list[list[int]]
+    order: list[int]
+    early: list[bool]
+
+
+Consumer = Callable[[LayerGradient], None]
+Agreement = Callable[[Sequence[int], Sequence[bool]], tuple[list[int], list[bool]]]
+
+
+class GradientCollector:
+    """Hooks on every trained parameter; calls back once a layer's gradient is final.
+
+    The consumer is called in one order on all ranks, each layer once a backward.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[LayerLayout],
+        gradient_dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        consume: Consumer,
+        agree: Agreement,
+        on_begin: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            layouts: the layers in forward order.
+            gradient_dtypes: each layer's gradient dtype.
+            device: where gradients are.
+            consume: takes ``local`` of a layer whose gradient of this backward is complete.
+            agree: makes order and early flags the same on all ranks (a collective).
+            on_begin: called by the first gradient of a backward that nobody announced.
+        """
+        self.layers = [
+            LayerGradient(
+                layout, dtype, None, None, [False] * len(layout.slots), [0] * len(layout.slots)
+            )
+            for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
+        ]
+        self._device = device
+        self._consume = consume
+        self._agree = agree
+        self._on_begin = on_begin
+        self.record: FiringRecord | None = None
+        self._clock = 0
+        self._next = 0  # position in the record's order
+        self.in_backward = False
+        self.open = False
+        """A backward has begun and its gradients have not all been consumed."""
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(self._hook(layer, index, slot))
+            for layer in self.layers
+            for index, slot in enumerate(layer.layout.slots)
+        ]
+
+    def remove_hooks(self) -> None:
+        """Detaches from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- one backward --------------------------------------------------------------------------
+
+    def begin(self, *, early: bool) -> None:
+        """A backward begins.
+
+        Args:
+            early: whether layers are consumed as they become final, or all by :meth:`complete`.
+        """
+        self.in_backward = True
+        self.open = True
+        self._next = 0
+        self._clock = 0
+        for index, layer in enumerate(self.layers):
+            layer.fired = [0] * len(layer.fired)
+            layer.last_firing = 0
+            layer.final = False
+            layer.closed = False
+            layer.remaining = -1
+            if early and self.record is not None and self.record.early[index]:
+                layer.remaining = sum(self.record.expected[index])
+
+    def _hook(
+        self, layer: LayerGradient, index: int, slot: ParameterSlot
+    ) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._on_gradient(layer, index, slot, parameter)
+
+        return hook
+
+    def _on_gradient(
+        self, layer: LayerGradient, index: int, slot: ParameterSlot, parameter: torch.Tensor
+    ) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if not self.in_backward:
+            self._on_begin()
+        if layer.final or layer.closed:
+            self._refuse_late(layer, index, slot)
+        self._take(layer, index, slot, gradient)
+        # zero_grad() and create_graph must not reach a gradient that is on its way.
+        parameter.grad = None
+        layer.fired[index] += 1
+        self._clock += 1
+        layer.last_firing = self._clock
+        layer.remaining -= 1
+        if layer.remaining == 0:
+            layer.final = True
+            self._advance()
+
+    def _take(
+        self, layer: LayerGradient, index: int, slot: ParameterSlot, gradient: torch.Tensor
+    ) -> None:
+        if layer.local is None:
+            layer.local = torch.empty(layer.layout.size, dtype=layer.dtype, device=self._device)
+            layer.written = [False] * len(layer.written)
+        view = layer.local[slot.offset : slot.offset + slot.numel].view(gradient.shape)
+        with torch.no_grad():
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if layer.written[index]:
+                view.add_(gradient)
+            else:
+                # The first gradient is taken over: nothing is zeroed only to be added to.
+                view.copy_(gradient)
+        layer.written[index] = True
+
+    def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
+        assert self.record is not None
+        expected = self.record.expected[self.layers.index(layer)][index]
+        # What was learned does not hold for this model any more: learn again.
+        self.record = None
+        raise GradientOrderError(
+            f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
+            f"backward, but the first backward gave it {expected}, and the update of layer "
+            f"'{layer.layout.name}' has begun. Nothing was committed. If the model uses the "
+            "parameter a varying number of times, call engine.forward again and repeat the step: "
+            "the counts are learned anew"
+        )
+
+    def _advance(self) -> None:
+        """Consumes, in the agreed order, what is final."""
+        record = self.record
+        assert record is not None
+        while self._next < len(record.order):
+            index = record.order[self._next]
+            layer = self.layers[index]
+            if not record.early[index]:
+                self._next += 1  # complete() takes it
+                continue
+            if not layer.final:
+                return
+            self._next += 1
+            self._close(layer)
+
+    def _close(self, layer: LayerGradient) -> None:
+        self._fill(layer)
+        layer.closed = True
+        self._consume(layer)
+
+    def _fill(self, layer: LayerGradient) -> None:
+        """Zeros where no gradient was written: padding, and parameters unused this time."""
+        if layer.local is None:
+            layer.local = torch.zeros(layer.layout.size, dtype=layer.dtype, device=self._device)
+            return
+        for begin, end in layer.layout.gaps:
+            layer.local[begin:end].zero_()
+        for written, slot in zip(layer.written, layer.layout.slots, strict=True):
+            if not written:
+                layer.local[slot.offset : slot.offset + slot.numel].zero_()
+
+    def complete(self, *, consume: bool) -> None:
+        """The backward is over: what it left incomplete is taken as it is.
+
+        Args:
+            consume: whether to consume the rest now (a step, or reduction each micro-batch), or
+                to leave it in ``local`` for the next micro-batch to add to.
+        """
+        self.in_backward = False
+        if not self.open:
+            return
+        self.open = False
+        if self.record is None:
+            self._learn()
+        if not consume:
+            return
+        record = self.record
+        assert record is not None
+        first = [i for i in record.order if record.early[i]]
+        for index in [*first, *(i for i in record.order if not record.early[i])]:
+            layer = self.layers[index]
+            if not layer.closed:
+                self._close(layer)
+
+    def _learn(self) -> None:
+        order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
+        early = [all(count > 0 for count in layer.fired) for layer in self.layers]
+        order, early = self._agree(order, early)
+        self.record = FiringRecord([list(layer.fired) for layer in self.layers], order, early)
+
+    def discard(self) -> None:
+        """Forgets every gradient that has not been consumed."""
+        self.in_backward = False
+        self.open = False
+        for layer in self.layers:
+            layer.local = None
+            layer.held = None
+            layer.closed = False
+            layer.final = False

@@ -1,0 +1,147 @@
+"""The gradient norm, the clip coefficient and the decision to skip a step.
+
+Squares are summed in float64, where no square of an fp32 number overflows: the sum is finite
+exactly when every gradient is. One number a layer therefore tells norm and overflow alike. Sums
+run in one fixed order, so runs are reproducible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hytrain.optim.cpu_adam import sum_of_squares
+
+_PROGRAMS = 1024
+_BLOCK = 2048
+_kernel_cache: list[Any] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ClipSettings:
+    """What the decision depends on, fixed for a run.
+
+    Attributes:
+        max_norm: gradient clipping threshold; 0 for none.
+        check_overflow: whether an inf or NaN in any gradient skips the step.
+    """
+
+    max_norm: float
+    check_overflow: bool
+
+    @property
+    def direct(self) -> bool:
+        """Nothing about a step is open when backward begins: it can be committed at once."""
+        return self.max_norm <= 0.0 and not self.check_overflow
+
+    def sum_limit(self, unscale: float) -> float:
+        """The sum of squares of scaled gradients beyond which clipping is certain.
+
+        ``unscale`` is what a gradient is multiplied by to undo loss scale and summation.
+        """
+        if self.max_norm <= 0.0:
+            return math.inf if not self.check_overflow else torch.finfo(torch.float64).max
+        return (self.max_norm / unscale) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step's outcome on the host.
+
+    Attributes:
+        scale: what every gradient is multiplied by: clip coefficient * unscale, in fp32.
+        norm: the unscaled gradient's norm over all ranks.
+        coefficient: the clip coefficient, 1.0 where clipping did not act.
+        skip: whether the step is skipped.
+    """
+
+    scale: float
+    norm: float
+    coefficient: float
+    skip: bool
+
+
+class GradientNorm:
+    """Sums of squares, one float64 a layer on the device, and what follows from them."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        device: torch.device,
+        settings: ClipSettings,
+        all_reduce: Callable[[torch.Tensor], None],
+    ) -> None:
+        """
+        Args:
+            num_layers: number of layers.
+            device: where gradients are.
+            settings: threshold and overflow check.
+            all_reduce: sums a tensor over the ranks, in place.
+        """
+        self.settings = settings
+        self.sums = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        self._all_reduce = all_reduce
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._partials = torch.zeros(
+            _PROGRAMS if is_cuda else 0, dtype=torch.float64, device=device
+        )
+        self._host = torch.zeros(4, dtype=torch.float64, pin_memory=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
+        self.outcome = torch.zeros(2, dtype=torch.float32, device=device)
+        """(scale, skip flag) of the step, for kernels that run before the host knows."""
+
+    def measure(self, layer: int, gradient: torch.Tensor) -> None:
+        """Sums the squares of this rank's shard of a layer, in the current stream."""
+        if self._device.type == "cuda":
+            if not _kernel_cache:
+                from hytrain.optim.triton_kernels import sum_of_squares_kernel
+
+                _kernel_cache.append(sum_of_squares_kernel)
+            n = gradient.numel()
+            per_program = -(-n // (_PROGRAMS * _BLOCK)) * _BLOCK
+            # Fixed grid and order: the sum depends on the numbers alone.
+            _kernel_cache[0][(_PROGRAMS,)](
+                gradient, self._partials, n, per_program, BLOCK=_BLOCK, num_warps=8
+            )
+            torch.sum(self._partials, dim=0, out=self.sums[layer])
+        else:
+            self.sums[layer] = sum_of_squares(gradient)
+
+    def address(self, layer: int) -> int:
+        """Device address of a layer's sum."""
+        return self.sums.data_ptr() + 8 * layer
+
+    def launch_decision(self, unscale: float) -> None:
+        """Reduces over ranks and computes the outcome on the device; does not wait."""
+        total = self.sums.sum().reshape(1)
+        self._all_reduce(total)
+        norm = total.sqrt() * unscale
+        coefficient = torch.ones_like(norm)
+        if self.settings.max_norm > 0.0:
+            # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
+            coefficient = torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
+        skip = torch.zeros_like(norm)
+        if self.settings.check_overflow:
+            skip = (~torch.isfinite(total)).to(norm.dtype)
+        result = torch.cat((coefficient * unscale, skip, norm, coefficient))
+        self.outcome = result[:2].float()
+        self._host.copy_(result, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def norm_tensor(self) -> torch.Tensor:
+        """The norm as the decision found it, without waiting: valid once the device is there."""
+        return self._host[2]
+
+    def read_decision(self) -> Outcome:
+        """Waits for the decision (the end of backward on the device) and returns it."""
+        if self._event is not None:
+            self._event.synchronize()
+        scale, skip, norm, coefficient = self._host.tolist()
+        scale = float(torch.tensor(scale, dtype=torch.float32))
+        return Outcome(scale, norm, coefficient, skip != 0.0)

@@ -1,0 +1,80 @@
+"""What a step took: for progress bars, metrics files and tests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hytrain.errors import HyTrainError
+from hytrain.optim.norm import Outcome
+
+if TYPE_CHECKING:
+    from hytrain.offload.pipeline import UpdatePipeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """One step, on this rank.
+
+    Attributes:
+        step: steps made so far, skipped ones not counted.
+        gpu_fraction: share of the layers that are updated on the GPU.
+        step_seconds: from the end of the last step() to the end of this one.
+        update_seconds: time that the CPU worker spent in the optimizer's passes in between.
+        exposed_seconds: time that compute stood still for weights in between.
+        hidden_share: 1 - exposed / update, in [0, 1]; 1 where the CPU updated nothing.
+        grad_norm: the unscaled gradient's norm; None where nobody waited for it.
+        clip_coefficient: 1.0 where clipping did not act; None as above.
+        skipped: whether the step was skipped for an inf or NaN.
+    """
+
+    step: int
+    gpu_fraction: float
+    step_seconds: float
+    update_seconds: float
+    exposed_seconds: float
+    hidden_share: float
+    grad_norm: float | None
+    clip_coefficient: float | None
+    skipped: bool
+
+
+class StatisticsRecorder:
+    """Collects a step's figures once the step is decided."""
+
+    def __init__(self) -> None:
+        self._latest: StepStatistics | None = None
+        self._last_time = time.perf_counter()
+
+    def record(
+        self, pipeline: UpdatePipeline, outcome: Outcome | None, *, step: int, gpu_fraction: float
+    ) -> None:
+        """Reads the worker's and the compute stream's figures since the last call."""
+        now = time.perf_counter()
+        worker = pipeline.cpu.worker.take_statistics()
+        update = worker.kernel_ns / 1e9
+        exposed = pipeline.exposure.take()
+        hidden = 1.0 if update <= 0.0 else min(1.0, max(0.0, 1.0 - exposed / update))
+        self._latest = StepStatistics(
+            step=step,
+            gpu_fraction=gpu_fraction,
+            step_seconds=now - self._last_time,
+            update_seconds=update,
+            exposed_seconds=exposed,
+            hidden_share=hidden,
+            grad_norm=None if outcome is None else outcome.norm,
+            clip_coefficient=None if outcome is None else outcome.coefficient,
+            skipped=outcome is not None and outcome.skip,
+        )
+        self._last_time = now
+
+    def latest(self) -> StepStatistics:
+        """The last step's figures.
+
+        Raises:
+            HyTrainError: no step has been made.
+        """
+        if self._latest is None:
+            raise HyTrainError("there are no statistics before the first engine.step()")
+        return self._latest

@@ -1,0 +1,360 @@
+"""The optimizer that DeepSpeed's engine talks to.
+
+It holds no algorithm of its own: gradients come from the collector, updates run in the pipeline,
+the norm decides; this class keeps the order of a step and DeepSpeed's interface.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hytrain._deepspeed import ZeROOptimizer
+from hytrain.errors import EngineClosedError, UnsupportedError
+from hytrain.offload.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.gradients import GradientCollector, LayerGradient
+from hytrain.optim.hyper import HyperReader
+from hytrain.optim.norm import Outcome
+from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
+from hytrain.parallel.collectives import ShardCollectives
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the optimizer asks of the engine.
+
+    Attributes:
+        is_boundary: whether the current micro-batch ends a step.
+        is_reducing: False inside ``no_sync``.
+    """
+
+    is_boundary: Callable[[], bool]
+    is_reducing: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What stays the same for all steps.
+
+    Attributes:
+        unscale: undoes the summation of gradients over ranks (1 / ranks for a mean).
+        reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
+            between micro-batches a rank keeps its shard only.
+        overlap_forward: step() returns before the last layers are updated.
+        gpu_fraction: the share of layers whose placement is the GPU, for statistics.
+    """
+
+    unscale: float
+    reduce_every_backward: bool
+    overlap_forward: bool
+    gpu_fraction: float
+
+
+class HyTrainZeroOptimizer(ZeROOptimizer):
+    """ZeRO-1/2 with overlapped, exact CPU and GPU updates."""
+
+    def __init__(
+        self,
+        basic_optimizer: torch.optim.Optimizer,
+        pipeline: UpdatePipeline,
+        collectives: ShardCollectives,
+        hyper: HyperReader,
+        settings: StepSettings,
+        engine: EngineView,
+    ) -> None:
+        """
+        Args:
+            basic_optimizer: the user's Adam or AdamW; its ``param_groups`` are read every step.
+            pipeline: the update pipeline over this rank's layers.
+            collectives: the ranks that share the state.
+            hyper: reader of hyper-parameters.
+            settings: see :class:`StepSettings`.
+            engine: see :class:`EngineView`.
+        """
+        super().__init__()
+        self.optimizer = basic_optimizer
+        self.pipeline = pipeline
+        self.collectives = collectives
+        self.settings = settings
+        self._hyper = hyper
+        self._engine = engine
+        self.steps = [0] * len(basic_optimizer.param_groups)
+        """Steps that each parameter group has made; skipped ones do not count."""
+        self.overflow = False
+        self._global_grad_norm: float | torch.Tensor | None = None
+        self._step_begun = False
+        self._is_reducing = False  # the current backward hands layers on as they become final
+        self._was_reduced = False  # one of the backward passes since the last step did
+        self._closed = False
+        self.statistics = StatisticsRecorder()
+        self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
+        """Observer of every final reduced gradient shard, for tests and tools."""
+        layers = pipeline.layers
+        self.collector = GradientCollector(
+            [layer.layout for layer in layers],
+            [layer.gradient_dtype for layer in layers],
+            pipeline.streams.device,
+            consume=self._consume,
+            agree=lambda order, early: collectives.agree_on_order(
+                order, early, pipeline.streams.device
+            ),
+            on_begin=self._begin_unannounced,
+        )
+
+    # -- what DeepSpeed reads ------------------------------------------------------------------
+
+    custom_loss_scaler = False
+    external_loss_scale = None
+    torch_autocast_gradscaler = None
+    dynamic_loss_scale = False
+    loss_scaler = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The basic optimizer's own list: schedulers write there."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Empty: the state is in the layers (see ``engine.fp32_state_dict``)."""
+        return self.optimizer.state
+
+    @property
+    def layer_states(self) -> list[LayerState]:
+        """The layers in forward order."""
+        return self.pipeline.layers
+
+    @property
+    def dp_process_group(self) -> Any:
+        """The ranks that share the state."""
+        return self.collectives.group
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def backward_prologue(self) -> None:
+        """The engine's forward output receives its gradient: a backward has begun."""
+        self._begin_backward()
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """engine.backward() is about to run; there is no loss scale."""
+        self._begin_backward()
+        return value
+
+    def _begin_unannounced(self) -> None:
+        # Reached from a hook: a backward that went past the engine. Its end must be seen too.
+        self._begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _begin_backward(self) -> None:
+        self._check_open()
+        collector = self.collector
+        if collector.in_backward:
+            return  # announced twice: by engine.backward and by the output's hook
+        self._end_micro_batch()
+        for state in self.pipeline.layers:
+            if state.sent:
+                self._withdraw(state)
+        is_shared = self.collectives.world_size > 1
+        is_boundary = self._engine.is_boundary()
+        self._is_reducing = self._engine.is_reducing() and (
+            is_boundary or (self.settings.reduce_every_backward and is_shared)
+        )
+        self._was_reduced |= self._is_reducing
+        if self._is_reducing and is_boundary:
+            self._begin_step()
+        collector.begin(early=self._is_reducing)
+
+    def _begin_step(self) -> None:
+        """Snapshots the hyper-parameters that this step's updates begin with."""
+        self._step_begun = True
+        self.pipeline.begin_step(self.settings.unscale, self._read_hyper())
+
+    def _read_hyper(self) -> tuple[Any, ...]:
+        return self._hyper.read(self.param_groups, [step + 1 for step in self.steps])
+
+    def _end_micro_batch(self) -> None:
+        """A backward that was not followed by a step is over.
+
+        What it began to reduce it must reduce whole: the other ranks do.
+        """
+        self.collector.complete(consume=self._is_reducing and self.collectives.world_size > 1)
+
+    def end_backward(self) -> None:
+        """The autograd engine has finished; more gradients belong to another backward."""
+        self.collector.in_backward = False
+        if self._step_begun:
+            self.pipeline.backward_ended()
+
+    def backward_epilogue(self, **kwargs: Any) -> None:
+        """DeepSpeed's end of backward."""
+        del kwargs
+        self.end_backward()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Nothing: layers are reduced as they become final, the rest in step()."""
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Nothing: see above."""
+        del pipeline_parallel
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing: step() completes whatever the backward passes left."""
+
+    def _consume(self, gradient: LayerGradient) -> None:
+        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+        state = self.pipeline.layers[gradient.layout.index]
+        local, gradient.local = gradient.local, None
+        assert local is not None
+        shard = self.pipeline.reduce(state, local)
+        if gradient.held is not None:
+            shard.add_(gradient.held)
+            gradient.held = None
+        if self._step_begun:
+            self._send(state, shard)
+        else:
+            gradient.held = shard
+
+    def _send(self, state: LayerState, shard: torch.Tensor) -> None:
+        if self.on_reduced_gradient is not None:
+            self.on_reduced_gradient(state, shard)
+        self.pipeline.send(state, shard)
+
+    def _withdraw(self, state: LayerState) -> None:
+        self.collector.layers[state.index].held = self.pipeline.withdraw(state)
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def before_use(self, state: LayerState) -> None:
+        """The layer's weights are about to be read."""
+        if state.sent and not self.collector.in_backward:
+            self._withdraw(state)
+        self.pipeline.wait(state)
+
+    def begin_forward(self) -> None:
+        """engine.forward begins: an aborted backward is cleaned up."""
+        self._check_open()
+        if self._backward_active_depth or self.collector.in_backward:
+            # The user's model or a hook raised in the middle of backward.
+            logger.warning(
+                "the last backward did not finish: the gradients of this step are discarded"
+            )
+            self.discard_gradients()
+            self._backward_active_depth = 0
+
+    def discard_gradients(self) -> None:
+        """Forgets all gradients since the last step; weights and state are those of that step."""
+        for state in self.pipeline.layers:
+            if state.sent:
+                self.pipeline.withdraw(state)
+        self.collector.discard()
+        self._step_begun = False
+        self._was_reduced = False
+
+    # -- step ----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Makes the update of all gradients since the last step final, or skips it.
+
+        Sets ``overflow`` where it was skipped. Returns while updates are still running; each
+        layer's next forward waits for that layer.
+
+        Raises:
+            UnsupportedError: a closure is given.
+            WorkerError: the update worker failed.
+        """
+        if closure is not None:
+            raise UnsupportedError(
+                "step(closure) is not supported: call engine.backward, then step"
+            )
+        self._check_open()
+        self.collector.in_backward = False
+        if not self._step_begun:
+            self._begin_step()
+        if not self.collector.open and not self._was_reduced:
+            # No backward on this rank: it takes part in the others' collectives with zeros.
+            self.collector.begin(early=False)
+        self.collector.complete(consume=True)
+        self._send_held()
+        self.pipeline.backward_ended()
+        self.pipeline.launch_outcome()
+        outcome = self.pipeline.finish_step(self._read_hyper())
+        self._step_begun = False
+        self._was_reduced = False
+        self._record(outcome)
+        if not self.settings.overlap_forward:
+            self.synchronize()
+
+    def _send_held(self) -> None:
+        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
+        for gradient in self.collector.layers:
+            state = self.pipeline.layers[gradient.layout.index]
+            if not state.sent:
+                held, gradient.held = gradient.held, None
+                assert held is not None
+                self._send(state, held)
+
+    def _record(self, outcome: Outcome | None) -> None:
+        self.overflow = outcome is not None and outcome.skip
+        if not self.overflow:
+            self.steps = [step + 1 for step in self.steps]
+        self._global_grad_norm = (
+            self.pipeline.norm.norm_tensor() if outcome is None else outcome.norm
+        )
+        self.statistics.record(
+            self.pipeline,
+            outcome,
+            step=max(self.steps, default=0),
+            gpu_fraction=self.settings.gpu_fraction,
+        )
+
+    def step_statistics(self) -> StepStatistics:
+        """What the last step took; see :class:`~hytrain.optim.statistics.StepStatistics`."""
+        return self.statistics.latest()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad`` of the trained parameters (always empty between backward passes).
+
+        Gradients that were taken over stay, as with DeepSpeed's ZeRO-2;
+        :meth:`discard_gradients` drops them.
+        """
+        del set_to_none
+        for layer in self.collector.layers:
+            for slot in layer.layout.slots:
+                slot.parameter.grad = None
+
+    # -- weights read elsewhere, end -----------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """All weights are the newest: what was previewed but not stepped is withdrawn."""
+        self._check_open()
+        for state in self.pipeline.layers:
+            self.before_use(state)
+        self.pipeline.cpu.wait_all()
+        self.pipeline.streams.synchronize()
+
+    def flush(self) -> None:
+        """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
+        self.synchronize()
+        self.pipeline.flush()
+
+    def destroy(self) -> None:
+        """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.collector.remove_hooks()
+        self.collector.discard()
+        self.pipeline.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(
+                "the engine was used after destroy(): build a new one with hytrain.initialize"
+            )

@@ -1,0 +1,1 @@
+"""Collectives over equal and unequal shards."""

@@ -1,0 +1,1 @@
+"""What tests use to expose races and failures; inert unless asked for."""
