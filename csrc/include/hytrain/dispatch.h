@@ -28,9 +28,9 @@ std::string openmp_library();
 // How the passes walk through memory. No field changes a result. Defaults were chosen by
 // measurement (csrc/README.md); set_tuning exists for `hytrain bench kernel --variants`.
 struct Tuning {
-    std::size_t prefetch_elements = 0;   // software prefetch distance; 0 is none
-    std::size_t block_elements = 16384;  // unit handed to a thread; a multiple of 64
-    bool dynamic_schedule = false;       // blocks go to whichever thread is free
+    std::size_t prefetch_elements = 512;  // software prefetch distance; 0 is none
+    std::size_t block_elements = 16384;   // unit handed to a thread; a multiple of 64
+    bool dynamic_schedule = true;         // blocks go to whichever thread is free
 };
 
 Tuning tuning();
