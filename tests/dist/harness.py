@@ -1,0 +1,316 @@
+"""Runs a function on several ranks, as processes on this machine that talk over gloo.
+
+Starting a rank costs about ten seconds (it imports torch, DeepSpeed and hytrain), so a pool keeps
+its processes and runs one case after another in them:
+
+    def train(case: str) -> list[float]:          # at module level: it is pickled by name
+        rank = torch.distributed.get_rank()
+        ...
+        return losses                              # pickled; one result a rank comes back
+
+    def test_train(ranks: RankPools) -> None:      # fixture of tests/dist/conftest.py
+        losses_of_rank_0, losses_of_rank_1 = ranks(2).run(train, "tied", timeout=60)
+
+- In a case, the process group exists (gloo, all ranks), torch uses one thread, and RANK,
+  LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are set. A case destroys the engines that it builds.
+- An exception on any rank fails the call with that rank's traceback (a rank's own exception comes
+  before those that it caused on others); the other ranks are killed, and the next call starts new
+  ones. A rank that dies is reported with its exit code.
+- A call that is not over within ``timeout`` seconds fails with the stack of every rank's threads.
+- ``run_each(function, [arguments of rank 0, arguments of rank 1, ...])`` gives each rank its own.
+
+Outside pytest, or for a process that is meant to die: ``with RankPool(2) as pool: pool.run(...)``.
+Nothing here needs a free port to be guessed: the parent holds the store that the ranks meet at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_SECONDS = 120.0
+"""Most seconds for the start of the processes, on a busy machine."""
+SETTLE_SECONDS = 2.0
+"""How long other ranks may take to report their own exception after the first one."""
+
+
+class RankError(AssertionError):
+    """A case failed on a rank, a rank died, or the time was up."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path
+
+
+class RankPool:
+    """A fixed number of ranks, started at the first call and kept until :meth:`close`."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        environment: dict[str, str] | None = None,
+        *,
+        with_deepspeed: bool = True,
+    ) -> None:
+        """
+        Args:
+            num_ranks: processes; all on this machine.
+            environment: further environment variables of the ranks.
+            with_deepspeed: False: cases need torch only, which starts faster.
+        """
+        self.num_ranks = num_ranks
+        self._with_deepspeed = with_deepspeed
+        self._environment = dict(environment or {})
+        self._ranks: list[_Rank] = []
+        self._store: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        """Calls ``function(*arguments)`` on every rank.
+
+        Args:
+            function: a module-level function of an importable module.
+            arguments: picklable; the same for all ranks.
+            timeout: seconds, the start of the processes not counted.
+
+        Returns:
+            The ranks' results, in rank order.
+
+        Raises:
+            RankError: see the module's description.
+        """
+        return self.run_each(function, [arguments] * self.num_ranks, timeout=timeout)
+
+    def run_each(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Sequence[Any]],
+        *,
+        timeout: float = 120.0,
+    ) -> list[Any]:
+        """As :meth:`run` with each rank's own arguments."""
+        if len(arguments) != self.num_ranks:
+            raise ValueError(f"{len(arguments)} argument lists for {self.num_ranks} ranks")
+        if not self._ranks:
+            self._start()
+        for rank, values in zip(self._ranks, arguments, strict=True):
+            rank.pipe.send((function, tuple(values), timeout))
+        return self._collect(timeout)
+
+    def close(self) -> None:
+        """Ends the processes. May be called twice."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.pipe.close()  # an idle rank ends by itself
+        for rank in self._ranks:
+            rank.process.join(timeout=5)
+        self._kill()
+
+    # -- the parent's side ---------------------------------------------------------------------
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        context = multiprocessing.get_context("spawn")
+        for number in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            stacks = Path(self._folder.name) / f"rank{number}.txt"
+            environment = {**_rank_environment(number, self.num_ranks), **self._environment}
+            process = context.Process(
+                target=_serve,
+                args=(theirs, environment, self._store.port, str(stacks), self._with_deepspeed),
+                daemon=True,
+                name=f"rank {number}",
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stacks))
+        self._collect(START_SECONDS)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        number_of = {rank.pipe: number for number, rank in enumerate(self._ranks)}
+        while len(results) < self.num_ranks:
+            waiting = [p for p, number in number_of.items() if number not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                number = number_of[pipe]
+                failure, results[number] = self._receive(number)
+                if failure and not failures:
+                    deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+                failures.extend([failure] if failure else [])
+        if not failures and len(results) < self.num_ranks:
+            failures.append(self._describe_hang(timeout, set(results)))
+        if failures:
+            self._kill()
+            raise RankError("\n".join(failures))
+        return [results[number] for number in range(self.num_ranks)]
+
+    def _receive(self, number: int) -> tuple[str, Any]:
+        """(what went wrong or "", result) of a rank that has something to say."""
+        rank = self._ranks[number]
+        try:
+            failure, result = pickle.loads(rank.pipe.recv_bytes())
+        except (EOFError, OSError):
+            rank.process.join(timeout=5)
+            code = rank.process.exitcode
+            return f"rank {number} died with exit code {code}{_read(rank.stacks)}", None
+        return (f"rank {number} failed:\n{failure}" if failure else ""), result
+
+    def _describe_hang(self, timeout: float, finished: set[int]) -> str:
+        time.sleep(1.5)  # the ranks write their stacks when their own time is up
+        parts = [f"the time of {timeout:g} s is up; finished ranks: {sorted(finished)}"]
+        for number, rank in enumerate(self._ranks):
+            if number not in finished:
+                parts.append(f"rank {number} is here:{_read(rank.stacks)}")
+        return "\n".join(parts)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+            rank.process.join(timeout=10)
+            with contextlib.suppress(OSError):
+                rank.pipe.close()
+        self._ranks = []
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class RankPools:
+    """One pool a number of ranks; only one is alive at a time, to spare memory and cores."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+
+    def __call__(self, num_ranks: int) -> RankPool:
+        """The pool of that many ranks."""
+        if self._pool is None or self._pool.num_ranks != num_ranks:
+            self.close()
+            self._pool = RankPool(num_ranks)
+        return self._pool
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The parent holds the store: ranks join it as clients.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+    return f"\n{text}" if text else ""
+
+
+# -- the rank's side ---------------------------------------------------------------------------
+
+
+def _serve(
+    pipe: Connection, environment: dict[str, str], port: int, stacks: str, with_deepspeed: bool
+) -> None:
+    """A rank: joins the group, then runs cases until the parent closes the pipe."""
+    os.environ.update(environment)
+    os.environ["MASTER_PORT"] = str(port)
+    with open(stacks, "w", encoding="utf-8") as stack_file:
+        faulthandler.enable(stack_file)
+        pipe.send_bytes(_outcome(_join, (with_deepspeed,)))
+        while True:
+            try:
+                function, arguments, timeout = pipe.recv()
+            except EOFError:
+                break
+            except Exception:  # the case cannot be unpickled: its module does not import
+                pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+                continue
+            faulthandler.dump_traceback_later(timeout + 0.5, file=stack_file)
+            try:
+                message = _outcome(function, arguments)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(message)
+    # Leaving without the group's destructors: peers may be gone already.
+    os._exit(0)
+
+
+def _join(with_deepspeed: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if not with_deepspeed:
+        return
+    from deepspeed import comm
+    from deepspeed.ops import __compatible_ops__ as compatible_ops
+
+    import hytrain  # noqa: F401 - the import is the costly part of a start
+
+    # DeepSpeed would compile an extension for communication between CPU processes.
+    compatible_ops["deepspeed_shm_comm"] = False
+    comm.init_distributed("gloo", verbose=False)
+
+
+def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(("", function(*arguments)))
+    except BaseException:
+        return pickle.dumps((traceback.format_exc(), None))
