@@ -127,8 +127,11 @@ class Trainer:
 
     def _measure(self, loss: torch.Tensor, lr: float, step_s: float) -> _Pending:
         statistics = self._job.read_statistics()
-        grad_norm = self._job.engine.get_global_grad_norm()
-        if statistics is not None and statistics.grad_norm is not None:
+        if statistics is None:
+            grad_norm = self._job.engine.get_global_grad_norm()
+        else:
+            # None where the step did not wait for its norm: what the engine would return then
+            # is a buffer that the next step overwrites before it is read here.
             grad_norm = statistics.grad_norm
         return _Pending(
             step=self._step,

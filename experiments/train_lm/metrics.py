@@ -42,7 +42,7 @@ class StepRecord:
     lr: float
     """Learning rate that the update used."""
     grad_norm: float | None
-    """Norm before clipping; None where the engine has none."""
+    """Norm before clipping; None where the step did not wait for it."""
     step_s: float
     """Wall time, seconds."""
     tokens_per_s: float
