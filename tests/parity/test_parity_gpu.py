@@ -1,0 +1,78 @@
+"""Parity on a GPU: every stream and every hand-off delayed at random.
+
+The references run on the CPU, on copies of the recorded gradients, with the clip coefficient that
+the GPU found (its norm is summed in another order). Layers placed on the CPU are bitwise the
+serial loop; those on the GPU are within torch.optim.AdamW's bound, like the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import ONE_RANK
+from support.engines import device, environment
+from support.parity import (
+    Case,
+    assert_bitwise_serial,
+    assert_clipping,
+    assert_close_to_torch,
+    expected_outcomes,
+    torch_states,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.timeout(300),
+]
+
+MAX_CYCLES = 400_000  # about 0.2 ms
+
+
+def stream_delays(seed: int) -> Callable[[Any], None]:
+    """Puts a sleep of random length on a random choice of the engine's streams."""
+    rng = random.Random(seed)
+
+    def disturb(engine: Any) -> None:
+        streams = engine.optimizer.pipeline.streams
+        for stream in (
+            torch.cuda.current_stream(),
+            streams.to_host,
+            streams.to_device,
+            streams.update,
+            streams.communication,
+        ):
+            if rng.random() < 0.5:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(rng.randrange(MAX_CYCLES))
+
+    return disturb
+
+
+def check_on_gpu(case: Case, disturb: Callable[[Any], None] | None) -> None:
+    assert device().type == "cuda"
+    run = train(case, disturb)
+    found = [outcome for outcome in run.outcomes if outcome is not None]
+    assert_clipping(run, found)
+    for step, (ours, theirs) in enumerate(zip(found, expected_outcomes(run), strict=True), 1):
+        assert ours.norm == pytest.approx(theirs.norm, rel=1e-12), f"norm of step {step}"
+    assert_bitwise_serial(run, found, placements="cpu")
+    assert_close_to_torch(run, torch_states(run))
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=str)
+def test_covering_selection(case: Case) -> None:
+    check_on_gpu(case, None)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", ONE_RANK[:6], ids=str)
+def test_with_delays_on_every_stream_and_at_every_hand_off(case: Case, seed: int) -> None:
+    with environment("HYTRAIN_DELAYS", f"{seed}:300"):
+        check_on_gpu(case, stream_delays(seed))

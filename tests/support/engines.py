@@ -1,0 +1,98 @@
+"""Builds engines for tests: a configuration from a few words, in one process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def device() -> torch.device:
+    """Where DeepSpeed's accelerator puts the model."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return torch.device(accelerator.current_device_name())
+
+
+def join_process_group() -> None:
+    """A group of one rank, in which any number of engines may live."""
+    import torch.distributed as dist
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops import __compatible_ops__ as compatible_ops
+
+    if dist.is_initialized():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(one_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)  # toy tensors: more threads only get in each other's way
+    # DeepSpeed would compile an extension for communication between CPU processes.
+    compatible_ops["deepspeed_shm_comm"] = False
+    comm.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+
+
+def make_config(
+    *,
+    gpu_fraction: float = 0.0,
+    clipping: float = 1.0,
+    bf16: bool = True,
+    accumulation: int = 1,
+    stage: int = 2,
+    hytrain: dict[str, Any] | None = None,
+    offload: dict[str, Any] | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
+    """A DeepSpeed configuration; ``sections`` are added at the top level (None removes one)."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "gradient_clipping": clipping,
+        "bf16": {"enabled": bf16},
+        "hytrain": {
+            "gpu_fraction": gpu_fraction,
+            "offload": {"chunk_elements": 1024, "cpu_threads": 2, **(offload or {})},
+            **(hytrain or {}),
+        },
+    }
+    config.update(sections)
+    return {key: value for key, value in config.items() if value is not None}
+
+
+@contextmanager
+def built(model: nn.Module, config: dict[str, Any], **keywords: Any) -> Iterator[Any]:
+    """An engine for the length of the block; ``keywords`` go to hytrain.initialize."""
+    import hytrain
+
+    if "model_parameters" not in keywords and "optimizer" not in keywords:
+        keywords["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = hytrain.initialize(model=model, config=config, **keywords)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for the length of the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

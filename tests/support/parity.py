@@ -1,0 +1,442 @@
+"""Runs a training case and keeps what a serial optimizer needs to repeat it.
+
+Whole trajectories are chaotic: one rounding that differs grows over the steps. The references are
+therefore fed the reduced gradients that the run recorded, and compared elementwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hytrain.offload.layer_state import LayerState
+from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.optim.norm import Outcome
+from support.engines import built, device, make_config
+from support.models import loss_of, make_batch, make_model
+
+# The gradient's norm swings by a factor of 1000 between steps, so that one threshold between the
+# two sizes clips sometimes.
+LOSS_FACTORS = (0.01, 10.0, 0.01)
+THRESHOLDS = {"never": 1e6, "sometimes": 0.3, "always": 1e-4, "off": 0.0}
+BETAS = ((0.9, 0.95), (0.8, 0.999))
+DECAYS = (0.1, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        fractions: shard fractions, one a rank; () for one rank.
+        observe: steps after which the training copy is read.
+    """
+
+    model: str = "llama"
+    gpu_fraction: float = 0.0
+    clipping: str = "never"
+    accumulation: int = 1
+    dtype: str = "bf16"
+    stage: int = 2
+    fractions: tuple[float, ...] = ()
+    steps: int = 50
+    observe: tuple[int, ...] = (1, 17, 40)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(1, len(self.fractions))
+
+    def __str__(self) -> str:
+        shards = "-".join(str(f) for f in self.fractions) or "1rank"
+        return (
+            f"{self.model}-k{self.gpu_fraction}-{self.clipping}-acc{self.accumulation}"
+            f"-{self.dtype}-z{self.stage}-{shards}"
+        )
+
+    def config(self) -> dict[str, Any]:
+        return make_config(
+            gpu_fraction=self.gpu_fraction,
+            clipping=THRESHOLDS[self.clipping],
+            bf16=self.dtype == "bf16",
+            accumulation=self.accumulation,
+            stage=self.stage,
+            hytrain={"shard_fractions": list(self.fractions) or None},
+        )
+
+
+def learning_rate(step: int, group: int) -> float:
+    """Changes at every step, as under a scheduler."""
+    return (1e-3, 2e-3)[group] * (1.0 + 0.5 * math.sin(step))
+
+
+def hyper_of(step: int, group: int) -> AdamHyper:
+    """What group ``group`` must be updated with in step ``step`` (from 1)."""
+    return AdamHyper(
+        lr=learning_rate(step, group),
+        beta1=BETAS[group][0],
+        beta2=BETAS[group][1],
+        eps=1e-8,
+        weight_decay=DECAYS[group],
+        step=step,
+    )
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay; norms and biases without, faster, and with other betas."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {
+            "params": [p for p in trained if (p.dim() < 2) == bool(group)],
+            "betas": BETAS[group],
+            "weight_decay": DECAYS[group],
+        }
+        for group in (0, 1)
+    ]
+
+
+@dataclass
+class Shard:
+    """A layer's shard on this rank: copies, on the CPU."""
+
+    name: str
+    begin: int
+    end: int
+    segments: list[tuple[int, int, int]]
+    """(group, begin, end) of the parts of this shard, relative to it."""
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    placement: str = "cpu"
+    copy_dtype: torch.dtype = torch.float32
+
+    def clone(self) -> Shard:
+        return replace(self, p=self.p.clone(), m=self.m.clone(), v=self.v.clone())
+
+
+@dataclass
+class Run:
+    """What a run leaves: initial and final state, gradients, outcomes, observed copies."""
+
+    case: Case
+    world_size: int
+    initial: list[Shard]
+    final: list[Shard] = field(default_factory=list)
+    gradients: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    """A step's reduced gradient shard of each layer, on the CPU."""
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    copies: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Step -> the whole training copy of each layer, on the CPU."""
+
+    @property
+    def max_norm(self) -> float:
+        return THRESHOLDS[self.case.clipping]
+
+
+def shard_of(state: LayerState) -> Shard:
+    """A copy of a layer's shard as it is now."""
+    segments = [
+        (s.group, max(s.begin, state.begin) - state.begin, min(s.end, state.end) - state.begin)
+        for s in state.layout.segments
+        if max(s.begin, state.begin) < min(s.end, state.end)
+    ]
+    return Shard(
+        state.name,
+        state.begin,
+        state.end,
+        segments,
+        *(t.detach().cpu().clone() for t in (state.master, state.exp_avg, state.exp_avg_sq)),
+        placement=state.placement,
+        copy_dtype=state.storage.runs[0][2].dtype,
+    )
+
+
+def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
+    """The whole training copy of each layer (of one dtype)."""
+    copies: list[torch.Tensor] = []
+    for state in states:
+        ((_begin, _end, flat),) = state.storage.runs
+        copies.append(flat.detach().cpu().clone())
+    return copies
+
+
+def train(case: Case, disturb: Callable[[Any], None] | None = None) -> Run:
+    """Trains a case and records it.
+
+    Args:
+        case: what to train.
+        disturb: called with the engine before every forward, backward and step, and whenever a
+            reduced gradient is handed over.
+    """
+    rank = dist.get_rank()
+    model = make_model(case.model)
+    with built(model, case.config(), model_parameters=parameter_groups(model)) as engine:
+        states = engine.optimizer.layer_states
+        run = Run(case, dist.get_world_size(), [shard_of(state) for state in states])
+        recorded: dict[int, torch.Tensor] = {}
+
+        def observe(state: LayerState, gradient: torch.Tensor) -> None:
+            if disturb:
+                disturb(engine)
+            recorded[state.index] = gradient.detach().clone()
+
+        engine.optimizer.on_reduced_gradient = observe
+        for step in range(1, case.steps + 1):
+            for group in (0, 1):
+                engine.optimizer.param_groups[group]["lr"] = learning_rate(step, group)
+            for micro in range(case.accumulation):
+                number = ((step * case.accumulation) + micro) * run.world_size + rank
+                _micro_batch(engine, case, number, LOSS_FACTORS[step % 3], disturb)
+            run.outcomes.append(engine.optimizer.pipeline.norm.read_decision())
+            run.gradients.append({index: g.cpu() for index, g in recorded.items()})
+            recorded.clear()
+            if step in case.observe:
+                engine.synchronize()
+                run.copies[step] = copies_of(states)
+        engine.optimizer.flush()
+        run.copies[case.steps] = copies_of(states)
+        run.final = [shard_of(state) for state in states]
+    return run
+
+
+def _micro_batch(
+    engine: Any, case: Case, number: int, factor: float, disturb: Callable[[Any], None] | None
+) -> None:
+    batch = make_batch(case.model, number, device())
+    if "pixel_values" in batch and case.dtype == "bf16":
+        batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    disturb = disturb or (lambda _engine: None)
+    disturb(engine)
+    loss = loss_of(engine(**batch)) * factor
+    disturb(engine)
+    engine.backward(loss)
+    disturb(engine)
+    engine.step()
+
+
+# -- references --------------------------------------------------------------------------------
+
+
+def expected_outcomes(run: Run) -> list[Outcome]:
+    """Norm, clip coefficient and scale of each step, from the recorded gradients."""
+    unscale = 1.0 / run.world_size
+    outcomes: list[Outcome] = []
+    for gradients in run.gradients:
+        sums = [sum_of_squares(gradients[index]) for index in range(len(run.initial))]
+        total = torch.tensor(sums, dtype=torch.float64).sum().reshape(1)
+        if run.world_size > 1:
+            dist.all_reduce(total)
+        norm = math.sqrt(float(total)) * unscale
+        coefficient = min(1.0, run.max_norm / (norm + 1e-6)) if run.max_norm else 1.0
+        scale = float(torch.tensor(coefficient * unscale, dtype=torch.float32))
+        outcomes.append(Outcome(scale, norm, coefficient, not math.isfinite(norm)))
+    return outcomes
+
+
+def serial_states(run: Run, outcomes: list[Outcome], until: int | None = None) -> list[Shard]:
+    """State after ``until`` steps of a loop that commits the recorded gradients one by one."""
+    shards = [shard.clone() for shard in run.initial]
+    steps_made = 0
+    for step, (gradients, outcome) in enumerate(zip(run.gradients, outcomes, strict=True), 1):
+        if until is not None and step > until:
+            break
+        if outcome.skip:
+            continue
+        steps_made += 1
+        for index, shard in enumerate(shards):
+            for group, begin, end in shard.segments:
+                hyper = replace(hyper_of(step, group), step=steps_made)
+                gradient = Gradient(gradients[index][begin:end], outcome.scale, hyper)
+                commit(shard.p[begin:end], shard.m[begin:end], shard.v[begin:end], gradient)
+    return shards
+
+
+@dataclass
+class TorchReference:
+    """State by torch.optim.AdamW and clip_grad_norm_, and the sizes that bound the moments."""
+
+    states: list[Shard]
+    largest_g: list[torch.Tensor]
+    """Elementwise: the largest clipped gradient so far."""
+
+
+def torch_states(run: Run, *, forget_clipping_in: int | None = None) -> TorchReference:
+    """Repeats a run of one rank (or a gathered one) in plain torch, in fp32.
+
+    Args:
+        run: whole layers: one rank's run or :func:`gathered`.
+        forget_clipping_in: a step in which the reference does not clip, to see the test fail.
+    """
+    shards = [shard.clone() for shard in run.initial]
+    parts = [
+        (index, group, begin, end)
+        for index, shard in enumerate(shards)
+        for group, begin, end in shard.segments
+    ]
+    weights = [nn.Parameter(shards[i].p[begin:end]) for i, _, begin, end in parts]
+    groups = [
+        {
+            "params": [w for w, part in zip(weights, parts, strict=True) if part[1] == group],
+            "betas": BETAS[group],
+            "weight_decay": DECAYS[group],
+        }
+        for group in (0, 1)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    largest = [torch.zeros_like(shard.p) for shard in shards]
+    for step, gradients in enumerate(run.gradients, 1):
+        for weight, (index, _group, begin, end) in zip(weights, parts, strict=True):
+            weight.grad = gradients[index][begin:end].float() / run.world_size
+        if run.max_norm and step != forget_clipping_in:
+            torch.nn.utils.clip_grad_norm_(weights, run.max_norm)
+        for group in (0, 1):
+            optimizer.param_groups[group]["lr"] = learning_rate(step, group)
+        optimizer.step()
+        for weight, (index, _group, begin, end) in zip(weights, parts, strict=True):
+            assert weight.grad is not None
+            torch.maximum(
+                largest[index][begin:end], weight.grad.abs(), out=largest[index][begin:end]
+            )
+    for weight, (index, _group, begin, end) in zip(weights, parts, strict=True):
+        shards[index].p[begin:end] = weight.detach()
+        shards[index].m[begin:end] = optimizer.state[weight]["exp_avg"]
+        shards[index].v[begin:end] = optimizer.state[weight]["exp_avg_sq"]
+    return TorchReference(shards, largest)
+
+
+def gathered(run: Run) -> Run:
+    """The same run with whole layers, on every rank."""
+    if run.world_size == 1:
+        return run
+    everywhere: list[Any] = [None] * run.world_size
+    dist.all_gather_object(everywhere, (run.initial, run.final, run.gradients))
+
+    def whole(part: int) -> list[Shard]:
+        return [_joined([ranks[part][index] for ranks in everywhere]) for index in layers]
+
+    layers = range(len(run.initial))
+    gradients = [
+        {index: torch.cat([ranks[2][step][index] for ranks in everywhere]) for index in layers}
+        for step in range(len(run.gradients))
+    ]
+    return replace(run, initial=whole(0), final=whole(1), gradients=gradients)
+
+
+def _joined(shards: list[Shard]) -> Shard:
+    segments = [
+        (group, shard.begin + begin, shard.begin + end)
+        for shard in shards
+        for group, begin, end in shard.segments
+    ]
+    tensors = (torch.cat([getattr(s, name) for s in shards]) for name in ("p", "m", "v"))
+    return Shard(shards[0].name, 0, shards[-1].end, segments, *tensors)
+
+
+# -- comparisons -------------------------------------------------------------------------------
+
+
+def assert_clipping(run: Run, outcomes: list[Outcome]) -> None:
+    """Clipping was active never, sometimes or always, as the case says."""
+    active = [outcome.coefficient < 1.0 for outcome in outcomes]
+    if run.case.clipping == "always":
+        assert all(active)
+    elif run.case.clipping == "sometimes":
+        assert any(active)
+        assert not all(active)
+    else:
+        assert not any(active)
+    assert not any(outcome.skip for outcome in outcomes)
+
+
+def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bitwise equality, NaN and the sign of zero included."""
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
+    as_integer = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    differs = actual.view(as_integer) != expected.view(as_integer)
+    if bool(differs.any()):
+        worst = (actual.double() - expected.double()).abs().max().item()
+        raise AssertionError(
+            f"{name}: {int(differs.sum())} of {actual.numel()} elements differ, first at "
+            f"{int(differs.nonzero()[0])}, by at most {worst:.3g}"
+        )
+
+
+def assert_bitwise_serial(run: Run, outcomes: list[Outcome], placements: str = "cpu gpu") -> None:
+    """State and training copies are bitwise those of the serial loop (of this rank's shards)."""
+    for step, copies in run.copies.items():
+        for shard, flat in zip(serial_states(run, outcomes, step), copies, strict=True):
+            if shard.placement in placements:
+                own = flat[shard.begin : shard.end]
+                expected = shard.p.to(shard.copy_dtype)
+                assert_same_bits(f"copy of {shard.name} after step {step}", own, expected)
+    for actual, expected in zip(run.final, serial_states(run, outcomes), strict=True):
+        if actual.placement in placements:
+            for name in ("p", "m", "v"):
+                assert_same_bits(
+                    f"{name} of {actual.name}", getattr(actual, name), getattr(expected, name)
+                )
+
+
+def ulp(values: torch.Tensor) -> torch.Tensor:
+    """Distance from |x| to the next fp32 number above, elementwise."""
+    size = values.abs()
+    return torch.nextafter(size, torch.full_like(size, math.inf)) - size
+
+
+def assert_close_to_torch(run: Run, reference: TorchReference) -> None:
+    """|dp| <= steps * (2 ulp(p) + 8 * 2^-23 * lr), and moments within a few roundings."""
+    steps = run.case.steps
+    rounding = 2.0**-23
+    for actual, expected, g in zip(run.final, reference.states, reference.largest_g, strict=True):
+        for group, begin, end in expected.segments:
+            part = slice(begin, end)
+            lr = max(learning_rate(step, group) for step in range(1, steps + 1))
+            p, m, v = (getattr(expected, name)[part] for name in ("p", "m", "v"))
+            size = g[part]
+            bounds = {
+                "p": steps * (2.0 * ulp(p) + 8.0 * rounding * lr),
+                # The moments forget: errors do not add up over all steps. Gradients differ by
+                # the roundings of the norm and of the multiplication with the coefficient.
+                "m": 16.0 * rounding * size,
+                "v": 32.0 * rounding * size * size + torch.finfo(torch.float32).tiny,
+            }
+            for name, value in (("p", p), ("m", m), ("v", v)):
+                error = (getattr(actual, name)[part] - value).abs()
+                excess = (error / bounds[name].clamp_min(1e-45)).max().item()
+                assert bool((error <= bounds[name]).all()), (
+                    f"{name} of {actual.name}: {excess:.3g} times the bound"
+                )
+
+
+def check_parity(case: Case) -> dict[str, float]:
+    """Trains a case and compares it with both references; returns figures for the caller.
+
+    Runs on every rank of the group; all ranks raise or none needs to.
+    """
+    run = train(case)
+    outcomes = expected_outcomes(run)
+    assert_clipping(run, outcomes)
+    for step, (expected, actual) in enumerate(zip(outcomes, run.outcomes, strict=True), 1):
+        assert actual is not None
+        assert expected.scale == actual.scale, f"scale of step {step}: {actual} {expected}"
+    assert_bitwise_serial(run, outcomes)
+    whole = gathered(run)
+    assert_close_to_torch(whole, torch_states(whole))
+    for step, copies in run.copies.items():
+        _assert_same_on_all_ranks(step, copies)
+    return {"clipped": sum(o.coefficient < 1.0 for o in outcomes), "steps": len(outcomes)}
+
+
+def _assert_same_on_all_ranks(step: int, copies: list[torch.Tensor]) -> None:
+    if dist.get_world_size() == 1:
+        return
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, copies)
+    for other in everywhere:
+        for index, (mine, theirs) in enumerate(zip(copies, other, strict=True)):
+            assert_same_bits(f"layer {index} of another rank after step {step}", mine, theirs)
