@@ -7,12 +7,13 @@ best number of threads.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import cast
+from typing import TypeVar, cast
 
 from hytrain import _C
 from hytrain.profile import machine
@@ -34,6 +35,9 @@ _ELEMENT_MULTIPLE = 2**16
 
 _PREFETCH_VARIANTS = (0, 128, 256, 512, 1024)
 _BLOCK_VARIANTS = (4096, 16384, 65536)
+
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,15 @@ def _time_once(run: Run, num_threads: int) -> float:
     return time.perf_counter() - begin
 
 
+def _shuffled(items: Iterable[_Item], seed: int) -> list[_Item]:
+    """In another order each round: who runs first after a larger team of threads, or finds its
+    arrays partly cached, must not always be the same subject.
+    """
+    ordered = list(items)
+    random.Random(seed).shuffle(ordered)
+    return ordered
+
+
 def _best_threads(seconds: dict[int, list[float]]) -> tuple[int, float]:
     """The thread count with the smallest median, and that median."""
     medians = {threads: statistics.median(values) for threads, values in seconds.items()}
@@ -103,7 +116,9 @@ def run_bench(options: BenchOptions) -> dict[str, object]:
     present = {name: run for name, run in subjects.items() if run is not None}
     seconds = {name: {t: list[float]() for t in options.threads()} for name in present}
     for round_index in range(options.num_rounds + 1):
-        for threads, (name, run) in product(options.threads(), present.items()):
+        for threads, (name, run) in _shuffled(
+            product(options.threads(), present.items()), round_index
+        ):
             elapsed = _time_once(run, threads)
             if round_index > 0:
                 seconds[name][threads].append(elapsed)
@@ -176,7 +191,9 @@ def run_variants(options: BenchOptions) -> dict[str, object]:
     }
     try:
         for round_index in range(options.num_rounds + 1):
-            for threads, variant, name in product(options.threads(), variants, OURS):
+            for threads, variant, name in _shuffled(
+                product(options.threads(), variants, OURS), round_index
+            ):
                 variant.apply()
                 elapsed = _time_once(runs[variant.non_temporal][name], threads)
                 if round_index > 0:
