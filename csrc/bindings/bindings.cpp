@@ -224,8 +224,8 @@ void bind_worker(py::module_& m) {
             py::arg("num_threads"), py::arg("delay_seed"), py::arg("max_delay_us"))
         .def_static(
             "on_cuda",
-            [](int ordinal, Address to_host, Address to_device, int num_threads,
-               std::uint64_t seed, unsigned max_delay_us) {
+            [](int ordinal, Address to_host, Address to_device, int num_threads, std::uint64_t seed,
+               unsigned max_delay_us) {
                 return std::make_unique<UpdateWorker>(
                     hytrain::make_cuda_device(ordinal, to_host, to_device), num_threads, seed,
                     max_delay_us);

@@ -29,8 +29,8 @@ struct AdamHyper {
     double beta2 = 0.999;
     double eps = 1e-8;
     double weight_decay = 0.0;
-    std::int64_t step = 1;         // 1 for the first step of the parameter group
-    bool decoupled_decay = true;   // true: AdamW; false: Adam with L2 added to the gradient
+    std::int64_t step = 1;        // 1 for the first step of the parameter group
+    bool decoupled_decay = true;  // true: AdamW; false: Adam with L2 added to the gradient
     bool bias_correction = true;
 };
 
