@@ -124,7 +124,10 @@ class GradientNorm:
         coefficient = torch.ones_like(norm)
         if self.settings.max_norm > 0.0:
             # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
-            coefficient = torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
+            limited = torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
+            # A norm that is no number counts as infinite, as in DeepSpeed: without the overflow
+            # check it spoils the elements that spoiled it, not all of them.
+            coefficient = torch.nan_to_num(limited, nan=0.0)
         skip = torch.zeros_like(norm)
         if self.settings.check_overflow:
             skip = (~torch.isfinite(total)).to(norm.dtype)

@@ -14,16 +14,9 @@ from typing import Any
 import pytest
 import torch
 from parity_cases import ONE_RANK
+from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
 from support.engines import device, environment
-from support.parity import (
-    Case,
-    assert_bitwise_serial,
-    assert_clipping,
-    assert_close_to_torch,
-    expected_outcomes,
-    torch_states,
-    train,
-)
+from support.parity import Case, expected_outcomes, torch_states, train
 
 pytestmark = [
     pytest.mark.gpu,

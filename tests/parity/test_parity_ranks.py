@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from dist.harness import RankPools
 from parity_cases import TWO_RANKS, TWO_RANKS_FULL
-from support.parity import Case, check_parity
+from support.comparisons import check_parity
+from support.parity import Case
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import device
-from support.parity import (
-    Case,
-    Run,
+from support.comparisons import (
     assert_bitwise_serial,
     assert_clipping,
     assert_close_to_torch,
     assert_same_bits,
-    expected_outcomes,
-    torch_states,
-    train,
     ulp,
 )
+from support.engines import device
+from support.parity import Case, Run, expected_outcomes, torch_states, train
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")
-def run(process_group: None) -> Iterator[Run]:
-    yield train(Case("llama", 0.3, "sometimes", steps=20, observe=(7,)))
+def run(process_group: None) -> Run:
+    return train(Case("llama", 0.3, "sometimes", steps=20, observe=(7,)))
 
 
 def _changed(run: Run, index: int, **tensors: torch.Tensor) -> Run:

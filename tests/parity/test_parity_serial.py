@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from parity_cases import DELAYED, ONE_RANK, ONE_RANK_FULL
+from support.comparisons import check_parity
 from support.covering import covering, every, pairs_of
 from support.engines import device, environment
-from support.parity import Case, check_parity
+from support.parity import Case
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(120)]
 

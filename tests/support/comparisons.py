@@ -1,0 +1,125 @@
+"""Elementwise comparisons of a run with its references."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hytrain.optim.norm import Outcome
+from support.parity import (
+    Case,
+    Run,
+    TorchReference,
+    expected_outcomes,
+    gathered,
+    learning_rate,
+    serial_states,
+    torch_states,
+    train,
+)
+
+
+def assert_clipping(run: Run, outcomes: list[Outcome]) -> None:
+    """Clipping was active never, sometimes or always, as the case says."""
+    active = [outcome.coefficient < 1.0 for outcome in outcomes]
+    if run.case.clipping == "always":
+        assert all(active)
+    elif run.case.clipping == "sometimes":
+        assert any(active)
+        assert not all(active)
+    else:
+        assert not any(active)
+    assert not any(outcome.skip for outcome in outcomes)
+
+
+def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bitwise equality; one NaN is as good as another, but zeros of different sign differ."""
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
+    as_integer = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    differs = actual.view(as_integer) != expected.view(as_integer)
+    differs &= ~(actual.isnan() & expected.isnan())
+    if bool(differs.any()):
+        worst = (actual.double() - expected.double()).abs().max().item()
+        raise AssertionError(
+            f"{name}: {int(differs.sum())} of {actual.numel()} elements differ, first at "
+            f"{int(differs.nonzero()[0])}, by at most {worst:.3g}"
+        )
+
+
+def assert_bitwise_serial(run: Run, outcomes: list[Outcome], placements: str = "cpu gpu") -> None:
+    """State and training copies are bitwise those of the serial loop (of this rank's shards)."""
+    for step, copies in run.copies.items():
+        for shard, flat in zip(serial_states(run, outcomes, step), copies, strict=True):
+            if shard.placement in placements:
+                own = flat[shard.begin : shard.end]
+                expected = shard.p.to(shard.copy_dtype)
+                assert_same_bits(f"copy of {shard.name} after step {step}", own, expected)
+    for actual, expected in zip(run.final, serial_states(run, outcomes), strict=True):
+        if actual.placement in placements:
+            for name in ("p", "m", "v"):
+                assert_same_bits(
+                    f"{name} of {actual.name}", getattr(actual, name), getattr(expected, name)
+                )
+
+
+def ulp(values: torch.Tensor) -> torch.Tensor:
+    """Distance from |x| to the next fp32 number above, elementwise."""
+    size = values.abs()
+    return torch.nextafter(size, torch.full_like(size, math.inf)) - size
+
+
+def assert_close_to_torch(run: Run, reference: TorchReference) -> None:
+    """|dp| <= steps * (2 ulp(p) + 8 * 2^-23 * lr), and moments within a few roundings."""
+    steps = run.case.steps
+    rounding = 2.0**-23
+    for actual, expected, g in zip(run.final, reference.states, reference.largest_g, strict=True):
+        for group, begin, end in expected.segments:
+            part = slice(begin, end)
+            lr = max(learning_rate(step, group) for step in range(1, steps + 1))
+            p, m, v = (getattr(expected, name)[part] for name in ("p", "m", "v"))
+            size = g[part]
+            bounds = {
+                "p": steps * (2.0 * ulp(p) + 8.0 * rounding * lr),
+                # The moments forget: errors do not add up over all steps. Gradients differ by
+                # the roundings of the norm and of the multiplication with the coefficient.
+                "m": 16.0 * rounding * size,
+                "v": 32.0 * rounding * size * size + torch.finfo(torch.float32).tiny,
+            }
+            for name, value in (("p", p), ("m", m), ("v", v)):
+                error = (getattr(actual, name)[part] - value).abs()
+                excess = (error / bounds[name].clamp_min(1e-45)).max().item()
+                assert bool((error <= bounds[name]).all()), (
+                    f"{name} of {actual.name}: {excess:.3g} times the bound"
+                )
+
+
+def check_parity(case: Case) -> dict[str, float]:
+    """Trains a case and compares it with both references; returns figures for the caller.
+
+    Runs on every rank of the group; all ranks raise or none needs to.
+    """
+    run = train(case)
+    outcomes = expected_outcomes(run)
+    assert_clipping(run, outcomes)
+    for step, (expected, actual) in enumerate(zip(outcomes, run.outcomes, strict=True), 1):
+        assert actual is not None
+        assert expected.scale == actual.scale, f"scale of step {step}: {actual} {expected}"
+    assert_bitwise_serial(run, outcomes)
+    whole = gathered(run)
+    assert_close_to_torch(whole, torch_states(whole))
+    for step, copies in run.copies.items():
+        _assert_same_on_all_ranks(step, copies)
+    return {"clipped": sum(o.coefficient < 1.0 for o in outcomes), "steps": len(outcomes)}
+
+
+def _assert_same_on_all_ranks(step: int, copies: list[torch.Tensor]) -> None:
+    if dist.get_world_size() == 1:
+        return
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, copies)
+    for other in everywhere:
+        for index, (mine, theirs) in enumerate(zip(copies, other, strict=True)):
+            assert_same_bits(f"layer {index} of another rank after step {step}", mine, theirs)

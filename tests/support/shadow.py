@@ -1,0 +1,150 @@
+"""A serial optimizer that follows an engine step by step, and a plain model that gives gradients.
+
+The shadow commits each step's recorded reduced gradients as a serial loop would, with the clip
+coefficient that it works out itself; `check` compares everything bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.offload.layer_state import LayerState
+from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from support.comparisons import assert_same_bits
+from support.models import loss_of
+from support.parity import shard_of
+
+
+class Shadow:
+    """Follows one engine on one rank."""
+
+    def __init__(self, engine: Any, *, decoupled: bool = True) -> None:
+        self.engine = engine
+        self.states: list[LayerState] = engine.optimizer.layer_states
+        engine.optimizer.flush()
+        self.shards = [shard_of(state) for state in self.states]
+        self.steps = max(engine.optimizer.steps)
+        self.decoupled = decoupled
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.last: dict[int, torch.Tensor] = {}
+        """The reduced gradients of the last step."""
+        self.coefficient = 1.0
+        engine.optimizer.on_reduced_gradient = self._observe
+
+    def _observe(self, state: LayerState, gradient: torch.Tensor) -> None:
+        self.gradients[state.index] = gradient.detach().cpu().clone()
+
+    def step(self) -> bool:
+        """engine.step(), and the same serially; whether the step had to be skipped."""
+        groups = [dict(group) for group in self.engine.optimizer.param_groups]
+        self.engine.step()  # a scheduler may change param_groups at its end
+        self.last, self.gradients = self.gradients, {}
+        assert set(self.last) == set(range(len(self.states))), "a layer was left out"
+        sums = [sum_of_squares(self.last[index]) for index in range(len(self.states))]
+        norm = math.sqrt(float(torch.tensor(sums, dtype=torch.float64).sum()))
+        settings = self.engine.optimizer.pipeline.norm.settings
+        skip = settings.check_overflow and not math.isfinite(norm)
+        assert self.engine.optimizer.overflow is skip
+        if not skip:
+            self._commit(groups, norm)
+        return skip
+
+    def _commit(self, groups: list[dict[str, Any]], norm: float) -> None:
+        self.steps += 1
+        clipping = self.engine.gradient_clipping()
+        self.coefficient = 1.0
+        if clipping:
+            # As DeepSpeed, where the check is off: a norm that is no number is infinite.
+            self.coefficient = min(1.0, clipping / (norm + 1e-6)) if math.isfinite(norm) else 0.0
+        hypers = [
+            AdamHyper(
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=self.steps,
+                decoupled_decay=self.decoupled,
+                bias_correction=group.get("bias_correction", True),
+            )
+            for group in groups
+        ]
+        for index, shard in enumerate(self.shards):
+            for group, begin, end in shard.segments:
+                part = slice(begin, end)
+                gradient = Gradient(self.last[index][part], self.coefficient, hypers[group])
+                commit(shard.p[part], shard.m[part], shard.v[part], gradient)
+
+    def check_weights(self) -> None:
+        """The training copy, as anybody may read it now, is that of the last step."""
+        self.engine.synchronize()
+        self.assert_copy_is_current()
+
+    def assert_copy_is_current(self) -> None:
+        """As :meth:`check_weights` without synchronizing first."""
+        for state, shard in zip(self.states, self.shards, strict=True):
+            for start, weights in state.storage.shard_slices(state.begin, state.end):
+                at = start - state.begin
+                expected = shard.p[at : at + weights.numel()].to(weights.dtype)
+                assert_same_bits(f"copy of {state.name}", weights.detach().cpu(), expected)
+
+    def check(self) -> None:
+        """Master weights, moments, training copy and step count are those of the last step."""
+        self.check_weights()
+        self.engine.optimizer.flush()
+        self.assert_copy_is_current()
+        for state, shard in zip(self.states, self.shards, strict=True):
+            assert_same_bits(f"p of {state.name}", state.master.cpu(), shard.p)
+            assert_same_bits(f"m of {state.name}", state.exp_avg.cpu(), shard.m)
+            assert_same_bits(f"v of {state.name}", state.exp_avg_sq.cpu(), shard.v)
+        assert set(self.engine.optimizer.steps) == {self.steps}
+
+
+class Twin:
+    """A copy of the model without an engine, which shows what a gradient must be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Made before the engine takes the model over."""
+        self.plain = copy.deepcopy(model)
+
+    def gradients(
+        self, engine: Any, batches: Iterable[dict[str, Any]], scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Sum of the batches' gradients at the engine's current weights, by parameter name."""
+        self._take_weights(engine)
+        for batch in batches:
+            (loss_of(self.plain(**batch)) * scale).backward()
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.plain.named_parameters()
+        }
+
+    def _take_weights(self, engine: Any) -> None:
+        self.plain.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for p in self.plain.parameters():
+                p.data = p.data.to(next(engine.module.parameters()).dtype)
+            weights = dict(engine.module.named_parameters())
+            for name, p in self.plain.named_parameters():
+                p.copy_(weights[name])
+
+    @staticmethod
+    def assert_were_reduced(shadow: Shadow, expected: dict[str, torch.Tensor]) -> None:
+        """The last step's gradients are those (within the rounding of another order of sums)."""
+        for state in shadow.states:
+            for slot in state.layout.slots:
+                name = slot.name
+                flat = shadow.last[state.index][slot.offset : slot.offset + slot.numel]
+                torch.testing.assert_close(
+                    flat,
+                    expected[name].flatten(),
+                    rtol=1e-5,
+                    atol=1e-7,
+                    msg=lambda m, n=name: n + m,
+                )
