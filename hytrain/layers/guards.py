@@ -7,7 +7,8 @@ waited for at the start of the model's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -51,9 +52,21 @@ class LayerGuards:
         self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
         self._handles.append(model.register_forward_hook(self._end))
         # Tools that read a module's weights do it through its state_dict.
-        self._handles.append(
-            model.register_state_dict_pre_hook(lambda *_args: self._owner.synchronize())
-        )
+        self._reads_names = False
+        self._handles.append(model.register_state_dict_pre_hook(self._before_state_dict))
+
+    @contextmanager
+    def reading_names(self) -> Generator[None]:
+        """While it lasts, state_dict() waits for nothing: names and shapes are read, no weights."""
+        self._reads_names = True
+        try:
+            yield
+        finally:
+            self._reads_names = False
+
+    def _before_state_dict(self, *_args: object) -> None:
+        if not self._reads_names:
+            self._owner.synchronize()
 
     def remove(self) -> None:
         """Detaches from the model."""

@@ -127,6 +127,17 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         return self.optimizer.state
 
     @property
+    def bit16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The trained parameters of each group; DeepSpeed's checkpoints list shapes by it."""
+        trained = {id(slot.parameter) for layer in self.layer_states for slot in layer.layout.slots}
+        return [[p for p in group["params"] if id(p) in trained] for group in self.param_groups]
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """As :attr:`bit16_groups`: the name that DeepSpeed looks for first, in every stage."""
+        return self.bit16_groups
+
+    @property
     def layer_states(self) -> list[LayerState]:
         """The layers in forward order."""
         return self.pipeline.layers

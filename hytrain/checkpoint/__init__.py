@@ -1,0 +1,1 @@
+"""Checkpoints: DeepSpeed's universal format, written and read by all ranks in parallel."""

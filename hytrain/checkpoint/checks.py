@@ -1,0 +1,194 @@
+"""Does a checkpoint fit the model? Asked before anything of the engine is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.universal import (
+    CheckpointPaths,
+    OptimizerRecord,
+    group_names,
+    unpack_tensor,
+)
+from hytrain.errors import CheckpointError
+
+_SHOWN = 5
+"""Names that a message lists at most."""
+
+
+def read_file(path: Path) -> Any:
+    """A file's contents; tensors are mapped, their bytes are read where they are used.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: the checkpoint is incomplete or another tool's; load another tag"
+        )
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): the file is damaged; load "
+            "another tag"
+        ) from error
+
+
+def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torch.Tensor:
+    """A parameter's whole state tensor, mapped.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or has another shape.
+    """
+    path = paths.state(place.name, kind)
+    try:
+        tensor = unpack_tensor(read_file(path))
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if str(path) in text else f"{path} {text}") from None
+    if tensor.shape != place.shape:
+        raise CheckpointError(
+            f"{path} has shape {tuple(tensor.shape)} but parameter '{place.name}' has "
+            f"{tuple(place.shape)}: build the model with the configuration that it was saved with"
+        )
+    return tensor
+
+
+def stored_names(paths: CheckpointPaths) -> set[str]:
+    """Names of the parameters that a checkpoint has state of."""
+    if not paths.zero.is_dir():
+        return set()
+    with os.scandir(paths.zero) as entries:
+        return {entry.name for entry in entries if entry.is_dir()}
+
+
+def find_problems(checks: Iterable[Iterator[str]]) -> str | None:
+    """What the checks found, as one message; None for nothing."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            problems.extend(check)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if not problems:
+        return None
+    shown = problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        shown.append(f"and {len(problems) - _SHOWN} more")
+    return "; ".join(shown)
+
+
+def check_names(
+    paths: CheckpointPaths, places: Sequence[ParameterPlace], *, strict: bool
+) -> Iterator[str]:
+    """Every parameter has its state, and no state is without its parameter."""
+    stored = stored_names(paths)
+    wanted = {place.name for place in places}
+    missing, extra = sorted(wanted - stored), sorted(stored - wanted)
+    advice = (
+        "it is a checkpoint of another model: build that model, train the same parameters, or "
+        "pass load_module_strict=False to load what both have"
+    )
+    if not stored:
+        yield (
+            f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with "
+            "deepspeed.checkpoint.ds_to_universal, or pass load_optimizer_states=False to load "
+            "its weights"
+        )
+    elif strict and missing:
+        yield f"{paths.zero} has no state of {_list(missing)}: {advice}"
+    if strict and stored and extra:
+        yield f"{paths.zero} has state of {_list(extra)}, which the model does not train: {advice}"
+
+
+def check_states(
+    paths: CheckpointPaths, places: Iterable[ParameterPlace], kinds: Sequence[str]
+) -> Iterator[str]:
+    """The state files can be read and have their parameters' shapes."""
+    for place in places:
+        for kind in kinds:
+            try:
+                read_state(paths, place, kind)
+            except CheckpointError as error:
+                yield str(error)
+
+
+def check_groups(
+    paths: CheckpointPaths,
+    record: OptimizerRecord,
+    num_groups: int,
+    places: Sequence[ParameterPlace],
+    *,
+    strict: bool,
+) -> Iterator[str]:
+    """The parameter groups are those that were saved: they count steps and have their own lr."""
+    if len(record.groups) != num_groups:
+        yield (
+            f"{paths.optimizer_state} has {len(record.groups)} parameter groups but the optimizer "
+            f"has {num_groups}: build the same groups, or pass load_optimizer_states=False"
+        )
+        return
+    if record.names is None or not strict:
+        return
+    for index, (saved, now) in enumerate(
+        zip(record.names, group_names(places, num_groups), strict=True)
+    ):
+        moved = sorted(set(saved) ^ set(now))
+        if moved:
+            yield (
+                f"parameter group {index} of {paths.optimizer_state} differs from the optimizer's "
+                f"in {_list(moved)}: build the same groups, or pass load_optimizer_states=False"
+            )
+            return
+
+
+def check_module(
+    path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], *, strict: bool
+) -> Iterator[str]:
+    """The module's weights and buffers (``current``, its state dict) fit, frozen ones included."""
+    weights = stored.get("module")
+    if not isinstance(weights, Mapping):
+        yield f'{path} holds no "module": it is not a checkpoint of an engine'
+        return
+    missing = sorted(set(current) - set(weights))
+    extra = sorted(set(weights) - set(current))
+    if strict and missing:
+        yield (
+            f"{path} has no {_list(missing)}: it is a checkpoint of another model or was saved "
+            "with exclude_frozen_parameters; pass load_module_strict=False to leave them as they "
+            "are"
+        )
+    if strict and extra:
+        yield (
+            f"{path} has {_list(extra)}, which the model has not: build the model that was saved, "
+            "or pass load_module_strict=False"
+        )
+    for name in sorted(set(current) & set(weights)):
+        ours, theirs = current[name], weights[name]
+        if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
+            continue  # a module's extra state
+        if ours.shape != theirs.shape:
+            yield (
+                f"{path}: '{name}' has shape {tuple(theirs.shape)} but the model's has "
+                f"{tuple(ours.shape)}: build the model that was saved"
+            )
+
+
+def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    """The model states hold what a resumed run needs."""
+    missing = [key for key in keys if key not in stored]
+    if missing:
+        yield f"{path} holds no {_list(missing)}: it is not a checkpoint of an engine"
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

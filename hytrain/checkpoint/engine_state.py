@@ -1,0 +1,75 @@
+"""What a checkpoint says of the engine itself: module, schedule, counters, the client's state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hytrain.checkpoint.universal import RESERVED_CLIENT_KEYS, UNIVERSAL_INFO, UNIVERSAL_VERSION
+from hytrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+"""Keys that a resumed run needs."""
+
+_NOT_CLIENT = {"module", *COUNTERS, "data_sampler", "random_ltd", UNIVERSAL_INFO}
+
+
+def check_client_state(client_state: Mapping[str, Any]) -> None:
+    """Refuses keys that would replace what the engine needs.
+
+    Raises:
+        CheckpointError: naming them.
+    """
+    taken = sorted(RESERVED_CLIENT_KEYS & set(client_state))
+    if taken:
+        raise CheckpointError(
+            f"client_state has the keys {', '.join(taken)}, under which the checkpoint keeps its "
+            "own state: rename them"
+        )
+
+
+def pack_model_states(common: Mapping[str, Any], client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model states' file holds: DeepSpeed's own keys (``common``), then the client's."""
+    return {**common, UNIVERSAL_INFO: dict(UNIVERSAL_VERSION), **client_state}
+
+
+def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:
+    """Sets schedule and counters of a DeepSpeed engine as they were saved."""
+    if with_scheduler and engine.lr_scheduler is not None:
+        schedule = stored.get("lr_scheduler")
+        if schedule is None:
+            logger.warning(
+                "the checkpoint was saved without an LR scheduler: the engine's starts anew"
+            )
+        else:
+            engine.lr_scheduler.load_state_dict(schedule)
+    if engine.random_ltd_enabled() and stored.get("random_ltd") is not None:
+        engine.random_ltd_scheduler.load_state_dict(stored["random_ltd"])
+    if engine.curriculum_learning_enabled() and stored.get("data_sampler") is not None:
+        engine.training_dataloader.data_sampler.load_state_dict(stored["data_sampler"])
+    engine.global_steps = stored["global_steps"]
+    samples = engine.global_steps * engine.train_batch_size()
+    engine.global_samples = stored.get("global_samples", samples)
+    engine.skipped_steps = stored["skipped_steps"]
+    engine.loaded_checkpoint_mp_world_size = stored["mp_world_size"]
+    engine.loaded_checkpoint_dp_world_size = stored["dp_world_size"]
+
+
+def begin_window(engine: Any) -> None:
+    """The next micro-batch is the first of a step: gradients of an unfinished one are gone."""
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+def client_state_of(
+    stored: Mapping[str, Any], *, module_only: bool, with_optimizer: bool, with_scheduler: bool
+) -> dict[str, Any]:
+    """The part of the model states that ``load_checkpoint`` returns, as DeepSpeed's does."""
+    own = {"module", UNIVERSAL_INFO} if module_only else set(_NOT_CLIENT)
+    if with_scheduler:
+        own.add("lr_scheduler")
+    if with_optimizer:
+        own.add("optimizer")
+    return {key: value for key, value in stored.items() if key not in own}

@@ -1,0 +1,198 @@
+"""Whole parameters from the shards that ranks own of them, one at a time.
+
+A rank's shard of a layer is one run of the layer's flat space, and so is a parameter: each rank
+has at most one piece of it. Ranks walk one list of rounds; in a round every rank may receive one
+parameter, so that nobody holds more than one beside its shard, and all of them receive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from hytrain.layers.layout import LayerLayout, ParameterSlot
+from hytrain.offload.layer_state import LayerState
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.parallel.exchange import Transfer, exchange
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+"""Names of the state tensors: master weights and Adam's two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``[begin, end)`` of a parameter's elements, owned by ``rank``."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """Where a parameter's state lies.
+
+    Attributes:
+        name: as in ``model.named_parameters()``.
+        shape: the parameter's.
+        group: index of its parameter group.
+        layer: this rank's state of the layer that holds it.
+        slot: its place in the layer's flat space.
+        pieces: who owns what of it, in ascending order, without gaps.
+    """
+
+    name: str
+    shape: torch.Size
+    group: int
+    layer: LayerState
+    slot: ParameterSlot
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.slot.numel
+
+    def piece_of(self, rank: int) -> Piece | None:
+        """What a rank owns of the parameter; None for nothing."""
+        return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+    def state(self, kind: str, piece: Piece) -> torch.Tensor:
+        """This rank's piece of a state tensor.
+
+        Args:
+            kind: one of :data:`STATES`.
+            piece: this rank's.
+
+        Returns:
+            A 1-D fp32 view, on the host or the device as the layer is placed.
+        """
+        layer = self.layer
+        tensor = {
+            "fp32": layer.master,
+            "exp_avg": layer.exp_avg,
+            "exp_avg_sq": layer.exp_avg_sq,
+        }[kind]
+        at = self.slot.offset - layer.begin
+        return tensor[at + piece.begin : at + piece.end]
+
+    def weights(self, piece: Piece) -> torch.Tensor:
+        """The training copy of a piece: a 1-D view on the device."""
+        at = self.slot.offset
+        return self.layer.storage.slice(at + piece.begin, at + piece.end)
+
+
+def list_parameters(layers: Iterable[LayerState]) -> list[ParameterPlace]:
+    """All trained parameters in the layers' order, the same list on every rank.
+
+    Tied parameters appear once.
+    """
+    return [
+        ParameterPlace(
+            slot.name,
+            slot.parameter.shape,
+            _group_of(layer.layout, slot),
+            layer,
+            slot,
+            _pieces(slot, layer.sizes),
+        )
+        for layer in layers
+        for slot in layer.layout.slots
+    ]
+
+
+def _group_of(layout: LayerLayout, slot: ParameterSlot) -> int:
+    return next(s.group for s in layout.segments if s.begin <= slot.offset < s.end)
+
+
+def _pieces(slot: ParameterSlot, sizes: Sequence[int]) -> tuple[Piece, ...]:
+    cuts = list(accumulate(sizes, initial=0))
+    pieces: list[Piece] = []
+    for rank, (begin, end) in enumerate(pairwise(cuts)):
+        low, high = max(begin, slot.offset), min(end, slot.offset + slot.numel)
+        if low < high:
+            pieces.append(Piece(rank, low - slot.offset, high - slot.offset))
+    return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A parameter and the rank that shall get it whole."""
+
+    place: ParameterPlace
+    destination: int
+
+
+def gather_states(
+    rounds: Iterable[Sequence[Delivery]],
+    collectives: ShardCollectives,
+    device: torch.device,
+    deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
+) -> None:
+    """Brings parameters' state tensors to their destinations; a collective.
+
+    Nothing may be pending. Host memory grows by one state tensor of one parameter at a time.
+
+    Args:
+        rounds: the same on all ranks; in a round no rank is a destination twice.
+        collectives: the ranks.
+        device: the layers' device.
+        deliver: called on a delivery's destination with the parameter, the state's name and the
+            whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
+            raise: the other ranks would wait for this one.
+    """
+    for deliveries in rounds:
+        for kind in STATES:
+            _gather_round(deliveries, kind, collectives, device, deliver)
+
+
+def _gather_round(
+    deliveries: Sequence[Delivery],
+    kind: str,
+    collectives: ShardCollectives,
+    device: torch.device,
+    deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
+) -> None:
+    rank = collectives.rank
+    transfers: list[Transfer] = []
+    mine: tuple[ParameterPlace, torch.Tensor] | None = None
+    for delivery in deliveries:
+        place, whole = delivery.place, None
+        if delivery.destination == rank:
+            whole = torch.empty(place.numel, dtype=torch.float32)
+            mine = place, whole
+        transfers.extend(
+            Transfer(
+                piece.rank,
+                delivery.destination,
+                piece.end - piece.begin,
+                outgoing=place.state(kind, piece) if piece.rank == rank else None,
+                incoming=None if whole is None else whole[piece.begin : piece.end],
+            )
+            for piece in place.pieces
+        )
+    exchange(transfers, collectives, device)
+    if mine is not None:
+        place, whole = mine
+        deliver(place, kind, whole.view(place.shape))
+
+
+def gather_to_first(
+    layers: Sequence[LayerState], collectives: ShardCollectives, device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    """All state on rank 0; a collective. Nothing may be pending.
+
+    Returns:
+        On rank 0, parameter name -> state name (:data:`STATES`) -> fp32 tensor of the
+        parameter's shape, on the host; on other ranks an empty dict.
+    """
+    gathered: dict[str, dict[str, torch.Tensor]] = {}
+
+    def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
+        gathered.setdefault(place.name, {})[kind] = tensor
+
+    rounds = ([Delivery(place, 0)] for place in list_parameters(layers))
+    gather_states(rounds, collectives, device, deliver)
+    return gathered

@@ -1,0 +1,184 @@
+"""The format: DeepSpeed's universal checkpoints. What lies where, under which keys.
+
+<save_dir>/latest, latest_universal           the tag
+<save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters
+<save_dir>/<tag>/zero/optimizer_state.pt      parameter groups and hytrain's own record
+<save_dir>/<tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    whole tensors
+<save_dir>/<tag>/zero/<parameter>/step.pt     steps that the parameter has made
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.errors import CheckpointError
+
+LATEST = ("latest", "latest_universal")
+"""Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
+
+PARAM = "param"
+CAT_DIM = "cat_dim"
+STEP = "step"
+PARAM_GROUPS = "param_groups"
+UNIVERSAL_INFO = "universal_checkpoint_info"
+UNIVERSAL_VERSION = {"universal_checkpoint_version": 0.4}
+RECORD = "hytrain"
+RECORD_VERSION = 1
+
+RESERVED_CLIENT_KEYS = frozenset(
+    ("module", RECORD, UNIVERSAL_INFO, "checkpoint_parallel_dimensions")
+)
+"""Keys of the model states that a client's own state may not replace."""
+
+_IMPLEMENTATION_KEYS = frozenset(
+    # How torch computes a step, not what: the running optimizer's own choice stays.
+    ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad",
+     "decoupled_weight_decay")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPaths:
+    """Paths of one checkpoint."""
+
+    folder: Path
+
+    @property
+    def zero(self) -> Path:
+        """Parent of the parameters' folders."""
+        return self.folder / "zero"
+
+    @property
+    def optimizer_state(self) -> Path:
+        """Parameter groups and record."""
+        return self.zero / "optimizer_state.pt"
+
+    @property
+    def model_states(self) -> Path:
+        """Module, schedule, counters, client state."""
+        return self.folder / "mp_rank_00_model_states.pt"
+
+    def state(self, name: str, kind: str) -> Path:
+        """A parameter's state tensor or its ``step``."""
+        return self.zero / name / f"{kind}.pt"
+
+
+def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a state file holds."""
+    return {PARAM: tensor, CAT_DIM: 0}
+
+
+def unpack_tensor(stored: object) -> torch.Tensor:
+    """The tensor of a state file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    tensor = stored.get(PARAM) if isinstance(stored, Mapping) else stored
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"holds a {type(tensor).__name__} where a tensor was expected")
+    return tensor
+
+
+def group_names(places: Sequence[ParameterPlace], num_groups: int) -> list[list[str]]:
+    """Parameter names of each group, sorted."""
+    names: list[list[str]] = [[] for _ in range(num_groups)]
+    for place in places:
+        names[place.group].append(place.name)
+    return [sorted(group) for group in names]
+
+
+def pack_optimizer_state(
+    groups: Sequence[Mapping[str, Any]],
+    steps: Sequence[int],
+    places: Sequence[ParameterPlace],
+    *,
+    clip: float,
+    num_ranks: int,
+) -> dict[str, Any]:
+    """What ``optimizer_state.pt`` holds.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        steps: steps that each group has made.
+        places: all trained parameters.
+        clip: the clipping threshold; 0 for none.
+        num_ranks: ranks that shared the state (for information).
+    """
+    saved: list[dict[str, Any]] = []
+    index = 0
+    for group in groups:
+        values = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        count = len(group["params"])
+        saved.append({**values, "params": list(range(index, index + count))})
+        index += count
+    return {
+        PARAM_GROUPS: saved,
+        "overflow": False,
+        "dynamic_loss_scale": False,
+        "clip_grad": clip,
+        "partition_count": num_ranks,
+        "ds_version": str(deepspeed.__version__),
+        RECORD: {
+            "version": RECORD_VERSION,
+            "group_steps": list(steps),
+            "group_parameters": group_names(places, len(groups)),
+        },
+    }
+
+
+def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Writes a saved group's hyper-parameters into a running optimizer's group."""
+    for key, value in saved.items():
+        if key != "params" and key not in _IMPLEMENTATION_KEYS:
+            group[key] = copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """What ``optimizer_state.pt`` says.
+
+    Attributes:
+        groups: the parameter groups' hyper-parameters.
+        steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
+        names: parameter names of each group; None as above.
+    """
+
+    groups: list[dict[str, Any]]
+    steps: list[int] | None
+    names: list[list[str]] | None
+
+    @staticmethod
+    def unpack(stored: object) -> OptimizerRecord:
+        """Reads the file's contents.
+
+        Raises:
+            CheckpointError: it does not hold parameter groups, or is of a later version.
+        """
+        if not isinstance(stored, Mapping) or PARAM_GROUPS not in stored:
+            raise CheckpointError(f'holds no "{PARAM_GROUPS}"')
+        groups = [dict(group) for group in stored[PARAM_GROUPS]]
+        record = stored.get(RECORD)
+        if record is None:
+            return OptimizerRecord(groups, None, None)
+        if record["version"] > RECORD_VERSION:
+            raise CheckpointError(
+                f"was written by a later hytrain (record version {record['version']}, this one "
+                f"reads up to {RECORD_VERSION}): update hytrain"
+            )
+        return OptimizerRecord(groups, list(record["group_steps"]), record["group_parameters"])
+
+
+__all__ = [
+    "CAT_DIM", "LATEST", "PARAM", "RECORD", "RESERVED_CLIENT_KEYS", "STATES", "STEP",
+    "UNIVERSAL_INFO", "UNIVERSAL_VERSION", "CheckpointPaths", "OptimizerRecord",
+    "group_names", "pack_optimizer_state", "pack_tensor", "restore_group", "unpack_tensor",
+]  # fmt: skip
