@@ -1,0 +1,110 @@
+"""What lies where in a checkpoint: what plain DeepSpeed's load_universal looks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.resume import WIDTH, Run, engine_of, snapshot, train
+
+from hytrain.checkpoint.writer import assign_writers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> dict[str, Any]:
+    """A checkpoint after two steps: "folder", "state", "engine" facts."""
+    folder = tmp_path_factory.mktemp("saved")
+    with engine_of(Run(groups=True, schedule="torch")) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder, client_state={"epoch": 3})
+        names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+        return {"folder": folder, "now": snapshot(engine), "names": names}
+
+
+def test_tree(saved: dict[str, Any]) -> None:
+    folder: Path = saved["folder"]
+    assert (folder / "latest").read_text() == "global_step2"
+    assert (folder / "latest_universal").read_text() == "global_step2"
+    tag = folder / "global_step2"
+    assert {p.name for p in tag.iterdir()} == {"mp_rank_00_model_states.pt", "zero"}
+    zero = tag / "zero"
+    assert {p.name for p in zero.iterdir()} == {*saved["names"], "optimizer_state.pt"}
+    for name in saved["names"]:
+        files = {p.name for p in (zero / name).iterdir()}
+        assert files == {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"}
+
+
+def test_state_files_hold_whole_fp32_tensors_and_nothing_else(saved: dict[str, Any]) -> None:
+    zero = saved["folder"] / "global_step2/zero"
+    assert "embed.weight" in saved["names"]  # tied: under its first name only
+    assert "head.weight" not in saved["names"]
+    for name, tensors in saved["now"].state.items():
+        for kind, tensor in tensors.items():
+            path = zero / name / f"{kind}.pt"
+            stored = torch.load(path, weights_only=True)
+            assert stored.keys() == {"param", "cat_dim"}
+            assert stored["param"].dtype == torch.float32
+            assert torch.equal(stored["param"], tensor)
+            # A view would have dragged the whole layer along.
+            assert path.stat().st_size < 4 * tensor.numel() + 4096
+        assert torch.load(zero / name / "step.pt") == 2
+
+
+def test_optimizer_state(saved: dict[str, Any]) -> None:
+    stored = torch.load(saved["folder"] / "global_step2/zero/optimizer_state.pt", weights_only=True)
+    groups = stored["param_groups"]
+    assert [group["betas"] for group in groups] == [(0.8, 0.9), (0.9, 0.999), (0.9, 0.999)]
+    assert [group["params"] for group in groups] == [
+        list(range(12)),
+        [12],
+        [13, 14],
+    ]
+    assert all("initial_lr" in group for group in groups)
+    assert stored["ds_version"]
+    assert stored["clip_grad"] == 0.5
+    assert stored["hytrain"]["group_steps"] == [2, 2, 2]
+    assert stored["hytrain"]["group_parameters"][1:] == [
+        ["embed.weight"],
+        ["norm.bias", "norm.weight"],
+    ]
+
+
+def test_model_states(saved: dict[str, Any]) -> None:
+    path = saved["folder"] / "global_step2/mp_rank_00_model_states.pt"
+    stored = torch.load(path, weights_only=False)
+    assert stored["universal_checkpoint_info"]["universal_checkpoint_version"] == 0.4
+    assert stored["epoch"] == 3
+    assert (stored["global_steps"], stored["skipped_steps"], stored["dp_world_size"]) == (2, 0, 1)
+    assert stored["module"].keys() == saved["now"].weights.keys()
+    assert all(torch.equal(t, stored["module"][n]) for n, t in saved["now"].weights.items())
+    assert stored["buffer_names"] == ["calls"]
+    assert set(stored["frozen_param_shapes"]) == {"frozen.weight", "frozen.bias"}
+    assert stored["shared_params"] == {"head.weight": "embed.weight"}
+    shapes = stored["param_shapes"]
+    assert [len(group) for group in shapes] == [12, 1, 2]
+    assert shapes[2]["norm.weight"] == torch.Size([WIDTH])
+    assert stored["lr_scheduler"]["last_epoch"] == 2
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 1000), min_size=n, max_size=n), max_size=30)
+    )
+)
+def test_writers_are_balanced(owned: list[list[int]]) -> None:
+    num_ranks = len(owned[0]) if owned else 3
+    writers = assign_writers(owned, num_ranks)
+    sizes = [sum(parts) for parts in owned]
+    loads = [0] * num_ranks
+    for writer, size in zip(writers, sizes, strict=True):
+        loads[writer] += size
+    assert max(loads, default=0) <= sum(sizes) / num_ranks + max(sizes, default=0)
+
+
+def test_writers_prefer_what_they_own() -> None:
+    assert assign_writers([[9, 1], [1, 9], [9, 1], [1, 9]], 2) == [0, 1, 0, 1]
+    assert assign_writers([[10, 0], [10, 0], [10, 0], [10, 0]], 2).count(1) == 2

@@ -1,0 +1,189 @@
+"""A resumed run is the uninterrupted one, bit for bit, on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resume import (
+    Run,
+    assert_same,
+    assert_same_state,
+    engine_of,
+    micro_batch,
+    save_and_go_on,
+    snapshot,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+RUNS = [
+    Run(),
+    Run(bf16=False, accumulation=2, groups=True, schedule="torch", gpu_fraction=0.0),
+    Run(groups=True, gpu_fraction=1.0, stage=1, schedule="none"),
+    Run(clipping=0.0, check_overflow=False, accumulation=2),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_resumed_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
+    middle, end = 3 * run.accumulation, 6 * run.accumulation
+    expected = save_and_go_on(run, tmp_path, (middle, end))
+    with engine_of(run.another()) as engine:
+        path, client_state = engine.load_checkpoint(str(tmp_path))
+        assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+        assert client_state["note"] == [1, "two"]
+        assert_same(snapshot(engine), expected["saved"])
+        assert train(engine, middle, end) == expected["losses"]
+        assert_same(snapshot(engine), expected["end"])
+
+
+def test_any_layout_resumes_any_other(tmp_path: Path) -> None:
+    run = Run()
+    expected = save_and_go_on(run, tmp_path, (3, 6))
+    for changes in (
+        {"gpu_fraction": 0.0},
+        {"gpu_fraction": 1.0, "stage": 1, "chunk_elements": 4096},
+    ):
+        with engine_of(run.another(**changes)) as engine:
+            train(engine, 20, 22)  # something to overwrite, and a gradient that is pending
+            engine.load_checkpoint(tmp_path)
+            assert_same(snapshot(engine), expected["saved"])
+            assert train(engine, 3, 6) == expected["losses"]
+            assert_same(snapshot(engine), expected["end"])
+
+
+def test_two_saves_and_the_older_one_by_its_tag(tmp_path: Path) -> None:
+    with engine_of(Run()) as engine:
+        engine.save_checkpoint(tmp_path, tag="start")  # right after initialize
+        first = snapshot(engine)
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
+        second = snapshot(engine)
+        rest = train(engine, 2, 4)
+        engine.load_checkpoint(tmp_path, tag="start")
+        assert_same(snapshot(engine), first)
+        engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), second)
+        assert train(engine, 2, 4) == rest
+        engine.load_checkpoint(tmp_path, tag="again")
+        assert_same(snapshot(engine), second)
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
+def test_save_inside_an_accumulation_window(gpu_fraction: float, tmp_path: Path) -> None:
+    run = Run(accumulation=2, gpu_fraction=gpu_fraction)
+    with engine_of(run) as engine:
+        straight = train(engine, 0, 6)
+        expected = snapshot(engine)
+    with engine_of(run) as engine:
+        assert train(engine, 0, 3) == straight[:3]
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+        # The window goes on with the gradient that it had.
+        loss = engine(micro_batch(3))
+        engine.backward(loss)
+        engine.save_checkpoint(tmp_path, tag="before the step")
+        engine.step()
+        assert [loss.item(), *train(engine, 4, 6)] == straight[3:]
+        assert_same(snapshot(engine), expected)
+        # A load in the middle of a window forgets the window's gradients and starts another.
+        train(engine, 6, 7)
+        engine.load_checkpoint(tmp_path, tag="global_step1")
+        assert_same_state(snapshot(engine), saved)
+        with torch.no_grad():
+            engine.module.calls.fill_(2)
+        assert train(engine, 2, 6) == straight[2:]
+        assert_same_state(snapshot(engine), expected)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_load_between_backward_and_step(direct: bool, tmp_path: Path) -> None:
+    run = Run(clipping=0.0, check_overflow=not direct)
+    with engine_of(run) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+        rest = train(engine, 2, 4)
+        engine.backward(engine(micro_batch(4)))
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), saved)
+        assert train(engine, 2, 4) == rest
+
+
+def _halve(src: dict[str, Any], dst: torch.nn.Module) -> None:
+    dst.load_state_dict({k: v / 2 if v.is_floating_point() else v for k, v in src.items()})
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    run = Run()
+    with engine_of(run) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+    other = run.another(gpu_fraction=0.0)
+    for arguments in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        with engine_of(other) as engine:
+            train(engine, 0, 1)
+            lr = [group["lr"] for group in engine.optimizer.param_groups]
+            engine.load_checkpoint(tmp_path, **arguments)
+            now = snapshot(engine)
+            # The fp32 weights are the checkpoint's, not rounded to the training copy's dtype.
+            for name, tensors in saved.state.items():
+                assert torch.equal(now.state[name]["fp32"], tensors["fp32"])
+                assert not now.state[name]["exp_avg"].any()
+                assert not now.state[name]["exp_avg_sq"].any()
+            assert all(torch.equal(now.weights[name], t) for name, t in saved.weights.items())
+            assert now.steps == [0]
+            assert [group["lr"] for group in engine.optimizer.param_groups] == lr
+            module_only = "load_module_only" in arguments
+            assert now.counters[0] == (1 if module_only else 3)
+            assert (now.schedule == saved.schedule) is not module_only
+            train(engine, 3, 5)
+    with engine_of(other) as engine:
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False, custom_load_fn=_halve)
+        now = snapshot(engine)
+        for name, tensors in now.state.items():
+            assert torch.equal(tensors["fp32"], (saved.weights[name] / 2).float())
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    with engine_of(Run()) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        saved = snapshot(engine)
+    stored = torch.load(tmp_path / "global_step2/mp_rank_00_model_states.pt", weights_only=False)
+    assert not [name for name in stored["module"] if name.startswith("frozen")]
+    with engine_of(Run().another()) as engine:
+        frozen = engine.module.frozen.weight.clone()
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert torch.equal(engine.module.frozen.weight, frozen)
+        now = snapshot(engine)
+        assert all(
+            torch.equal(now.state[name]["fp32"], saved.state[name]["fp32"]) for name in saved.state
+        )
+
+
+def test_without_strictness_what_both_have_is_loaded(tmp_path: Path) -> None:
+    with engine_of(Run()) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+    with engine_of(Run(num_blocks=4).another()) as engine:
+        fresh = snapshot(engine)
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        now = snapshot(engine)
+        for name, tensors in now.state.items():
+            if name in saved.state:
+                assert torch.equal(tensors["exp_avg"], saved.state[name]["exp_avg"])
+                assert torch.equal(tensors["fp32"], saved.state[name]["fp32"])
+            else:
+                assert name.startswith("blocks.3.")
+                assert not tensors["exp_avg"].any()
+                assert torch.equal(now.weights[name], fresh.weights[name])
+        train(engine, 2, 4)
