@@ -47,6 +47,11 @@ class LaneThread {
         wake_.notify_one();
     }
 
+    void drain() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        idle_.wait(lock, [this] { return operations_.empty() && !busy_; });
+    }
+
     bool stopping() const { return stop_; }
 
    private:
@@ -59,17 +64,25 @@ class LaneThread {
                 if (operations_.empty()) return;
                 operation = std::move(operations_.front());
                 operations_.pop_front();
+                busy_ = true;
             }
             if (max_delay_us_ != 0) {
                 std::this_thread::sleep_for(
                     std::chrono::microseconds(random_() % (max_delay_us_ + 1)));
             }
             operation();
+            {
+                std::lock_guard<std::mutex> lock(mutex_);
+                busy_ = false;
+            }
+            idle_.notify_all();
         }
     }
 
     std::mutex mutex_;
     std::condition_variable wake_;
+    std::condition_variable idle_;
+    bool busy_ = false;  // an operation is being carried out
     std::deque<std::function<void()>> operations_;
     std::atomic<bool> stop_{false};
     std::mt19937_64 random_;
@@ -115,6 +128,11 @@ class HostDevice final : public Device {
     void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {
         lane_thread(lane).push(
             [destination, source, bytes] { std::memcpy(destination, source, bytes); });
+    }
+
+    void drain() noexcept override {
+        to_host_.drain();
+        to_device_.drain();
     }
 
    private:

@@ -88,6 +88,8 @@ void UpdateWorker::close() noexcept {
     wake_.notify_all();
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
+    // The caller is about to unmap what copies in flight still read and write.
+    device_->drain();
 }
 
 void UpdateWorker::throw_if_failed() {
@@ -139,8 +141,9 @@ int UpdateWorker::finalize(const StepRecord& record) {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         for (const auto& job : jobs_) {
-            // Not begun: the one pass it will make is already the final one.
-            if (job->pass == Pass::kUpdate && !job->started && !job->cancelled) {
+            // Not begun: the one pass it will make is already the final one. A job of an earlier
+            // step that is still waiting keeps that step's outcome.
+            if (job->pass == Pass::kUpdate && !job->started && !job->cancelled && !job->final) {
                 job->record = record;
                 job->final = true;
             }

@@ -172,6 +172,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         for state in self.pipeline.layers:
             if state.sent:
                 self._withdraw(state)
+        # Layers that no forward has waited for: their last gradient must have left before the
+        # next one takes its place, and other ranks gather them now.
+        self.pipeline.wait_all()
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
         self._is_reducing = self._engine.is_reducing() and (
@@ -290,6 +293,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self._begin_step()
         if not self.collector.open and not self._was_reduced:
             # No backward on this rank: it takes part in the others' collectives with zeros.
+            self.pipeline.wait_all()
             self.collector.begin(early=False)
         self.collector.complete(consume=True)
         self._send_held()

@@ -126,6 +126,7 @@ class Twin:
         }
 
     def _take_weights(self, engine: Any) -> None:
+        engine.synchronize()
         self.plain.zero_grad(set_to_none=True)
         with torch.no_grad():
             for p in self.plain.parameters():
