@@ -12,8 +12,6 @@ from typing import Any
 import metrics
 import pytest
 
-import hytrain
-
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
 
@@ -62,9 +60,6 @@ def test_train(tmp_path: Path, arguments: list[str]) -> None:
     assert all(r["grad_norm"] > 0.0 for r in steps)
 
 
-@pytest.mark.skipif(
-    "save_checkpoint" not in vars(hytrain.HyTrainEngine), reason="no checkpoints written yet"
-)
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, arguments: list[str]) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     result = _run(first, *arguments, "--save-every", "3")
