@@ -1,0 +1,177 @@
+"""Checkpoints on two ranks: written by both, resumed on any number of ranks and any shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPools
+from support.resume import (
+    Run,
+    Snapshot,
+    assert_same,
+    assert_same_state,
+    engine_of,
+    save_and_go_on,
+    snapshot,
+    train,
+)
+
+from hytrain.checkpoint import writer
+from hytrain.errors import CheckpointError
+from hytrain.parallel import exchange
+
+RUNS = [
+    Run(gpu_fraction=0.3),
+    Run(bf16=False, accumulation=2, groups=True, schedule="torch", fractions=(0.7, 0.3)),
+    Run(fractions=(0.1, 0.9), stage=1, accumulation=2, gpu_fraction=1.0, schedule="none"),
+    Run(clipping=0.0, check_overflow=False, fractions=(0.6, 0.4), groups=True),
+]
+
+
+def _resume_same_layout(run: Run, folder: Path) -> None:
+    middle, end = 3 * run.accumulation, 6 * run.accumulation
+    expected = save_and_go_on(run, folder, (middle, end))
+    assert bool(expected["saved"].state) is (dist.get_rank() == 0)
+    with engine_of(run.another()) as engine:
+        engine.load_checkpoint(folder)
+        assert_same(snapshot(engine), expected["saved"])
+        assert train(engine, middle, end) == expected["losses"]
+        assert_same(snapshot(engine), expected["end"])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_resumed_equals_uninterrupted(run: Run, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(_resume_same_layout, run, tmp_path)
+
+
+def _train_and_save(run: Run, folder: Path, steps: int, more: int) -> tuple[Snapshot, Snapshot]:
+    with engine_of(run) as engine:
+        train(engine, 0, steps)
+        engine.save_checkpoint(folder)
+        saved = snapshot(engine)
+        train(engine, steps, more)
+        return saved, snapshot(engine)
+
+
+def _load_and_go_on(run: Run, folder: Path, steps: int, more: int) -> tuple[Snapshot, Snapshot]:
+    with engine_of(run.another()) as engine:
+        train(engine, 30, 31)
+        engine.load_checkpoint(folder)
+        loaded = snapshot(engine)
+        train(engine, steps, more)
+        return loaded, snapshot(engine)
+
+
+def _assert_close(actual: Snapshot, expected: Snapshot) -> None:
+    for name, tensors in expected.state.items():
+        for kind, tensor in tensors.items():
+            torch.testing.assert_close(
+                actual.state[name][kind], tensor, rtol=1e-4, atol=1e-6, msg=f"{kind} of {name}"
+            )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    run = Run(bf16=False, groups=True, schedule="torch", fractions=(0.7, 0.3))
+    alone = Run(bf16=False, groups=True, schedule="torch", gpu_fraction=0.0, chunk_elements=4096)
+    two = ranks(2)
+    saved, end = two.run(_train_and_save, run, tmp_path / "2", 3, 6)[0]
+    # From two ranks to one ...
+    loaded, resumed = _load_and_go_on(alone, tmp_path / "2", 3, 6)
+    assert_same(loaded, saved)
+    _assert_close(resumed, end)
+    # ... from one to two, with other shards and another placement ...
+    saved, end = _train_and_save(alone, tmp_path / "1", 3, 6)
+    other = Run(bf16=False, groups=True, schedule="torch", gpu_fraction=1.0, stage=1)
+    loaded, resumed = two.run(_load_and_go_on, other, tmp_path / "1", 3, 6)[0]
+    assert_same(loaded, saved)
+    _assert_close(resumed, end)
+    # ... and on two ranks with other shards, where bf16 rounds what is reduced the same way.
+    saved, _ = two.run(_train_and_save, Run(fractions=(0.8, 0.2)), tmp_path / "3", 3, 4)[0]
+    loaded, _ = two.run(_load_and_go_on, Run(fractions=(0.3, 0.7)), tmp_path / "3", 3, 4)[0]
+    assert_same(loaded, saved)
+
+
+def _fail_on_rank_1(folder: Path) -> None:
+    write_file = writer.write_file
+
+    def fail(path: Path, stored: object) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        write_file(path, stored)
+
+    with engine_of(Run()) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(folder, tag="good")
+        writer.write_file = fail
+        try:
+            with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left"):
+                engine.save_checkpoint(folder, tag="bad")
+        finally:
+            writer.write_file = write_file
+        assert (folder / "latest").read_text() == "good"
+        saved = snapshot(engine)
+        train(engine, 1, 2)
+        engine.load_checkpoint(folder)
+        assert_same(snapshot(engine), saved)
+        _refuse_together(engine, folder)
+
+
+def _refuse_together(engine: Any, folder: Path) -> None:
+    """Damage that one rank alone comes across is refused by both."""
+    before = snapshot(engine)
+    names = sorted(path for path in (folder / "good/zero").iterdir() if path.is_dir())
+    for path in names[:2] + names[-2:]:
+        content = (path / "fp32.pt").read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (path / "fp32.pt").write_bytes(content[:100])
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"on rank [01]: .*fp32\.pt cannot be read"):
+            engine.load_checkpoint(folder)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (path / "fp32.pt").write_bytes(content)
+        dist.barrier()
+    assert_same_state(snapshot(engine), before)
+    with pytest.raises(CheckpointError, match="no checkpoint 'x'"):
+        engine.load_checkpoint(folder, tag="x")
+    assert engine.load_checkpoint(folder / "nothing") == (None, None)
+
+
+def test_what_fails_on_one_rank_fails_on_both(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(_fail_on_rank_1, tmp_path)
+
+
+def _write_shares(folder: Path) -> int:
+    written: list[Path] = []
+    write_file = writer.write_file
+
+    def count(path: Path, stored: object) -> None:
+        written.append(path)
+        write_file(path, stored)
+
+    writer.write_file = count
+    blocks, exchange.BLOCK_ELEMENTS = exchange.BLOCK_ELEMENTS, 100
+    try:
+        with engine_of(Run(fractions=(0.9, 0.1), num_blocks=6)) as engine:
+            train(engine, 0, 1)
+            engine.save_checkpoint(folder)
+            saved = snapshot(engine)
+            engine.load_checkpoint(folder)
+            assert_same(snapshot(engine), saved)
+    finally:
+        writer.write_file = write_file
+        exchange.BLOCK_ELEMENTS = blocks
+    return sum(p.stat().st_size for p in written if p.parent.parent.name == "zero")
+
+
+def test_both_ranks_write_about_half_in_messages_of_any_length(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    shares = ranks(2).run(_write_shares, tmp_path)
+    assert min(shares) > 0.4 * sum(shares)
