@@ -186,6 +186,7 @@ void bind_offload_types(py::module_& m) {
         .def_readonly("kernel_ns", &WorkerStatistics::kernel_ns)
         .def_readonly("wait_gradient_ns", &WorkerStatistics::wait_gradient_ns)
         .def_readonly("wait_outgoing_ns", &WorkerStatistics::wait_outgoing_ns)
+        .def_readonly("issue_ns", &WorkerStatistics::issue_ns)
         .def_readonly("elements", &WorkerStatistics::elements)
         .def_readonly("jobs", &WorkerStatistics::jobs);
 }
@@ -255,6 +256,7 @@ void bind_worker(py::module_& m) {
             py::arg("chunks"))
         .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
         .def("set_non_temporal", &UpdateWorker::set_non_temporal, py::arg("value"))
+        .def("set_commit_when_idle", &UpdateWorker::set_commit_when_idle, py::arg("value"))
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())

@@ -1,4 +1,5 @@
 // The update worker's thread: pick a job, fetch its gradient, run its pass, send the result.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -30,17 +31,19 @@ void UpdateWorker::run() {
     try {
         device_->attach_thread();
         for (;;) {
-            {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] {
-                    if (stop_ || !active_.empty() || fetching_) return true;
-                    for (const auto& job : jobs_) {
-                        if (!job->picked) return true;
-                    }
-                    return false;
-                });
-                if (stop_) return;
+            if (active_.empty() && !fetching_) {
+                {
+                    std::unique_lock<std::mutex> lock(mutex_);
+                    wake_.wait(lock, [&] { return stop_ || has_job() || idle_layer() != nullptr; });
+                    if (stop_) return;
+                    layer = has_job() ? nullptr : idle_layer();
+                }
+                if (layer != nullptr) {
+                    commit_idle_chunk();
+                    continue;
+                }
             }
+            if (stop_) return;
             while (issue_next()) {
             }
             if (active_.empty()) continue;
@@ -54,6 +57,53 @@ void UpdateWorker::run() {
              (layer != nullptr ? " at layer '" + layer->name + "'" : std::string()) + ": " +
              error.what());
     }
+}
+
+// Under mutex_.
+bool UpdateWorker::has_job() {
+    for (const auto& job : jobs_) {
+        if (!job->picked) return true;
+    }
+    return false;
+}
+
+// Under mutex_. A layer whose final gradient may be committed now: the last first, whose next
+// gradient comes first. With jobs outstanding it may still have to be previewed from this one.
+UpdateWorker::Layer* UpdateWorker::idle_layer() {
+    if (!commit_when_idle_) return nullptr;
+    for (auto layer = layers_.rbegin(); layer != layers_.rend(); ++layer) {
+        if (layer->pending && !layer->tentative && layer->outstanding == 0) return &*layer;
+    }
+    return nullptr;
+}
+
+// One chunk at a time: a gradient that arrives meanwhile waits for no more than that.
+void UpdateWorker::commit_idle_chunk() {
+    Layer* layer = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        layer = idle_layer();
+        if (layer == nullptr) return;
+        current_ = *layer->pending;
+    }
+    const auto has_slot = [](const Chunk& chunk) { return chunk.slot >= 0; };
+    const auto chunk = std::find_if(layer->chunks.begin(), layer->chunks.end(), has_slot);
+    bool last = true;
+    if (chunk != layer->chunks.end()) {
+        delay();
+        const GradientStep step = gradient_step(*layer, *chunk, chunk->slot, current_);
+        timed([&] {
+            adam_commit(chunk->p, chunk->m, chunk->v, chunk->n, step, Outgoing{}, num_threads_);
+        });
+        release_slot(*chunk);
+        job_statistics_.elements += static_cast<std::int64_t>(chunk->n);
+        last = std::none_of(chunk, layer->chunks.end(), has_slot);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Only now: who asks for the state in between must be told that it is not there yet.
+    if (last) layer->pending.reset();
+    statistics_.kernel_ns += std::exchange(job_statistics_.kernel_ns, 0);
+    statistics_.elements += std::exchange(job_statistics_.elements, 0);
 }
 
 void UpdateWorker::fail(const std::string& message) {
@@ -108,6 +158,7 @@ bool UpdateWorker::issue_next() {
         work.slot = slots.free.back();
         slots.free.pop_back();
         delay();
+        const std::int64_t begin = now_ns();
         if (fetching_chunk_ == 0) {
             // The gradient must be final before it is copied.
             device_->lane_wait(Lane::kToHost, job.gradient_ready);
@@ -119,6 +170,7 @@ bool UpdateWorker::issue_next() {
         device_->copy(Lane::kToHost, slots.address(work.slot),
                       job.gradient + chunk.shard_offset * size, chunk.n * size);
         device_->record(slots.events[static_cast<std::size_t>(work.slot)], Lane::kToHost);
+        job_statistics_.issue_ns += now_ns() - begin;
     }
     active_.push_back(std::move(work));
     ++fetching_chunk_;
@@ -212,12 +264,13 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
         case Pass::kPreview: {
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
             const Outgoing out = next_outgoing(chunk);
-            timed([&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, step, out, num_threads_); });
+            timed(
+                [&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, step, out, num_threads_); });
             send(chunk, out);
             break;
         }
         case Pass::kCommit:
-            if (previous_) {
+            if (previous_ && chunk.slot >= 0) {
                 const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
                 timed([&] {
                     adam_commit(chunk.p, chunk.m, chunk.v, chunk.n, step, Outgoing{}, num_threads_);
@@ -244,7 +297,8 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
-    if (previous_) {
+    // Without a slot the chunk's previous gradient has been committed in idle time.
+    if (previous_ && chunk.slot >= 0) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
         timed([&] {
             if (holding_) {
@@ -255,7 +309,8 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
             }
         });
     } else if (!holding_) {
-        timed([&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, current, out, num_threads_); });
+        timed(
+            [&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, current, out, num_threads_); });
     }
     // Slots are swapped, not copied: the new gradient is the pending one from here on.
     release_slot(chunk);
@@ -295,14 +350,17 @@ Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
     const std::size_t buffer = next_outgoing_++ % outgoing_.events.size();
     // The copy that last used the buffer must have left it.
     job_statistics_.wait_outgoing_ns += wait_event(outgoing_.events[buffer]);
-    return Outgoing{outgoing_.address(static_cast<int>(buffer)), chunk.weights_dtype, non_temporal_};
+    return Outgoing{outgoing_.address(static_cast<int>(buffer)), chunk.weights_dtype,
+                    non_temporal_};
 }
 
 void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
     delay();
     const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.events.size();
+    const std::int64_t begin = now_ns();
     device_->copy(Lane::kToDevice, chunk.weights, out.data, chunk.n * size_of(chunk.weights_dtype));
     device_->record(outgoing_.events[buffer], Lane::kToDevice);
+    job_statistics_.issue_ns += now_ns() - begin;
 }
 
 void UpdateWorker::release_slot(Chunk& chunk) {
@@ -339,6 +397,7 @@ void UpdateWorker::finish_job(const Work& work) {
         statistics_.kernel_ns += job_statistics_.kernel_ns;
         statistics_.wait_gradient_ns += job_statistics_.wait_gradient_ns;
         statistics_.wait_outgoing_ns += job_statistics_.wait_outgoing_ns;
+        statistics_.issue_ns += job_statistics_.issue_ns;
         statistics_.elements += job_statistics_.elements;
         ++statistics_.jobs;
         if (spans_.size() < kMaxSpans) spans_.push_back(span_);

@@ -18,6 +18,7 @@ from hytrain.offload.streams import Streams, event_handle
 from hytrain.optim.cpu_adam import AdamHyper
 
 _Result = TypeVar("_Result")
+_CACHE_LINE = 64
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -34,6 +35,8 @@ class CpuSettings:
         num_threads: threads of the kernel.
         chunk_elements: most elements of a chunk.
         delay_seed: seed of the injected delays.
+        commit_when_idle: whether final gradients are committed while the worker has nothing else
+            to do: more memory traffic in all, taken from time in which it would stand still.
         max_delay_us: most microseconds of a random delay at every hand-off (tests); 0 for none.
     """
 
@@ -41,6 +44,7 @@ class CpuSettings:
     chunk_elements: int
     delay_seed: int = 0
     max_delay_us: int = 0
+    commit_when_idle: bool = False
 
 
 def native_record(scale: float, hyper: Sequence[AdamHyper]) -> _C.StepRecord:
@@ -72,8 +76,9 @@ class CpuUpdater:
         ]
         plan = _plan(self.layers, chunks)
         num_layers = len(self.layers)
-        slack = 64 * (len(plan.classes) + 2)
-        self.arena = Arena(plan.total_bytes + 8 * num_layers + slack, streams.device)
+        # Each buffer and each layer's norm starts on a cache line of its own.
+        slack = _CACHE_LINE * (len(plan.classes) + 1 + num_layers)
+        self.arena = Arena(plan.total_bytes + slack, streams.device)
         if streams.is_cuda:
             self.worker = _C.UpdateWorker.on_cuda(
                 streams.device.index or 0,
@@ -88,6 +93,7 @@ class CpuUpdater:
                 settings.num_threads, settings.delay_seed, settings.max_delay_us
             )
         self._register(chunks, plan)
+        self.worker.set_commit_when_idle(settings.commit_when_idle)
         self._closed = False
         self.worker.start()
 
@@ -109,7 +115,7 @@ class CpuUpdater:
                 layer.name,
                 _NATIVE[layer.gradient_dtype],
                 event_handle(layer.weights_ready),
-                self.arena.take(8),
+                self.arena.take(8, _CACHE_LINE),
                 native,
             )
 

@@ -261,5 +261,11 @@ class UpdatePipeline:
         self.streams.synchronize()
 
     def close(self) -> None:
-        """Stops the worker and frees pinned memory. May be called twice."""
+        """Stops the worker, frees pinned memory and the state. May be called twice.
+
+        The weights stay the model's; whoever keeps a reference to the engine keeps no gigabytes.
+        """
         self.cpu.close()
+        for layer in self.layers:
+            layer.gradient = None
+            layer.master = layer.exp_avg = layer.exp_avg_sq = torch.empty(0)

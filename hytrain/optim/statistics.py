@@ -22,6 +22,9 @@ class StepStatistics:
         gpu_fraction: share of the layers that are updated on the GPU.
         step_seconds: from the end of the last step() to the end of this one.
         update_seconds: time that the CPU worker spent in the optimizer's passes in between.
+        gradient_wait_seconds: time that the CPU worker had a layer but waited for its gradient.
+        outgoing_wait_seconds: time that it waited for a buffer to be copied to the device.
+        issue_seconds: time that it spent handing copies to the device.
         exposed_seconds: time that compute stood still for weights in between.
         hidden_share: 1 - exposed / update, in [0, 1]; 1 where the CPU updated nothing.
         grad_norm: the unscaled gradient's norm; None where nobody waited for it.
@@ -33,6 +36,9 @@ class StepStatistics:
     gpu_fraction: float
     step_seconds: float
     update_seconds: float
+    gradient_wait_seconds: float
+    outgoing_wait_seconds: float
+    issue_seconds: float
     exposed_seconds: float
     hidden_share: float
     grad_norm: float | None
@@ -61,6 +67,9 @@ class StatisticsRecorder:
             gpu_fraction=gpu_fraction,
             step_seconds=now - self._last_time,
             update_seconds=update,
+            gradient_wait_seconds=worker.wait_gradient_ns / 1e9,
+            outgoing_wait_seconds=worker.wait_outgoing_ns / 1e9,
+            issue_seconds=worker.issue_ns / 1e9,
             exposed_seconds=exposed,
             hidden_share=hidden,
             grad_norm=None if outcome is None else outcome.norm,

@@ -15,7 +15,7 @@ using EventHandle = std::uintptr_t;
 constexpr EventHandle kNoEvent = 0;
 
 class Device {
-  public:
+   public:
     virtual ~Device() = default;
     Device() = default;
     Device(const Device&) = delete;

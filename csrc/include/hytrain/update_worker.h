@@ -55,7 +55,7 @@ struct Job {
     Pass pass = Pass::kUpdate;
     int layer = 0;
     std::int64_t sequence = 0;
-    const char* gradient = nullptr;       // device: the layer's gradient shard
+    const char* gradient = nullptr;  // device: the layer's gradient shard
     EventHandle gradient_ready = kNoEvent;
     const void* sum_of_squares = nullptr;  // device: one float64, or none
     char* withdraw_to = nullptr;           // device: where kWithdraw returns the gradient
@@ -80,12 +80,13 @@ struct WorkerStatistics {
     std::int64_t kernel_ns = 0;         // inside the optimizer's passes
     std::int64_t wait_gradient_ns = 0;  // waiting for a gradient to arrive on the host
     std::int64_t wait_outgoing_ns = 0;  // waiting for an outgoing buffer
+    std::int64_t issue_ns = 0;          // handing copies to the device
     std::int64_t elements = 0;          // elements passed over
     std::int64_t jobs = 0;
 };
 
 class UpdateWorker {
-  public:
+   public:
     UpdateWorker(std::unique_ptr<Device> device, int num_threads, std::uint64_t delay_seed,
                  unsigned max_delay_us);
     ~UpdateWorker();
@@ -100,6 +101,9 @@ class UpdateWorker {
                   std::vector<Chunk> chunks);
     void set_num_threads(int num_threads) { num_threads_ = num_threads; }
     void set_non_temporal(bool value) { non_temporal_ = value; }
+    // Commits final gradients while there is nothing else to do, instead of with the next update:
+    // more traffic in all, but taken from time in which the worker would stand still.
+    void set_commit_when_idle(bool value) { commit_when_idle_ = value; }
     void start();
     void close() noexcept;
 
@@ -131,7 +135,7 @@ class UpdateWorker {
     // Tests: the next pass over this layer throws.
     void fail_at(int layer) { fail_at_ = layer; }
 
-  private:
+   private:
     struct Layer {
         std::string name;
         DType gradient_dtype = DType::kFloat32;
@@ -165,6 +169,9 @@ class UpdateWorker {
     bool is_ready(const Job& job);
     bool issue_next();
     void process(const Work& work);
+    void commit_idle_chunk();
+    Layer* idle_layer();
+    bool has_job();
     void begin_job(Job& job, Layer& layer);
     void run_pass(Layer& layer, Chunk& chunk, const Work& work);
     void run_update(const Layer& layer, Chunk& chunk, int slot);
@@ -189,6 +196,7 @@ class UpdateWorker {
     std::unique_ptr<Device> device_;
     int num_threads_;
     bool non_temporal_ = false;
+    bool commit_when_idle_ = false;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     SlotClass outgoing_;
@@ -197,8 +205,8 @@ class UpdateWorker {
 
     // Shared with callers, under mutex_.
     std::mutex mutex_;
-    std::condition_variable wake_;     // for the worker: there is a job, or the end
-    std::condition_variable changed_;  // for callers: a layer or the error has changed
+    std::condition_variable wake_;           // for the worker: there is a job, or the end
+    std::condition_variable changed_;        // for callers: a layer or the error has changed
     std::deque<std::shared_ptr<Job>> jobs_;  // all that are not finished
     std::int64_t sequence_ = 0;
     bool forward_order_ = false;
