@@ -20,6 +20,10 @@ from hytrain.offload.layer_state import LayerState
 class WeightsOwner(Protocol):
     """Who can make weights ready."""
 
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        ...
+
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
         ...
@@ -88,6 +92,7 @@ class LayerGuards:
         return hook
 
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
+        self._owner.begin_forward()
         self._seen = {model}
         unguarded: set[int] = set()
         for module, indices in self._guarded.items():

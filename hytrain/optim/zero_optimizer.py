@@ -57,6 +57,11 @@ class StepSettings:
     gpu_fraction: float
 
 
+def _graph_task() -> int:
+    """The autograd graph that this thread is running, -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
 class HyTrainZeroOptimizer(ZeROOptimizer):
     """ZeRO-1/2 with overlapped, exact CPU and GPU updates."""
 
@@ -92,6 +97,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._step_begun = False
         self._is_reducing = False  # the current backward hands layers on as they become final
         self._was_reduced = False  # one of the backward passes since the last step did
+        self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._closed = False
         self.statistics = StatisticsRecorder()
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
@@ -151,10 +157,14 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def backward_prologue(self) -> None:
         """The engine's forward output receives its gradient: a backward has begun."""
+        if self.collector.in_backward and self._graph_task not in (-1, _graph_task()):
+            self._drop_aborted()
         self._begin_backward()
+        self._graph_task = _graph_task()
 
     def scale_if_loss(self, value: Any) -> Any:
         """engine.backward() is about to run; there is no loss scale."""
+        self._clean_up_aborted()
         self._begin_backward()
         return value
 
@@ -175,6 +185,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         # Layers that no forward has waited for: their last gradient must have left before the
         # next one takes its place, and other ranks gather them now.
         self.pipeline.wait_all()
+        self._graph_task = -1
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
         self._is_reducing = self._engine.is_reducing() and (
@@ -247,20 +258,29 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
+        self._clean_up_aborted()
         if state.sent and not self.collector.in_backward:
             self._withdraw(state)
         self.pipeline.wait(state)
 
     def begin_forward(self) -> None:
-        """engine.forward begins: an aborted backward is cleaned up."""
+        """The model's forward begins: an aborted backward is cleaned up."""
         self._check_open()
-        if self._backward_active_depth or self.collector.in_backward:
-            # The user's model or a hook raised in the middle of backward.
-            logger.warning(
-                "the last backward did not finish: the gradients of this step are discarded"
-            )
-            self.discard_gradients()
-            self._backward_active_depth = 0
+        self._clean_up_aborted()
+
+    def _clean_up_aborted(self) -> None:
+        """Drops what a backward left that an exception of the user's model or hooks has ended.
+
+        It never said that it was over; but it is, where no autograd graph is being run.
+        """
+        is_open = self.collector.in_backward or self._backward_active_depth > 0
+        if is_open and _graph_task() == -1:
+            self._drop_aborted()
+
+    def _drop_aborted(self) -> None:
+        logger.warning("the last backward did not finish: the gradients of this step are discarded")
+        self.discard_gradients()
+        self._backward_active_depth = 0
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""

@@ -109,9 +109,9 @@ class Shadow:
 class Twin:
     """A copy of the model without an engine, which shows what a gradient must be."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Made before the engine takes the model over."""
-        self.plain = copy.deepcopy(model)
+    def __init__(self, model: nn.Module, *, copied: bool = True) -> None:
+        """Made before the engine takes the model over; not ``copied``: ``model`` is the twin."""
+        self.plain = copy.deepcopy(model) if copied else model
 
     def gradients(
         self, engine: Any, batches: Iterable[dict[str, Any]], scale: float = 1.0

@@ -1,0 +1,184 @@
+"""Errors in the user's code, and gradients that come in another order: the next steps are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, make_config
+from support.models import Mlp
+from support.shadow import Shadow, Twin
+from torch import nn
+from training import FRACTIONS, backward, inputs
+
+from hytrain.errors import GradientOrderError
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
+
+
+class UserError(Exception):
+    """Raised by what stands for the user's code."""
+
+
+class Faulty(Mlp):
+    """Raises in the forward or the backward of a block, when told to."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.fail_forward: int | None = None
+        self.fail_backward: int | None = None
+        self.repeats = 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for index, block in enumerate(self.blocks):
+            if index == self.fail_forward:
+                raise UserError("forward")
+            if index == self.fail_backward:
+                x.register_hook(self._raise)
+            for _ in range(self.repeats if index == 1 else 1):
+                x = block(x)
+        return self.head(x).pow(2).mean()
+
+    @staticmethod
+    def _raise(_gradient: torch.Tensor) -> None:
+        raise UserError("backward")
+
+
+@contextmanager
+def _training(
+    model: nn.Module, gpu_fraction: float, **config: Any
+) -> Iterator[tuple[Any, Shadow, Twin]]:
+    twin = Twin(model)
+    config = {"bf16": False, "clipping": 0.5, **config}
+    with built(model, make_config(gpu_fraction=gpu_fraction, **config)) as engine:
+        yield engine, Shadow(engine), twin
+
+
+def _good_step(engine: Any, shadow: Shadow, twin: Twin, number: int) -> None:
+    expected = twin.gradients(engine, [inputs(number)])
+    backward(engine, number)
+    shadow.step()
+    twin.assert_were_reduced(shadow, expected)
+
+
+@pytest.mark.parametrize("fault", ["fail_forward", "fail_backward"])
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_an_exception_of_the_user(gpu_fraction: float, fault: str, block: int, when: str) -> None:
+    model = Faulty()
+    with _training(model, gpu_fraction) as (engine, shadow, twin):
+        for number in range(0 if when == "first" else 2):
+            _good_step(engine, shadow, twin, number)
+        for number in range(4):
+            setattr(model, fault, block)
+            with pytest.raises(UserError):
+                backward(engine, 50 + number)
+            setattr(model, fault, None)
+            _good_step(engine, shadow, twin, 10 + number)
+        shadow.check()
+
+
+def test_an_exception_in_an_accumulated_micro_batch(gpu_fraction: float) -> None:
+    """The gradients of the whole step are dropped: which of them were complete nobody knows."""
+    model = Faulty()
+    with _training(model, gpu_fraction, accumulation=2) as (engine, shadow, twin):
+        for number in range(3):
+            backward(engine, 20 + number)
+            model.fail_backward = 2
+            with pytest.raises(UserError):
+                backward(engine, 50 + number)
+            model.fail_backward = None
+            for micro in range(2):
+                if micro == 0:
+                    expected = twin.gradients(engine, [inputs(number), inputs(9)], 0.5)
+                backward(engine, (number, 9)[micro])
+                if micro == 0:
+                    engine.step()
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+@pytest.mark.parametrize("through_engine", [True, False])
+def test_a_backward_repeated_after_an_exception(gpu_fraction: float, through_engine: bool) -> None:
+    """The user catches the error of one loss and goes on with another of the same forward."""
+    model = Faulty()
+    with _training(model, gpu_fraction) as (engine, shadow, twin):
+        _good_step(engine, shadow, twin, 0)
+        for number in range(1, 4):
+            expected = twin.gradients(engine, [inputs(number)])
+            good = engine(**inputs(number))
+            model.fail_backward = 1
+            bad = engine(**inputs(40 + number))
+            model.fail_backward = None
+            with pytest.raises(UserError):
+                engine.backward(bad) if through_engine else bad.backward()
+            engine.backward(good) if through_engine else good.backward()
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+def test_an_exception_past_the_engine(gpu_fraction: float) -> None:
+    """engine.module(...) and loss.backward() get neither of DeepSpeed's announcements."""
+    model = Faulty()
+    with _training(model, gpu_fraction) as (engine, shadow, twin):
+        for number in range(4):
+            model.fail_backward = 1
+            with pytest.raises(UserError):
+                engine.module(**inputs(50 + number)).backward()
+            model.fail_backward = None
+            expected = twin.gradients(engine, [inputs(number)])
+            engine.module(**inputs(number)).backward()
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+def test_more_firings_than_the_first_backward_had(gpu_fraction: float) -> None:
+    """Hooks that fire more often (blocks recomputed once more) are refused before a commit."""
+    model = _Recomputed()
+    with _training(model, gpu_fraction) as (engine, shadow, twin):
+        _good_step(engine, shadow, twin, 0)
+        model.times = 2
+        before = shadow.steps
+        with pytest.raises(GradientOrderError, match=r"blocks\.1\.(up|down)\.(weight|bias)"):
+            backward(engine, 1)
+        shadow.check()  # nothing was committed
+        assert shadow.steps == before
+        # The step is repeated; the counts are learned anew.
+        for number in range(2, 6):
+            _good_step(engine, shadow, twin, number) if number < 2 else _step(engine, shadow)
+        shadow.check()
+        model.times = 1
+        for _ in range(3):
+            _step(engine, shadow)  # fewer firings than recorded: completed in step()
+        shadow.check()
+
+
+def _step(engine: Any, shadow: Shadow) -> None:
+    backward(engine, shadow.steps)
+    shadow.step()
+
+
+class _Recomputed(Mlp):
+    """Block 1 lies in ``times`` reentrant segments: its hooks fire once for each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.times = 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.embed(inputs)
+        for index, block in enumerate(self.blocks):
+            for _ in range(self.times if index == 1 else 1):
+                x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x).pow(2).mean()
