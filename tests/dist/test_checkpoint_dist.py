@@ -96,6 +96,26 @@ def test_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path) ->
     assert_same(loaded, saved)
 
 
+def _load_in_fp32(folder: Path) -> tuple[Snapshot, list[bool]]:
+    with engine_of(Run(fractions=(0.7, 0.3))) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+    with engine_of(Run(bf16=False, fractions=(0.2, 0.8)).another()) as engine:
+        engine.load_checkpoint(folder)
+        now = snapshot(engine)
+        # What the checkpoint's module holds is rounded; each rank has cast its own shard only.
+        masters: list[Any] = [now.state]
+        dist.broadcast_object_list(masters, 0)
+        same = [torch.equal(now.weights[name], t["fp32"]) for name, t in masters[0].items()]
+        return now, same
+
+
+def test_every_rank_has_all_of_the_training_copy(ranks: RankPools, tmp_path: Path) -> None:
+    for _, same in ranks(2).run(_load_in_fp32, tmp_path):
+        assert len(same) == 15
+        assert all(same)
+
+
 def _fail_on_rank_1(folder: Path) -> None:
     write_file = writer.write_file
 

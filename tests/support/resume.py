@@ -174,7 +174,7 @@ def train(engine: Any, begin: int, end: int) -> list[float]:
     """Micro-batches ``begin`` to ``end``; returns the losses on this rank, digit for digit."""
     losses: list[float] = []
     for number in range(begin, end):
-        loss = engine(micro_batch(number))
+        loss = engine(micro_batch(number).to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -198,7 +198,7 @@ def snapshot(engine: Any) -> Snapshot:
     state = engine.fp32_state_dict()
     return Snapshot(
         state={name: dict(tensors) for name, tensors in state.items()},
-        weights={name: t.detach().clone() for name, t in engine.module.state_dict().items()},
+        weights={name: t.detach().cpu().clone() for name, t in engine.module.state_dict().items()},
         groups=[
             {key: value for key, value in group.items() if key != "params"}
             for group in engine.optimizer.param_groups

@@ -1,0 +1,57 @@
+"""A checkpoint resumes in plain DeepSpeed, told to load a universal one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from support.engines import device
+from support.resume import GLOBAL_BATCH, Everything, Run, engine_of, snapshot, train
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize(("bf16", "stage"), [(True, 2), (False, 1)])
+def test_state_is_the_same_and_training_goes_on(bf16: bool, stage: int, tmp_path: Path) -> None:
+    with engine_of(Run(bf16=bf16)) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+        losses = train(engine, 3, 6)
+    model = Everything()
+    config = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bf16},
+        "gradient_clipping": 0.5,
+        "checkpoint": {"load_universal": True},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 6, "warmup_max_lr": 2e-2},
+        },
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained, lr=7.0), config=config
+    )
+    path, _ = plain.load_checkpoint(str(tmp_path))
+    assert path is not None
+    assert plain.global_steps == 3
+    for name, parameter in plain.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        tensors = saved.state[name]
+        assert torch.equal(safe_get_full_fp32_param(parameter).cpu(), tensors["fp32"])
+        for kind in ("exp_avg", "exp_avg_sq"):
+            stored = safe_get_full_optimizer_state(parameter, kind)
+            assert torch.equal(stored.cpu(), tensors[kind])
+    assert plain.optimizer.param_groups[0]["weight_decay"] == 0.1
+    # Plain DeepSpeed leaves out buffers and frozen weights when it loads a universal checkpoint.
+    rest = {name: saved.weights[name] for name in ("calls", "frozen.weight", "frozen.bias")}
+    plain.module.load_state_dict({k: v.to(device()) for k, v in rest.items()}, strict=False)
+    assert train(plain, 3, 6) == pytest.approx(losses, rel=1e-2 if bf16 else 1e-5)
