@@ -36,11 +36,7 @@ class OffloadConfig(_Section):
     cpu_threads: int | None = Field(default=None, ge=1)
     """Threads of the CPU kernel; null: a short calibration at start chooses."""
 
-    commit_when_idle: bool | None = None
-    """Whether the worker commits final gradients in time it would otherwise stand still; null: where
-    there is a GPU (on a CPU there is no idle time, only more memory traffic)."""
-
-    chunk_elements: int = Field(default=8 * 1024 * 1024, ge=1024)
+    chunk_elements: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
 
     overlap_forward: bool = True

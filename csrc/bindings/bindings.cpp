@@ -256,7 +256,6 @@ void bind_worker(py::module_& m) {
             py::arg("chunks"))
         .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
         .def("set_non_temporal", &UpdateWorker::set_non_temporal, py::arg("value"))
-        .def("set_commit_when_idle", &UpdateWorker::set_commit_when_idle, py::arg("value"))
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())
@@ -267,8 +266,6 @@ void bind_worker(py::module_& m) {
              py::arg("withdraw_to") = 0, py::arg("withdraw_ready") = 0, NoGil())
         .def("cancel_update", &UpdateWorker::cancel_update, py::arg("layer"), NoGil())
         .def("finalize", &UpdateWorker::finalize, py::arg("record"), NoGil())
-        .def("set_forward_order", &UpdateWorker::set_forward_order, py::arg("forward_order"),
-             NoGil())
         .def("wait_issued", &UpdateWorker::wait_issued, py::arg("layer"), NoGil())
         .def("wait_complete", &UpdateWorker::wait_complete, py::arg("layer"), NoGil())
         .def("wait_all", &UpdateWorker::wait_all, NoGil())

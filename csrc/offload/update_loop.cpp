@@ -1,5 +1,4 @@
 // The update worker's thread: pick a job, fetch its gradient, run its pass, send the result.
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -32,16 +31,8 @@ void UpdateWorker::run() {
         device_->attach_thread();
         for (;;) {
             if (active_.empty() && !fetching_) {
-                {
-                    std::unique_lock<std::mutex> lock(mutex_);
-                    wake_.wait(lock, [&] { return stop_ || has_job() || idle_layer() != nullptr; });
-                    if (stop_) return;
-                    layer = has_job() ? nullptr : idle_layer();
-                }
-                if (layer != nullptr) {
-                    commit_idle_chunk();
-                    continue;
-                }
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [&] { return stop_ || has_job(); });
             }
             if (stop_) return;
             while (issue_next()) {
@@ -67,45 +58,6 @@ bool UpdateWorker::has_job() {
     return false;
 }
 
-// Under mutex_. A layer whose final gradient may be committed now: the last first, whose next
-// gradient comes first. With jobs outstanding it may still have to be previewed from this one.
-UpdateWorker::Layer* UpdateWorker::idle_layer() {
-    if (!commit_when_idle_) return nullptr;
-    for (auto layer = layers_.rbegin(); layer != layers_.rend(); ++layer) {
-        if (layer->pending && !layer->tentative && layer->outstanding == 0) return &*layer;
-    }
-    return nullptr;
-}
-
-// One chunk at a time: a gradient that arrives meanwhile waits for no more than that.
-void UpdateWorker::commit_idle_chunk() {
-    Layer* layer = nullptr;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        layer = idle_layer();
-        if (layer == nullptr) return;
-        current_ = *layer->pending;
-    }
-    const auto has_slot = [](const Chunk& chunk) { return chunk.slot >= 0; };
-    const auto chunk = std::find_if(layer->chunks.begin(), layer->chunks.end(), has_slot);
-    bool last = true;
-    if (chunk != layer->chunks.end()) {
-        delay();
-        const GradientStep step = gradient_step(*layer, *chunk, chunk->slot, current_);
-        timed([&] {
-            adam_commit(chunk->p, chunk->m, chunk->v, chunk->n, step, Outgoing{}, num_threads_);
-        });
-        release_slot(*chunk);
-        job_statistics_.elements += static_cast<std::int64_t>(chunk->n);
-        last = std::none_of(chunk, layer->chunks.end(), has_slot);
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    // Only now: who asks for the state in between must be told that it is not there yet.
-    if (last) layer->pending.reset();
-    statistics_.kernel_ns += std::exchange(job_statistics_.kernel_ns, 0);
-    statistics_.elements += std::exchange(job_statistics_.elements, 0);
-}
-
 void UpdateWorker::fail(const std::string& message) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -118,9 +70,10 @@ bool UpdateWorker::is_ready(const Job& job) {
     return !fetches(job.pass) || job.cancelled || device_->is_complete(job.gradient_ready);
 }
 
-// In order of arrival during backward. Afterwards the first layers come first, because forward
-// needs them first; but the launching thread runs ahead of the GPU, so a gradient that is not
-// there yet must not hold up one that is.
+// The lowest layer whose gradient is there. The next forward needs the low layers first, and while
+// it climbs from there the worker still has the last layers to do, whose gradients came first: in
+// order of arrival they would be done early, and the worker would stand still from its last low
+// layer until the next step's first gradient. If none is there, the oldest will be the next.
 std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::lock_guard<std::mutex> lock(mutex_);
     std::shared_ptr<Job> oldest;
@@ -128,7 +81,6 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
     for (const auto& job : jobs_) {
         if (job->picked) continue;
         if (!oldest) oldest = job;
-        if (!forward_order_) break;
         // Jobs of one layer keep their order: jobs_ is sorted by sequence.
         if ((!first || job->layer < first->layer) && is_ready(*job)) first = job;
     }
@@ -270,7 +222,7 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             break;
         }
         case Pass::kCommit:
-            if (previous_ && chunk.slot >= 0) {
+            if (previous_) {
                 const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
                 timed([&] {
                     adam_commit(chunk.p, chunk.m, chunk.v, chunk.n, step, Outgoing{}, num_threads_);
@@ -297,8 +249,7 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
-    // Without a slot the chunk's previous gradient has been committed in idle time.
-    if (previous_ && chunk.slot >= 0) {
+    if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
         timed([&] {
             if (holding_) {

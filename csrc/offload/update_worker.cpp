@@ -106,7 +106,6 @@ void UpdateWorker::begin_step(double sum_of_squares_limit) {
     throw_if_failed();
     limit_ = sum_of_squares_limit;
     running_sum_ = 0.0;
-    forward_order_ = false;
 }
 
 void UpdateWorker::submit(Job job) {
@@ -166,11 +165,6 @@ int UpdateWorker::finalize(const StepRecord& record) {
     }
     wake_.notify_one();
     return again;
-}
-
-void UpdateWorker::set_forward_order(bool forward_order) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    forward_order_ = forward_order;
 }
 
 template <typename Predicate>

@@ -35,8 +35,6 @@ class CpuSettings:
         num_threads: threads of the kernel.
         chunk_elements: most elements of a chunk.
         delay_seed: seed of the injected delays.
-        commit_when_idle: whether final gradients are committed while the worker has nothing else
-            to do: more memory traffic in all, taken from time in which it would stand still.
         max_delay_us: most microseconds of a random delay at every hand-off (tests); 0 for none.
     """
 
@@ -44,7 +42,6 @@ class CpuSettings:
     chunk_elements: int
     delay_seed: int = 0
     max_delay_us: int = 0
-    commit_when_idle: bool = False
 
 
 def native_record(scale: float, hyper: Sequence[AdamHyper]) -> _C.StepRecord:
@@ -93,7 +90,6 @@ class CpuUpdater:
                 settings.num_threads, settings.delay_seed, settings.max_delay_us
             )
         self._register(chunks, plan)
-        self.worker.set_commit_when_idle(settings.commit_when_idle)
         self._closed = False
         self.worker.start()
 

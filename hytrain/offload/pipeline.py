@@ -97,10 +97,6 @@ class UpdatePipeline:
             layer.waited = False
         self.cpu.release_fetched()
 
-    def backward_ended(self) -> None:
-        """What is left is taken in forward order from here on."""
-        self.cpu.worker.set_forward_order(True)
-
     # -- the end of a step ---------------------------------------------------------------------
 
     def launch_outcome(self) -> None:

@@ -109,14 +109,10 @@ def build_optimizer(
         _allocate_state(states[-1])
     streams = Streams(device)
     threads = config.offload.cpu_threads or calibrate_threads(settings.ranks_on_host)
-    idle = config.offload.commit_when_idle
-    idle = streams.is_cuda if idle is None else idle
     cpu = CpuUpdater(
         [state for state in states if state.placement == "cpu"],
         streams,
-        CpuSettings(
-            threads, config.offload.chunk_elements, *injected_delays(), commit_when_idle=idle
-        ),
+        CpuSettings(threads, config.offload.chunk_elements, *injected_delays()),
     )
     norm = GradientNorm(len(states), device, settings.clip, collectives.all_reduce)
     return HyTrainZeroOptimizer(

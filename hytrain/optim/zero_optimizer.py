@@ -214,8 +214,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
         self.collector.in_backward = False
-        if self._step_begun:
-            self.pipeline.backward_ended()
 
     def backward_epilogue(self, **kwargs: Any) -> None:
         """DeepSpeed's end of backward."""
@@ -317,7 +315,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self.collector.begin(early=False)
         self.collector.complete(consume=True)
         self._send_held()
-        self.pipeline.backward_ended()
         self.pipeline.launch_outcome()
         outcome = self.pipeline.finish_step(self._read_hyper())
         self._step_begun = False

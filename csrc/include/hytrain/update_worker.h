@@ -101,9 +101,6 @@ class UpdateWorker {
                   std::vector<Chunk> chunks);
     void set_num_threads(int num_threads) { num_threads_ = num_threads; }
     void set_non_temporal(bool value) { non_temporal_ = value; }
-    // Commits final gradients while there is nothing else to do, instead of with the next update:
-    // more traffic in all, but taken from time in which the worker would stand still.
-    void set_commit_when_idle(bool value) { commit_when_idle_ = value; }
     void start();
     void close() noexcept;
 
@@ -115,8 +112,6 @@ class UpdateWorker {
     bool cancel_update(int layer);
     // The step's outcome is known. Returns the number of layers that must be previewed again.
     int finalize(const StepRecord& record);
-    // Jobs are taken in order of arrival, or in forward order.
-    void set_forward_order(bool forward_order);
 
     // -- Waiting (all throw the worker's error, if any) -------------------------------------
     // Until every job of the layer has been issued; the layer's `ready` event then covers it.
@@ -169,8 +164,6 @@ class UpdateWorker {
     bool is_ready(const Job& job);
     bool issue_next();
     void process(const Work& work);
-    void commit_idle_chunk();
-    Layer* idle_layer();
     bool has_job();
     void begin_job(Job& job, Layer& layer);
     void run_pass(Layer& layer, Chunk& chunk, const Work& work);
@@ -196,7 +189,6 @@ class UpdateWorker {
     std::unique_ptr<Device> device_;
     int num_threads_;
     bool non_temporal_ = false;
-    bool commit_when_idle_ = false;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     SlotClass outgoing_;
@@ -209,7 +201,6 @@ class UpdateWorker {
     std::condition_variable changed_;        // for callers: a layer or the error has changed
     std::deque<std::shared_ptr<Job>> jobs_;  // all that are not finished
     std::int64_t sequence_ = 0;
-    bool forward_order_ = false;
     std::atomic<bool> stop_{false};
     std::string error_;
     double limit_ = 0.0;
