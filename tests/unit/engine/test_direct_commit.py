@@ -1,0 +1,93 @@
+"""Without clipping and overflow check a gradient is committed the moment it arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, environment, make_config
+from support.models import make_model
+from support.shadow import Shadow
+from training import FRACTIONS, backward, inputs
+
+from hytrain.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _config(gpu_fraction: float, **more: Any) -> dict[str, Any]:
+    bf16 = {"enabled": True, "check_grad_overflow": False}
+    return make_config(gpu_fraction=gpu_fraction, clipping=0.0, **more) | {"bf16": bf16}
+
+
+@pytest.mark.parametrize("delays", ["", "3:400"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
+    config = _config(gpu_fraction, accumulation=accumulation)
+    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
+        shadow = Shadow(engine)
+        assert engine.optimizer.pipeline.norm.settings.direct
+        for number in range(6 * accumulation):
+            backward(engine, number)
+            if engine.is_gradient_accumulation_boundary():
+                shadow.step()
+            else:
+                engine.step()
+            if number == 3:
+                shadow.check_weights()
+        shadow.check()
+        norm = torch.stack([g.double().pow(2).sum() for g in shadow.last.values()]).sum().sqrt()
+        assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm))
+
+
+def test_nothing_stays_pending() -> None:
+    with built(make_model("mlp"), _config(0.0)) as engine:
+        cpu = engine.optimizer.pipeline.cpu
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+        engine.synchronize()
+        assert not any(cpu.has_pending(layer) for layer in cpu.layers)
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+@pytest.mark.parametrize("what", ["forward", "backward", "synchronize", "state_dict"])
+def test_using_the_weights_before_step_says_what_to_change(what: str, gpu_fraction: float) -> None:
+    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
+        backward(engine, 0)
+        engine.step()
+        second = engine(**inputs(2)) if what == "backward" else None
+        backward(engine, 1)
+        uses = {
+            "forward": lambda: engine(**inputs(3)),
+            "backward": lambda: engine.backward(second),
+            "synchronize": engine.synchronize,
+            "state_dict": engine.module.state_dict,
+        }
+        with pytest.raises(ConfigError, match=r'set "gradient_clipping" or "check_grad_overflow"'):
+            uses[what]()
+
+
+def test_changing_hyper_parameters_before_step_says_what_to_change() -> None:
+    with built(make_model("mlp"), _config(0.0)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            if number:
+                engine.optimizer.param_groups[0]["lr"] = 0.5
+                with pytest.raises(ConfigError, match="change them before backward"):
+                    engine.step()
+            else:
+                engine.step()
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_changing_hyper_parameters_before_backward_is_fine(gpu_fraction: float) -> None:
+    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
+        shadow = Shadow(engine)
+        for number in range(4):
+            engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number)
+            backward(engine, number)
+            shadow.step()
+        shadow.check()
