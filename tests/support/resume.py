@@ -20,6 +20,10 @@ VOCABULARY = 41
 WIDTH = 36
 GLOBAL_BATCH = 4
 LENGTH = 5
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 6, "warmup_min_lr": 3e-3, "warmup_max_lr": 2e-2},
+}
 
 
 class Everything(nn.Module):
@@ -98,10 +102,7 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
     }
     keywords: dict[str, Any] = {}
     if run.schedule == "warmup":
-        sections["scheduler"] = {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 6, "warmup_max_lr": 2e-2},
-        }
+        sections["scheduler"] = WARMUP
     elif run.schedule == "torch":
         keywords["lr_scheduler"] = _cosine
     if run.groups:

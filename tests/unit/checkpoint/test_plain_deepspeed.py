@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from support.engines import device
-from support.resume import GLOBAL_BATCH, Everything, Run, engine_of, snapshot, train
+from support.resume import GLOBAL_BATCH, WARMUP, Everything, Run, engine_of, snapshot, train
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -30,10 +30,7 @@ def test_state_is_the_same_and_training_goes_on(bf16: bool, stage: int, tmp_path
         "bf16": {"enabled": bf16},
         "gradient_clipping": 0.5,
         "checkpoint": {"load_universal": True},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 6, "warmup_max_lr": 2e-2},
-        },
+        "scheduler": WARMUP,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     plain, *_ = deepspeed.initialize(

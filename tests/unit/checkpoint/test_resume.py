@@ -64,6 +64,8 @@ def test_the_training_copy_is_the_cast_of_the_master(bf16: bool, tmp_path: Path)
         train(engine, 0, 3)
         engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
+    masters = [tensors["fp32"] for tensors in saved.state.values()]
+    assert all(not torch.equal(t, t.bfloat16().float()) for t in masters)
     dtype = torch.float32 if bf16 else torch.bfloat16
     with engine_of(Run(bf16=not bf16).another()) as engine:
         engine.load_checkpoint(tmp_path)
