@@ -20,6 +20,9 @@ from hytrain.config import HyTrainConfig
 from hytrain.engine import HyTrainEngine
 from hytrain.errors import ConfigError
 
+# Kept: whoever puts hytrain's in the place of ``deepspeed.initialize`` must not call itself.
+_deepspeed_initialize = deepspeed.initialize
+
 
 def initialize(
     args: Any = None,
@@ -69,11 +72,11 @@ def initialize(
     loaded = load_config(given)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
-        return tuple(deepspeed.initialize(**keywords))  # type: ignore[return-value]
+        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     check_version()
     section.fixed_gpu_fraction  # noqa: B018 - refuses "solve" before anything is built
     refuse_unsupported(loaded)
     refuse_unsupported_model(model)
     with engine_class(HyTrainEngine):
-        built = deepspeed.initialize(**keywords)
+        built = _deepspeed_initialize(**keywords)
     return tuple(built)  # type: ignore[return-value]

@@ -48,8 +48,9 @@ def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bo
             engine.lr_scheduler.load_state_dict(schedule)
     if engine.random_ltd_enabled() and stored.get("random_ltd") is not None:
         engine.random_ltd_scheduler.load_state_dict(stored["random_ltd"])
-    if engine.curriculum_learning_enabled() and stored.get("data_sampler") is not None:
-        engine.training_dataloader.data_sampler.load_state_dict(stored["data_sampler"])
+    loader = engine.training_dataloader
+    if loader is not None and stored.get("data_sampler") is not None:
+        loader.data_sampler.load_state_dict(stored["data_sampler"])
     engine.global_steps = stored["global_steps"]
     samples = engine.global_steps * engine.train_batch_size()
     engine.global_samples = stored.get("global_samples", samples)

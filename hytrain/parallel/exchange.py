@@ -135,7 +135,8 @@ def from_first(find: Callable[[], object], collectives: ShardCollectives) -> obj
     if collectives.rank == 0:
         try:
             answer[0] = find(), None
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
+            # The others wait for an answer, whatever it was.
             answer[0] = None, str(error)
     if collectives.world_size > 1:
         first = collectives.global_rank(0)
