@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,8 +32,6 @@ from hytrain.optim.norm import ClipSettings
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
-
-logger = logging.getLogger(__name__)
 
 
 class HyTrainEngine(DeepSpeedEngine):
@@ -157,11 +154,14 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def train(self, mode: bool = True) -> HyTrainEngine:
         """As nn.Module.train; switching to evaluation synchronizes first."""
-        guards = self.__dict__.get("_guards")
-        if not mode and guards is not None and isinstance(self.optimizer, HyTrainZeroOptimizer):
+        if not mode and self.__dict__.get("_guards") is not None:
             self.synchronize()
         super().train(mode)
         return self
+
+    def eval(self) -> HyTrainEngine:
+        """As nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
+        return self.train(False)
 
     # -- state and checkpoints -------------------------------------------------------------------
 
@@ -258,10 +258,6 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self._check_open()
         name = find_tag(Path(load_dir), None if tag is None else str(tag), optimizer.collectives)
         if name is None:
-            logger.warning(
-                "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
-                load_dir,
-            )
             return None, None
         with_optimizer = load_optimizer_states and not load_module_only
         keys = ("module",) if load_module_only else ("module", *COUNTERS)

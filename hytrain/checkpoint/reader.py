@@ -76,14 +76,20 @@ def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> 
     """The tag to load, as rank 0 sees it; a collective.
 
     Returns:
-        The tag, or None where none was given and there is no ``latest``.
+        The tag, or None, with a warning, where none was given and there is no ``latest``.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
 
     found = from_first(lambda: _look(load_dir, tag), collectives)
-    return None if found is None else str(found)
+    if found is None:
+        logger.warning(
+            "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
+            load_dir,
+        )
+        return None
+    return str(found)
 
 
 def _look(load_dir: Path, tag: str | None) -> str | None:
