@@ -213,23 +213,32 @@ void submit_pass(UpdateWorker& worker, int layer, Pass pass, Address withdraw_to
     worker.submit(std::move(job));
 }
 
+// A forked child has the worker but none of its threads, and maybe a mutex that one of them held:
+// it could only wait for ever. Its copy is left to the end of the process.
+struct DeleteInOwnProcess {
+    void operator()(UpdateWorker* worker) const {
+        if (worker->in_own_process()) delete worker;
+    }
+};
+using WorkerHolder = std::unique_ptr<UpdateWorker, DeleteInOwnProcess>;
+
 void bind_worker(py::module_& m) {
     using NoGil = py::call_guard<py::gil_scoped_release>;
-    py::class_<UpdateWorker>(m, "UpdateWorker")
+    py::class_<UpdateWorker, WorkerHolder>(m, "UpdateWorker")
         .def_static(
             "on_host",
             [](int num_threads, std::uint64_t seed, unsigned max_delay_us) {
-                return std::make_unique<UpdateWorker>(hytrain::make_host_device(seed, max_delay_us),
-                                                      num_threads, seed, max_delay_us);
+                return WorkerHolder(new UpdateWorker(hytrain::make_host_device(seed, max_delay_us),
+                                                     num_threads, seed, max_delay_us));
             },
             py::arg("num_threads"), py::arg("delay_seed"), py::arg("max_delay_us"))
         .def_static(
             "on_cuda",
             [](int ordinal, Address to_host, Address to_device, int num_threads, std::uint64_t seed,
                unsigned max_delay_us) {
-                return std::make_unique<UpdateWorker>(
-                    hytrain::make_cuda_device(ordinal, to_host, to_device), num_threads, seed,
-                    max_delay_us);
+                return WorkerHolder(
+                    new UpdateWorker(hytrain::make_cuda_device(ordinal, to_host, to_device),
+                                     num_threads, seed, max_delay_us));
             },
             py::arg("ordinal"), py::arg("to_host"), py::arg("to_device"), py::arg("num_threads"),
             py::arg("delay_seed"), py::arg("max_delay_us"))

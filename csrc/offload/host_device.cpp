@@ -27,13 +27,16 @@ class LaneThread {
     LaneThread(std::uint64_t seed, unsigned max_delay_us)
         : random_(seed), max_delay_us_(max_delay_us), thread_([this] { run(); }) {}
 
-    ~LaneThread() {
+    ~LaneThread() { stop(); }
+
+    // After what is queued. May be called twice.
+    void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
         }
         wake_.notify_all();
-        thread_.join();
+        if (thread_.joinable()) thread_.join();
     }
 
     LaneThread(const LaneThread&) = delete;
@@ -49,7 +52,7 @@ class LaneThread {
 
     void drain() {
         std::unique_lock<std::mutex> lock(mutex_);
-        idle_.wait(lock, [this] { return operations_.empty() && !busy_; });
+        idle_.wait(lock, [this] { return stop_ || (operations_.empty() && !busy_); });
     }
 
     bool stopping() const { return stop_; }
@@ -130,9 +133,12 @@ class HostDevice final : public Device {
             [destination, source, bytes] { std::memcpy(destination, source, bytes); });
     }
 
-    void drain() noexcept override {
+    void stop() noexcept override {
+        // A lane that is told to stop waits for no event any more: both must be idle first.
         to_host_.drain();
         to_device_.drain();
+        to_host_.stop();
+        to_device_.stop();
     }
 
    private:

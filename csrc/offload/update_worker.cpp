@@ -1,6 +1,8 @@
 // The update worker: what callers use. The thread itself is in update_loop.cpp.
 #include "hytrain/update_worker.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -27,7 +29,8 @@ UpdateWorker::UpdateWorker(std::unique_ptr<Device> device, int num_threads,
     : device_(std::move(device)),
       num_threads_(num_threads),
       random_(delay_seed),
-      max_delay_us_(max_delay_us) {}
+      max_delay_us_(max_delay_us),
+      process_(static_cast<long>(getpid())) {}
 
 UpdateWorker::~UpdateWorker() {
     close();
@@ -79,7 +82,10 @@ void UpdateWorker::start() {
     thread_ = std::thread([this] { run(); });
 }
 
+bool UpdateWorker::in_own_process() const { return process_ == static_cast<long>(getpid()); }
+
 void UpdateWorker::close() noexcept {
+    if (!in_own_process()) return;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
@@ -89,7 +95,7 @@ void UpdateWorker::close() noexcept {
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
     // The caller is about to unmap what copies in flight still read and write.
-    device_->drain();
+    device_->stop();
 }
 
 void UpdateWorker::throw_if_failed() {

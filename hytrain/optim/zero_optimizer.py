@@ -334,6 +334,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def _record(self, outcome: Outcome | None) -> None:
         self.overflow = outcome is not None and outcome.skip
+        # torch's schedulers look for it: the basic optimizer's own step is never called.
+        vars(self.optimizer)["_opt_called"] = True
         if not self.overflow:
             self.steps = [step + 1 for step in self.steps]
         self._global_grad_norm = (

@@ -31,8 +31,9 @@ class Device {
     // True when the latest record has completed (or there was none).
     virtual bool is_complete(EventHandle event) = 0;
     virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
-    // Until every copy queued so far has completed. On CUDA the owner of the streams does it.
-    virtual void drain() noexcept {}
+    // Waits for the copies queued so far and ends the lanes; nothing may be queued any more. On
+    // CUDA the owner of the streams does it.
+    virtual void stop() noexcept {}
 };
 
 // Copy threads on the host. Every hand-off sleeps a random time up to max_delay_us where that is

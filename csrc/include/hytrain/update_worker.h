@@ -102,7 +102,9 @@ class UpdateWorker {
     void set_num_threads(int num_threads) { num_threads_ = num_threads; }
     void set_non_temporal(bool value) { non_temporal_ = value; }
     void start();
+    // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
+    bool in_own_process() const;
 
     // -- One step --------------------------------------------------------------------------
     // Previews stop once this rank's own sum of squares exceeds the limit (they would be wasted).
@@ -220,6 +222,7 @@ class UpdateWorker {
     std::mt19937_64 random_;
     unsigned max_delay_us_;
     std::atomic<int> fail_at_{-1};
+    long process_ = 0;  // that made the threads
     std::thread thread_;
 };
 

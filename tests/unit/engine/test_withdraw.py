@@ -82,14 +82,15 @@ READERS: list[Callable[[Any], Any]] = [
 READER_NAMES = ["forward", "eval", "module", "state_dict", "module_state_dict", "synchronize"]
 
 
+@pytest.mark.parametrize("clipping", [0.1, 100.0])
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 @pytest.mark.parametrize("read", READERS, ids=READER_NAMES)
 def test_weights_read_between_backward_and_step_are_the_old_ones(
-    read: Callable[[Any], Any], gpu_fraction: float
+    read: Callable[[Any], Any], gpu_fraction: float, clipping: float
 ) -> None:
     model = make_model("mlp")
     twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, clipping=0.1)
+    config = make_config(gpu_fraction=gpu_fraction, bf16=False, clipping=clipping)
     with built(model, config) as engine:
         shadow = Shadow(engine)
         for number in range(6):

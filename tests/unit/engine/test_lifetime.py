@@ -1,0 +1,232 @@
+"""Engines come and go: no thread, no pinned memory, no hang is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, environment, make_config
+from support.models import make_batch, make_model
+from support.shadow import Shadow
+from torch.utils.data import DataLoader, Dataset
+from training import FRACTIONS, backward, inputs
+
+import hytrain
+from hytrain.errors import EngineClosedError
+
+pytestmark = pytest.mark.timeout(120)
+
+TESTS = Path(__file__).parents[2]
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_two_engines_do_not_touch_each_other() -> None:
+    config = make_config(gpu_fraction=0.5, clipping=0.1)
+    with (
+        built(make_model("mlp", seed=1), config) as one,
+        built(make_model("mlp", seed=2), config) as two,
+    ):
+        shadows = [Shadow(one), Shadow(two)]
+        for number in range(5):
+            backward(one, number)
+            backward(two, 10 + number)
+            shadows[0].step()
+            if number == 3:
+                two.synchronize()
+            shadows[1].step()
+        for shadow in shadows:
+            shadow.check()
+
+
+def _finish(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+@pytest.mark.parametrize("when", ["unused", "in_backward", "after_backward", "after_step"])
+def test_destroy_leaves_no_thread_and_no_pinned_memory(when: str, gpu_fraction: float) -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)  # threads that torch keeps are there from here on
+        engine.step()
+        engine.synchronize()
+    before = num_threads()
+    model = make_model("mlp")
+    with environment("HYTRAIN_DELAYS", "7:2000"):
+        engine, *_ = hytrain.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=make_config(gpu_fraction=gpu_fraction, clipping=1e-3),
+        )
+    assert num_threads() > before
+    arena = engine.optimizer.pipeline.cpu.arena
+    for number in range(0 if when == "unused" else 3):
+        loss = engine(**inputs(number))
+        if when == "in_backward" and number == 2:
+            model.blocks[0].up.weight.register_hook(lambda _grad: engine.destroy())
+            with pytest.raises(EngineClosedError):
+                _finish(engine, loss)
+            break
+        engine.backward(loss)
+        if not (when == "after_backward" and number == 2):
+            engine.step()
+    engine.destroy()
+    engine.destroy()  # twice is once
+    assert num_threads() == before
+    assert arena._export is None
+    assert arena._mapping.closed
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_use_after_destroy_is_refused(gpu_fraction: float) -> None:
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction)) as engine:
+        loss = engine(**inputs(0))
+        engine.destroy()
+        uses = [
+            lambda: engine(**inputs(1)),
+            lambda: engine.backward(loss),
+            engine.step,
+            engine.synchronize,
+            engine.optimizer.flush,
+            engine.eval,
+        ]
+        for use in uses:
+            with pytest.raises(EngineClosedError, match="after destroy"):
+                use()
+
+
+def test_the_model_lives_on_after_destroy() -> None:
+    model = make_model("mlp")
+    with built(model, make_config(bf16=False)) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
+        expected = engine(**inputs(1)).item()
+    assert model(**inputs(1)).item() == expected
+    model(**inputs(1)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_a_reference_to_a_destroyed_engine_keeps_no_state(gpu_fraction: float) -> None:
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction)) as engine:
+        backward(engine, 0)
+        engine.step()
+        state = weakref.ref(engine.optimizer.layer_states[0].exp_avg)
+        assert state() is not None
+    gc.collect()
+    assert state() is None
+
+
+def _run_script(body: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs a training script in a process of its own; (result, seconds after its main ended)."""
+    script = f"""
+        import os, sys, time
+        sys.path.insert(0, {str(TESTS)!r})
+        from support.engines import join_process_group, make_config
+        from support.models import make_model, make_batch
+        join_process_group()
+        import torch, hytrain
+        model = make_model("mlp")
+        engine, *_ = hytrain.initialize(
+            model=model, model_parameters=model.parameters(), config=make_config())
+        for number in range(3):
+            engine.backward(engine(**make_batch("mlp", number)))
+            engine.step()
+    """
+    script = textwrap.dedent(script) + textwrap.dedent(body)
+    script += "\nprint('END', time.time(), flush=True)\n"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", **variables},
+        check=False,
+    )
+    ended = time.time()
+    marks = [line for line in result.stdout.splitlines() if line.startswith("END")]
+    assert marks, result.stderr
+    return result, ended - float(marks[-1].split()[1])
+
+
+def test_the_interpreter_ends_without_destroy() -> None:
+    """In the middle of a step too, with copies on their way."""
+    result, seconds = _run_script(
+        'engine.backward(engine(**make_batch("mlp", 9)))', HYTRAIN_DELAYS="3:3000"
+    )
+    assert result.returncode == 0, result.stderr
+    assert seconds < 5.0
+
+
+def test_an_error_at_the_end_of_main_is_not_hidden() -> None:
+    body = """
+        print('END', time.time(), flush=True)
+        raise SystemExit(3)
+    """
+    result, seconds = _run_script(body)
+    assert result.returncode == 3, result.stderr
+    assert seconds < 5.0
+
+
+def test_a_forked_child_ends_by_itself() -> None:
+    """It has the engine but none of its threads."""
+    body = """
+        child = os.fork()
+        if child == 0:
+            import gc
+            engine.destroy()
+            del engine, model
+            gc.collect()
+            os._exit(0)  # not sys.exit: gloo's own group does not survive that
+        deadline = time.time() + 20
+        while time.time() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, 9)
+            raise SystemExit("the child hangs")
+        assert status == 0, status
+        engine.backward(engine(**make_batch("mlp", 9)))
+        engine.step()
+        engine.synchronize()
+        engine.destroy()
+    """
+    result, seconds = _run_script(body)
+    assert result.returncode == 0, result.stderr
+    assert seconds < 5.0
+
+
+class Batches(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return make_batch("mlp", index)["inputs"]
+
+
+def test_data_loader_workers_forked_in_the_middle_of_training() -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        shadow = Shadow(engine)
+        for _epoch in range(2):
+            loader = DataLoader(
+                Batches(), batch_size=None, num_workers=2, multiprocessing_context="fork"
+            )
+            for batch in loader:
+                engine.backward(engine(inputs=batch))
+                shadow.step()
+        shadow.check()

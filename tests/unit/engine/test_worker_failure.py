@@ -1,0 +1,97 @@
+"""An exception in the update worker reaches the training thread, and nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.engines import built, make_config
+from support.models import make_model
+from training import backward, inputs
+
+from hytrain.errors import WorkerError
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def _train(engine: Any) -> None:
+    for number in range(1, 100):
+        backward(engine, number)
+        engine.step()
+
+
+def _step_and_wait(engine: Any) -> None:
+    engine.step()
+    engine.synchronize()
+
+
+@pytest.mark.parametrize("layer", [0, 3, 5])
+def test_the_error_names_the_layer(layer: int) -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
+        name = engine.optimizer.layer_states[layer].name
+        engine.optimizer.pipeline.cpu.worker.fail_at(layer)
+        with pytest.raises(WorkerError, match=f"layer '{name}'.*injected fault"):
+            _train(engine)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda engine: engine(**inputs(5)),
+    "backward": lambda engine: backward(engine, 5),
+    "step": lambda engine: engine.step(),
+    "synchronize": lambda engine: engine.synchronize(),
+    "state_dict": lambda engine: engine.module.state_dict(),
+    "flush": lambda engine: engine.optimizer.flush(),
+    "eval": lambda engine: engine.eval(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_later_call_raises_within_a_second(use: str) -> None:
+    with built(make_model("mlp"), make_config(clipping=1e-3)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        engine.synchronize()
+        engine.optimizer.pipeline.cpu.worker.fail_at(0)  # the last to get its gradient
+        backward(engine, 2)
+        begin = time.monotonic()
+        for _ in range(2):  # the second time as well
+            with pytest.raises(WorkerError, match=r"'before blocks\.0'"):
+                USES[use](engine)
+        assert time.monotonic() - begin < 1.0
+
+
+def test_a_waiting_thread_is_woken() -> None:
+    """The fault strikes while the training thread already waits for the layer."""
+    config = make_config()
+    with built(make_model("mlp"), config) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
+        engine.optimizer.pipeline.cpu.worker.fail_at(0)
+        backward(engine, 1)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError):
+            _step_and_wait(engine)
+        assert time.monotonic() - begin < 1.0
+
+
+def test_destroy_after_a_failure() -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        engine.optimizer.pipeline.cpu.worker.fail_at(2)
+        backward(engine, 0)
+        with pytest.raises(WorkerError):
+            _step_and_wait(engine)
+        begin = time.monotonic()
+        engine.destroy()
+        assert time.monotonic() - begin < 1.0
+    # Another engine in the same process is not affected.
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
