@@ -58,6 +58,10 @@ class ResidentStorage:
         """Device address of the training copy of ``[begin, end)``."""
         return self.slice(begin, end).data_ptr()
 
+    def release(self) -> None:
+        """Lets go of the flat tensors; they live as long as a parameter still views them."""
+        self.runs = []
+
     def mark_overwritten(self) -> None:
         """Counts an overwrite of all parameters.
 

@@ -225,6 +225,14 @@ class UpdatePipeline:
         """Before a layer's weights are used: the compute stream waits for the newest ones."""
         if layer.waited:
             return
+        if layer.gather_due and self._collectives.world_size > 1:
+            # All ranks gather in forward order, whichever layer this rank's forward uses first.
+            for earlier in self.layers[: layer.index]:
+                if earlier.gather_due:
+                    self._wait(earlier)
+        self._wait(layer)
+
+    def _wait(self, layer: LayerState) -> None:
         with self.exposure.waiting(layer.placement == "cpu"):
             if layer.placement == "cpu":
                 self.cpu.wait_weights(layer)
@@ -265,3 +273,4 @@ class UpdatePipeline:
         for layer in self.layers:
             layer.gradient = None
             layer.master = layer.exp_avg = layer.exp_avg_sq = torch.empty(0)
+            layer.storage.release()

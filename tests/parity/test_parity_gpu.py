@@ -69,3 +69,10 @@ def test_covering_selection(case: Case) -> None:
 def test_with_delays_on_every_stream_and_at_every_hand_off(case: Case, seed: int) -> None:
     with environment("HYTRAIN_DELAYS", f"{seed}:300"):
         check_on_gpu(case, stream_delays(seed))
+
+
+@pytest.mark.parametrize("clipping", ["never", "sometimes", "always"])
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+def test_100m_parameters(gpu_fraction: float, clipping: str) -> None:
+    case = Case("llama-100m", gpu_fraction, clipping, dtype="bf16", steps=20, observe=(1, 10))
+    check_on_gpu(case, None)

@@ -18,7 +18,15 @@ TRANSFORMERS = ("llama", "gpt2", "vit")
 def make_model(kind: str, *, seed: int = 0) -> nn.Module:
     """A randomly initialized model: one of TRANSFORMERS, "t5" or "mlp"."""
     torch.manual_seed(seed)
-    return {"llama": _llama, "gpt2": _gpt2, "vit": _vit, "t5": _t5, "mlp": Mlp}[kind]()
+    builders = {
+        "llama": _llama,
+        "llama-100m": _llama_100m,
+        "gpt2": _gpt2,
+        "vit": _vit,
+        "t5": _t5,
+        "mlp": Mlp,
+    }
+    return builders[kind]()
 
 
 def make_batch(kind: str, number: int, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -49,6 +57,22 @@ def _llama() -> nn.Module:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _llama_100m() -> nn.Module:
+    """109 M parameters: large enough that transfers and updates really overlap on a GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
         max_position_embeddings=64,
     )
     return LlamaForCausalLM(config)
