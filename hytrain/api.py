@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
+import torch.distributed as dist
 
 from hytrain._deepspeed import (
     avoid_cpu_communication_build,
@@ -19,6 +22,9 @@ from hytrain._deepspeed import (
 from hytrain.config import HyTrainConfig
 from hytrain.engine import HyTrainEngine
 from hytrain.errors import ConfigError
+from hytrain.layers.discovery import find_layers
+from hytrain.layers.partition import partition
+from hytrain.optim.hyper import check_optimizer
 
 # Kept: whoever puts hytrain's in the place of ``deepspeed.initialize`` must not call itself.
 _deepspeed_initialize = deepspeed.initialize
@@ -77,6 +83,32 @@ def initialize(
     section.fixed_gpu_fraction  # noqa: B018 - refuses "solve" before anything is built
     refuse_unsupported(loaded)
     refuse_unsupported_model(model)
+    _check_fit(section, loaded, model, optimizer, mpu)
     with engine_class(HyTrainEngine):
         built = _deepspeed_initialize(**keywords)
     return tuple(built)  # type: ignore[return-value]
+
+
+def _check_fit(
+    section: HyTrainConfig, config: Mapping[str, Any], model: Any, optimizer: Any, mpu: Any
+) -> None:
+    """What can be told about model, optimizer and job before DeepSpeed converts the model.
+
+    Raises:
+        ConfigError: the section does not fit them.
+        UnsupportedError: the optimizer is not an Adam.
+    """
+    if optimizer is None and "optimizer" not in config:
+        raise ConfigError(
+            'no optimizer was given: add an "optimizer" section to the configuration or pass '
+            "optimizer=torch.optim.AdamW(...)"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(optimizer)
+    if isinstance(model, torch.nn.Module):
+        find_layers(model, model.parameters(), section.layers.block_class)
+    if mpu is None and section.shard_fractions is not None:
+        world = os.environ.get("WORLD_SIZE", "")
+        ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
+        if ranks:
+            partition([], ranks, section.shard_fractions)

@@ -78,8 +78,11 @@ class Shadow:
         for index, shard in enumerate(self.shards):
             for group, begin, end in shard.segments:
                 part = slice(begin, end)
-                gradient = Gradient(self.last[index][part], self.coefficient, hypers[group])
+                gradient = Gradient(self.last[index][part], self._gradient_scale(), hypers[group])
                 commit(shard.p[part], shard.m[part], shard.v[part], gradient)
+
+    def _gradient_scale(self) -> float:
+        return self.coefficient
 
     def check_weights(self) -> None:
         """The training copy, as anybody may read it now, is that of the last step."""
