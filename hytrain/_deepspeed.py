@@ -181,3 +181,20 @@ def _refuse_zero(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
         )
+    _refuse_communication_dtype(config)
+
+
+def _refuse_communication_dtype(config: Mapping[str, Any]) -> None:
+    communicated = _get(config, "communication_data_type")
+    if communicated is None:
+        return
+    is_bf16 = _get(config, "bf16.enabled") or _get(config, "bfloat16.enabled")
+    accumulated = _get(config, "data_types.grad_accum_dtype") or ("bf16" if is_bf16 else "fp32")
+    short = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    name = str(accumulated).removeprefix("torch.")
+    if str(communicated).lower() != short.get(name, name):
+        raise UnsupportedError(
+            f'"communication_data_type" is {communicated!r} but gradients are accumulated in '
+            f"{accumulated}: they are reduced in the dtype they are accumulated in; set "
+            '"data_types": {"grad_accum_dtype": ...} to that dtype and remove it'
+        )

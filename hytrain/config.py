@@ -109,11 +109,13 @@ class HyTrainConfig(_Section):
             ConfigError: the section is malformed, or a top-level key looks like a misspelt one.
         """
         if SECTION not in config:
-            near = difflib.get_close_matches(SECTION, list(config), n=1, cutoff=0.8)
+            lowered = {str(key).lower(): key for key in config}
+            near = difflib.get_close_matches(SECTION, list(lowered), n=1, cutoff=0.8)
             if near:
+                seen = lowered[near[0]]
                 raise ConfigError(
-                    f'the configuration has a section "{near[0]}" but none called "{SECTION}": '
-                    f'rename "{near[0]}" to "{SECTION}" (DeepSpeed would ignore it silently)'
+                    f'the configuration has a section "{seen}" but none called "{SECTION}": '
+                    f'rename "{seen}" to "{SECTION}" (DeepSpeed would ignore it silently)'
                 )
             return None
         section = config[SECTION]

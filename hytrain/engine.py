@@ -25,7 +25,7 @@ from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.config import HyTrainConfig
-from hytrain.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedError
+from hytrain.errors import CheckpointError, ConfigError, EngineClosedError
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.build import BuildSettings, build_optimizer
 from hytrain.optim.norm import ClipSettings
@@ -110,13 +110,6 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _build_settings(self) -> BuildSettings:
         model_dtype, accumulation_dtype = self.get_data_types()
-        communication_dtype = self._config.communication_data_type
-        if communication_dtype not in (None, accumulation_dtype):
-            raise UnsupportedError(
-                f'"communication_data_type" is {communication_dtype} but gradients are accumulated '
-                f"in {accumulation_dtype}: gradients are reduced in the dtype they are accumulated "
-                'in; set "data_types": {"grad_accum_dtype": ...} to that dtype and remove it'
-            )
         if self.bfloat16_enabled():
             check_overflow = bool(self._config.bfloat16_config.check_grad_overflow)
         else:

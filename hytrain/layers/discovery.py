@@ -105,9 +105,11 @@ def _collect(
         own = list(_take(module, name, wanted, taken, False))
         if own:
             if rest is None:
-                before = seen_blocks < len(names)
-                where = f"before {names[seen_blocks]}" if before else f"after {names[-1]}"
-                rest = LayerParameters(where if names else (name or "model"))
+                if seen_blocks < len(names):
+                    where = f"before {names[seen_blocks]}"
+                else:
+                    where = f"after {names[-1]}" if names else (name or "model")
+                rest = LayerParameters(where)
             rest.parameters.extend(own)
     if rest is not None:
         yield rest

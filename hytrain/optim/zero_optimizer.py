@@ -59,7 +59,8 @@ class StepSettings:
 
 def _graph_task() -> int:
     """The autograd graph that this thread is running, -1 for none."""
-    return int(torch._C._current_graph_task_id())
+    # DeepSpeed relies on it too; there is no public name.
+    return int(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
 
 
 class HyTrainZeroOptimizer(ZeROOptimizer):

@@ -1,0 +1,190 @@
+"""What cannot be done is refused with the key's name, before the model is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engines import make_config
+from support.models import make_model
+
+import hytrain
+from hytrain.errors import ConfigError, UnsupportedError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def refused(config: dict[str, Any], match: str, kind: type[Exception], **keywords: Any) -> None:
+    """initialize() raises, and the model is what it was."""
+    model = make_model("mlp")
+    before = [(p.data_ptr(), p.dtype, p.detach().clone()) for p in model.parameters()]
+    if "optimizer" in keywords:
+        keywords["optimizer"] = keywords["optimizer"](model.parameters())
+    else:
+        keywords.setdefault("model_parameters", model.parameters())
+    with pytest.raises(kind, match=match) as raised:
+        hytrain.initialize(model=model, config=config, **keywords)
+    assert isinstance(raised.value, ValueError)
+    for parameter, (address, dtype, values) in zip(model.parameters(), before, strict=True):
+        assert parameter.data_ptr() == address
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, values)
+        assert not parameter._post_accumulate_grad_hooks
+
+
+SECTIONS: list[tuple[Any, str]] = [
+    ({"gpu_fraktion": 0.5}, r'hytrain\.gpu_fraktion: unknown key; did you mean "gpu_fraction"'),
+    ({"gpu_fraction": 0.5, "offload": {"threads": 2}}, r"hytrain\.offload\.threads: unknown key"),
+    ({"gpu_fraction": 0.5, "layers": {"klass": "B"}}, r"hytrain\.layers\.klass: unknown key"),
+    ({"gpu_fraction": "auto"}, r"hytrain\.gpu_fraction = 'auto'"),
+    ({"gpu_fraction": "solve"}, r"hytrain\.gpu_fraction.*not available"),
+    ({}, r'"hytrain\.gpu_fraction" is not given.*not available'),
+    ({"gpu_fraction": 1.01}, r"hytrain\.gpu_fraction = 1\.01: must be a number in \[0, 1\]"),
+    ({"gpu_fraction": -0.1}, r"hytrain\.gpu_fraction = -0\.1: must be a number in \[0, 1\]"),
+    ({"gpu_fraction": float("nan")}, r"hytrain\.gpu_fraction = nan"),
+    ({"gpu_fraction": None}, r"hytrain\.gpu_fraction = None"),
+    ({"gpu_fraction": 0, "shard_fractions": [0.5, 0.4]}, r"shard_fractions.*must sum to 1"),
+    ({"gpu_fraction": 0, "shard_fractions": [1.5, -0.5]}, r"shard_fractions.*must be above 0"),
+    ({"gpu_fraction": 0, "shard_fractions": [0.5, 0.5]}, r"has 2 numbers but the job has 1 ranks"),
+    ({"gpu_fraction": 0, "shard_fractions": "equal"}, r"hytrain\.shard_fractions"),
+    ({"gpu_fraction": 0, "offload": {"chunk_elements": 1000}}, r"chunk_elements = 1000"),
+    ({"gpu_fraction": 0, "offload": {"chunk_elements": 1100}}, r"multiple of 64"),
+    ({"gpu_fraction": 0, "offload": {"cpu_threads": 0}}, r"cpu_threads = 0"),
+    ({"gpu_fraction": 0, "layers": {"class": "Nowhere"}}, r'"hytrain\.layers\.class" is "Nowhere"'),
+    (0.5, r'"hytrain" must be a JSON object, got float'),
+]
+
+
+@pytest.mark.parametrize(("section", "match"), SECTIONS, ids=lambda value: str(value)[:50])
+def test_the_section(section: Any, match: str) -> None:
+    refused(make_config() | {"hytrain": section}, f"(?s){match}", ConfigError)
+
+
+@pytest.mark.parametrize("name", ["hytrian", "HyTrain", "hytrains", "hy_train"])
+def test_a_section_that_is_nearly_called_hytrain(name: str) -> None:
+    config = make_config()
+    config[name] = config.pop("hytrain")
+    refused(config, f'"{name}" but none called "hytrain"', ConfigError)
+
+
+# Each feature of DeepSpeed that is refused: the path in the JSON, and a value that asks for it.
+FEATURES: list[tuple[str, Any]] = [
+    ("hybrid_engine.enabled", True),
+    ("tensor_parallel.autotp_size", 2),
+    ("sequence_parallel_size", 2),
+    ("pipeline.stages", 2),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}),
+    ("zero_optimization.offload_param", {"device": "cpu"}),
+    ("zero_optimization.offload_optimizer.super_offload", True),
+    ("zero_optimization.mics_shard_size", 4),
+    ("zero_optimization.zero_hpz_partition_size", 4),
+    ("zero_optimization.zero_quantized_weights", True),
+    ("zero_optimization.zero_quantized_gradients", True),
+    ("bf16.bf16_master_weights_and_grads", True),
+    ("bf16.bf16_optimizer_states", True),
+    ("bf16.immediate_grad_update", True),
+    ("fp16.enabled", True),
+    ("amp.enabled", True),
+    ("torch_autocast.enabled", True),
+    ("compile.deepcompile", True),
+    ("prescale_gradients", True),
+    ("sparse_gradients", True),
+    ("elasticity.enabled", True),
+    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
+    ("quantize_training.enabled", True),
+    ("eigenvalue.enabled", True),
+    ("checkpoint.load_universal", True),
+    ("checkpoint.writer", {"type": "fast"}),
+    ("zero_optimization.stage", 3),
+    ("zero_optimization.stage", 0),
+    ("zero_optimization.offload_optimizer.device", "nvme"),
+    ("zero_optimization.offload_optimizer.device", "none"),
+    ("zero_optimization.offload_optimizer.ratio", 0.5),
+    ("gradient_predivide_factor", 2.0),
+    ("optimizer.type", "Lamb"),
+    ("optimizer.type", "OneBitAdam"),
+    ("communication_data_type", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), FEATURES, ids=str)
+def test_features_of_deepspeed(path: str, value: Any) -> None:
+    config: dict[str, Any] = make_config()
+    target = config
+    *parents, key = path.split(".")
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[key] = value
+    refused(config, f'"{path}" is .*', UnsupportedError)
+
+
+def test_every_refused_feature_has_its_case() -> None:
+    from hytrain._deepspeed import _REFUSED
+
+    assert {path for path, _ in _REFUSED} <= {path for path, _ in FEATURES}
+
+
+@pytest.mark.parametrize("path", ["fp16", "torch_autocast", "hybrid_engine"])
+def test_a_feature_that_is_switched_off_is_accepted(path: str) -> None:
+    model = make_model("mlp")
+    config = make_config() | {path: {"enabled": False}}
+    engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.destroy()
+
+
+def test_no_offload_section() -> None:
+    config = make_config(zero_optimization={"stage": 2})
+    refused(config, r'"zero_optimization\.offload_optimizer\.device" is None', UnsupportedError)
+
+
+def test_no_optimizer() -> None:
+    refused(make_config(optimizer=None), "no optimizer was given", ConfigError)
+
+
+def test_no_configuration() -> None:
+    refused(None, "no configuration was given", ConfigError)  # type: ignore[arg-type]
+
+
+def test_a_configuration_that_cannot_be_read() -> None:
+    refused("/nowhere/config.json", "cannot be read", ConfigError)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "the optimizer is torch.optim.*SGD"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.Adam(p, maximize=True), "maximize=True"),
+    ],
+    ids=["SGD", "amsgrad", "maximize"],
+)
+def test_a_clients_optimizer_that_is_no_plain_adam(kind: Any, match: str) -> None:
+    refused(make_config(optimizer=None), match, UnsupportedError, optimizer=kind)
+
+
+def test_parameters_of_another_model() -> None:
+    other = make_model("mlp")
+    config = make_config(bf16=False)
+    with pytest.raises(ConfigError, match="are not parameters of the model"):
+        hytrain.initialize(
+            model=make_model("mlp"), model_parameters=other.parameters(), config=config
+        )
+
+
+def test_nothing_to_train() -> None:
+    model = make_model("mlp").requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing can be trained"):
+        hytrain.initialize(
+            model=model, model_parameters=list(model.parameters()), config=make_config(bf16=False)
+        )
+
+
+def test_step_with_a_closure() -> None:
+    model = make_model("mlp")
+    engine, *_ = hytrain.initialize(
+        model=model, model_parameters=model.parameters(), config=make_config()
+    )
+    with pytest.raises(UnsupportedError, match="closure"):
+        engine.optimizer.step(lambda: None)
+    engine.destroy()
