@@ -1,0 +1,204 @@
+"""The update worker by itself, against a serial loop: random schedules with random delays."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from support.comparisons import assert_same_bits
+
+from hytrain import _C
+from hytrain.offload.arena import Arena
+from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+
+pytestmark = pytest.mark.timeout(60)
+
+CHUNK = 96
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Layer:
+    """A layer's state, its training copy, and the serial loop's state."""
+
+    index: int
+    size: int
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    weights: torch.Tensor
+    expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sum_of_squares: torch.Tensor = field(default_factory=lambda: torch.zeros(1).double())
+
+
+class Bench:
+    """A worker on the host with its layers."""
+
+    def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
+        self.rng = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.worker = _C.UpdateWorker.on_host(2, seed, max_delay_us)
+        num_chunks = sum(-(-size // CHUNK) for size in sizes)
+        self.arena = Arena(64 * 1024 + num_chunks * CHUNK * 8, CPU)
+        slots = num_chunks + 3
+        self.worker.add_slot_class(self.arena.take(slots * CHUNK * 2), CHUNK * 2, slots)
+        self.worker.set_outgoing(self.arena.take(3 * CHUNK * 2), CHUNK * 2, 3)
+        self.layers = [self._layer(index, size) for index, size in enumerate(sizes)]
+        self.worker.start()
+
+    def normal(self, size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator)
+
+    def _layer(self, index: int, size: int) -> Layer:
+        p, m, v = self.normal(size), torch.zeros(size), torch.zeros(size)
+        weights = p.bfloat16()
+        layer = Layer(index, size, p, m, v, weights, (p.clone(), m.clone(), v.clone()))
+        chunks = [
+            _C.Chunk(
+                p=p.data_ptr() + 4 * at,
+                m=m.data_ptr() + 4 * at,
+                v=v.data_ptr() + 4 * at,
+                n=min(CHUNK, size - at),
+                shard_offset=at,
+                weights=weights.data_ptr() + 2 * at,
+                weights_dtype=_C.DType.bfloat16,
+                group=0,
+                slot_class=0,
+            )
+            for at in range(0, size, CHUNK)
+        ]
+        self.worker.add_layer(f"layer {index}", _C.DType.bfloat16, 0, self.arena.take(8), chunks)
+        return layer
+
+    def close(self) -> None:
+        self.worker.close()
+        self.arena.close()
+
+    # -- what a step consists of ---------------------------------------------------------------
+
+    def send(self, layer: Layer, gradient: torch.Tensor, hyper: AdamHyper) -> None:
+        layer.gradient = gradient
+        layer.sum_of_squares = torch.tensor([sum_of_squares(gradient)], dtype=torch.float64)
+        self.worker.submit_update(
+            layer.index,
+            gradient.data_ptr(),
+            0,
+            layer.sum_of_squares.data_ptr(),
+            _C.StepRecord(1.0, [hyper.native()]),
+            False,
+        )
+
+    def withdraw(self, layer: Layer) -> torch.Tensor:
+        """The gradient comes back, and the weights are those of the last step."""
+        if self.worker.cancel_update(layer.index):
+            returned = layer.gradient
+            self.worker.wait_complete(layer.index)
+        else:
+            returned = torch.zeros_like(layer.gradient)
+            self.worker.submit(layer.index, _C.Pass.withdraw, returned.data_ptr(), 0)
+            self.worker.wait_complete(layer.index)
+        assert_same_bits("withdrawn gradient", returned, layer.gradient)
+        self.check_weights(layer)
+        return returned
+
+    def skip(self) -> None:
+        for layer in self.layers:
+            if not self.worker.cancel_update(layer.index):
+                self.worker.submit(layer.index, _C.Pass.drop)
+
+    def finish(self, scale: float, hyper: AdamHyper) -> None:
+        self.worker.finalize(_C.StepRecord(scale, [hyper.native()]))
+        for layer in self.layers:
+            commit(*layer.expected, Gradient(layer.gradient, scale, hyper))
+
+    def check_weights(self, layer: Layer) -> None:
+        assert_same_bits("training copy", layer.weights, layer.expected[0].bfloat16())
+
+    def flush(self) -> None:
+        self.worker.wait_all()
+        for layer in self.layers:
+            if self.worker.has_pending(layer.index):
+                self.worker.submit(layer.index, _C.Pass.commit)
+        self.worker.wait_all()
+        for layer in self.layers:
+            assert not self.worker.has_pending(layer.index)
+            for name, actual, expected in zip(
+                "pmv", (layer.p, layer.m, layer.v), layer.expected, strict=True
+            ):
+                assert_same_bits(f"{name} of layer {layer.index}", actual, expected)
+
+    def random_step(self, hyper: AdamHyper) -> bool:
+        """One step of a random life; whether it was made (not skipped)."""
+        rng = self.rng
+        # Previews stop at once, in the middle, or never.
+        self.worker.begin_step(rng.choice([0.0, 150.0, math.inf]))
+        for layer in reversed(self.layers):
+            self.send(layer, self.normal(layer.size).bfloat16(), hyper)
+        if rng.random() < 0.3:
+            for layer in rng.sample(self.layers, rng.randint(1, len(self.layers))):
+                self.send(layer, self.withdraw(layer), hyper)
+        if rng.random() < 0.3:
+            self.worker.wait_issued(rng.randrange(len(self.layers)))
+        made = rng.random() > 0.25
+        if made:
+            final = replace(hyper, lr=hyper.lr * rng.choice([1.0, 1.0, 0.5]))
+            self.finish(rng.choice([1.0, 1.0, 0.37]), final)
+        else:
+            self.skip()
+        for layer in self.layers:  # the next forward
+            self.worker.wait_complete(layer.index)
+            self.check_weights(layer)
+        if rng.random() < 0.2:
+            self.flush()
+        return made
+
+
+@pytest.mark.parametrize("max_delay_us", [0, 60])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules(seed: int, max_delay_us: int) -> None:
+    bench = Bench([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
+    steps_made = 0
+    for _ in range(60):
+        hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=steps_made + 1)
+        steps_made += bench.random_step(hyper)
+    bench.flush()
+    assert 0 < steps_made < 60
+    bench.close()
+
+
+def test_close_in_the_middle_of_everything() -> None:
+    for seed in range(10):
+        bench = Bench([CHUNK * 4] * 3, seed, 300)
+        bench.worker.begin_step(math.inf)
+        for layer in bench.layers:
+            bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
+        bench.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            bench.worker.wait_all()
+
+
+def test_a_layer_without_chunks_is_refused() -> None:
+    worker = _C.UpdateWorker.on_host(1, 0, 0)
+    with pytest.raises(ValueError, match="has no chunks"):
+        worker.add_layer("empty", _C.DType.float32, 0, 0, [])
+
+
+def test_statistics_count_each_pass() -> None:
+    bench = Bench([CHUNK * 2, CHUNK], 0, 0)
+    bench.worker.begin_step(math.inf)
+    for layer in bench.layers:
+        bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
+    bench.worker.wait_all()
+    statistics = bench.worker.take_statistics()
+    assert statistics.elements == 3 * CHUNK
+    assert statistics.jobs == 2
+    assert statistics.kernel_ns > 0
+    spans = bench.worker.take_spans()
+    assert sorted(span.layer for span in spans) == [0, 1]
+    assert all(span.begin_ns + span.kernel_ns <= span.end_ns for span in spans)
+    assert bench.worker.take_statistics().elements == 0
+    bench.close()
