@@ -44,7 +44,7 @@ class RankShadow(Shadow):
 
     @property
     def unscale(self) -> float:
-        return 1.0 / dist.get_world_size()
+        return 1.0 / dist.get_world_size() if self.engine.gradient_average else 1.0
 
     def _gradient_scale(self) -> float:
         return self._scale
@@ -209,6 +209,21 @@ def no_sync(fractions: Sequence[float]) -> None:
                 backward(engine, 10 * step + 1)
             backward(engine, 10 * step + 2)
             shadow.step()
+        shadow.check()
+        assert_equal_on_all_ranks(shadow.states)
+
+
+def gradients_are_summed(fractions: Sequence[float], clipping: float) -> None:
+    config = config_for(fractions, clipping=clipping, gpu_fraction=0.5)
+    config["gradient_allreduce_op"] = "sum"
+    with built(make_model("mlp"), config) as engine:
+        shadow = RankShadow(engine)
+        for number in range(4):
+            backward(engine, number)
+            shadow.step()
+            outcome = engine.optimizer.pipeline.norm.read_decision()
+            expected = min(1.0, clipping / (outcome.norm + 1e-6))
+            assert outcome.scale == float(torch.tensor(expected, dtype=torch.float32))
         shadow.check()
         assert_equal_on_all_ranks(shadow.states)
 

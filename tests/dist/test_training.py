@@ -59,6 +59,11 @@ def test_two_backward_passes_in_a_step(ranks: RankPools, stage: int, accumulatio
     ranks(2).run(cases.two_backward_passes, (0.7, 0.3), stage, accumulation)
 
 
+@pytest.mark.parametrize("clipping", [1e-3, 100.0])
+def test_gradients_summed_instead_of_averaged(ranks: RankPools, clipping: float) -> None:
+    ranks(2).run(cases.gradients_are_summed, (0.7, 0.3), clipping)
+
+
 def test_no_sync(ranks: RankPools) -> None:
     ranks(2).run(cases.no_sync, (0.7, 0.3))
 
