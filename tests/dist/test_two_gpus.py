@@ -1,0 +1,118 @@
+"""Two GPUs over NCCL: equal and unequal shards, and a checkpoint that changes from one to the other.
+
+Runs in processes of its own, because the ranks of the other tests in this folder use gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(300),
+]
+
+SHARDS = ((0.5, 0.5), (0.7, 0.3))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def enter_rank(rank: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    from deepspeed import comm
+
+    torch.cuda.set_device(rank)
+    comm.init_distributed("nccl", verbose=False)
+
+
+def parity_on_rank(rank: int, port: int) -> None:
+    enter_rank(rank, port)
+    from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
+    from support.parity import Case, expected_outcomes, gathered, torch_states, train
+
+    cases = [
+        Case("llama", 0.0, "sometimes", 1, "bf16", 2, SHARDS[0]),
+        Case("llama", 0.3, "always", 4, "bf16", 2, SHARDS[1]),
+        Case("gpt2", 0.3, "sometimes", 4, "fp32", 1, SHARDS[1]),
+        Case("vit", 1.0, "never", 1, "bf16", 1, SHARDS[0]),
+        Case("llama-100m", 0.5, "sometimes", 1, "bf16", 2, SHARDS[0], steps=20, observe=(10,)),
+        Case("llama-100m", 0.5, "sometimes", 1, "bf16", 2, SHARDS[1], steps=20, observe=(10,)),
+    ]
+    for case in cases:
+        run = train(case)
+        found = [outcome for outcome in run.outcomes if outcome is not None]
+        assert_clipping(run, found)
+        for ours, theirs in zip(found, expected_outcomes(run), strict=True):
+            assert ours.norm == pytest.approx(theirs.norm, rel=1e-12)
+        assert_bitwise_serial(run, found, placements="cpu")
+        if case.model != "llama-100m":  # gigabytes of gradients are not worth the transfer
+            whole = gathered(run)
+            assert_close_to_torch(whole, torch_states(whole))
+        for copies in run.copies.values():
+            for flat in copies:
+                other: list[Any] = [None, None]
+                dist.all_gather_object(other, flat)
+                assert torch.equal(other[0], other[1]), "the ranks' weights differ"
+        if rank == 0:
+            print(f"{case}: passed", flush=True)
+    dist.destroy_process_group()
+
+
+def resume_on_rank(rank: int, port: int, folder: str) -> None:
+    enter_rank(rank, port)
+    from support.engines import built, device, make_config
+    from support.models import loss_of, make_batch, make_model
+
+    def step(engine: Any, number: int) -> None:
+        loss = loss_of(engine(**make_batch("llama", 2 * number + rank, device())))
+        engine.backward(loss)
+        engine.step()
+
+    def config(fractions: tuple[float, ...], gpu_fraction: float) -> dict[str, Any]:
+        section = {"shard_fractions": list(fractions)}
+        return make_config(gpu_fraction=gpu_fraction, hytrain=section)
+
+    with built(make_model("llama"), config(SHARDS[1], 0.3)) as engine:
+        for number in range(5):
+            step(engine, number)
+        saved = engine.fp32_state_dict()
+        engine.save_checkpoint(folder)
+    with built(make_model("llama", seed=1), config(SHARDS[0], 0.7)) as engine:
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+        loaded = engine.fp32_state_dict()
+        assert set(loaded) == set(saved)
+        for name, states in saved.items():
+            for kind, tensor in states.items():
+                assert torch.equal(tensor, loaded[name][kind]), f"{kind} of {name}"
+        step(engine, 5)
+    assert bool(saved) == (rank == 0)
+    dist.destroy_process_group()
+
+
+def test_parity_on_two_gpus() -> None:
+    multiprocessing.spawn(parity_on_rank, args=(free_port(),), nprocs=2)
+
+
+def test_a_checkpoint_moves_between_shardings(tmp_path: Path) -> None:
+    multiprocessing.spawn(resume_on_rank, args=(free_port(), str(tmp_path)), nprocs=2)
