@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class PartitionTable:
     def sizes(self, layer: int) -> list[int]:
         """Elements that each rank owns of a layer."""
         cuts = self.cuts[layer]
-        return [end - begin for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [end - begin for begin, end in itertools.pairwise(cuts)]
 
     def is_even(self, layer: int) -> bool:
         """Whether all ranks own equally much (collectives are faster then)."""

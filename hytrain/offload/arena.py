@@ -63,8 +63,8 @@ class Arena:
                 self._unpin()
                 # Copies from pageable memory block the worker but stay correct.
                 logger.warning(
-                    "pinning %.2f GiB of host memory failed (CUDA error %s): copies will be slower; "
-                    "check `ulimit -l` and the container's memory limit",
+                    "pinning %.2f GiB of host memory failed (CUDA error %s): copies will be "
+                    "slower; check `ulimit -l` and the container's memory limit",
                     self.num_bytes / 2**30,
                     result,
                 )

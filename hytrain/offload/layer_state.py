@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -62,7 +62,4 @@ class LayerState:
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
         cuts = list(accumulate(self.sizes, initial=0))
-        return [
-            max(0, min(high, end) - max(low, begin))
-            for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
-        ]
+        return [max(0, min(high, end) - max(low, begin)) for begin, end in pairwise(cuts)]
