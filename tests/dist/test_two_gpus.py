@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: equal and unequal shards, and a checkpoint that changes from one to the other.
+"""Two GPUs over NCCL: equal and unequal shards, and a checkpoint that changes between them.
 
 Runs in processes of its own, because the ranks of the other tests in this folder use gloo.
 """

@@ -230,7 +230,9 @@ def expected_outcomes(run: Run) -> list[Outcome]:
         sums = [sum_of_squares(gradients[index]) for index in range(len(run.initial))]
         total = torch.tensor(sums, dtype=torch.float64).sum().reshape(1)
         if run.world_size > 1:
+            total = total.to(device())  # NCCL reduces on the GPU only
             dist.all_reduce(total)
+            total = total.cpu()
         norm = math.sqrt(float(total)) * unscale
         coefficient = min(1.0, run.max_norm / (norm + 1e-6)) if run.max_norm else 1.0
         scale = float(torch.tensor(coefficient * unscale, dtype=torch.float32))
