@@ -53,16 +53,10 @@ def _gpu_name() -> str:
     return lines[0].strip() if lines else "unknown GPU"
 
 
-def slug_of(name: str) -> str:
-    """For a folder's name: lower case, words joined by a dash."""
-    return "-".join(name.lower().replace("nvidia", " ").split())
-
-
 def describe(device: str) -> Json:
     """Machine, versions and date."""
     gpu = _gpu_name() if device == "cuda" else None
     return {
-        "slug": slug_of(gpu) if gpu else "cpu",
         "gpu": gpu,
         "cpu": _cpu_model(),
         "cores": usable_cores(),

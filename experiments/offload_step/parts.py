@@ -17,9 +17,6 @@ CLIP_NEVER = 1e9
 CLIP_ALWAYS = 1e-3
 """Every gradient norm of an untrained model exceeds this, so clipping triggers at every step."""
 
-RESERVED = ("parity", "two_gpus")
-"""Parts of this experiment that are not step times; they are not written yet."""
-
 REFERENCE = "forward_backward"
 
 EXPECTED_SECONDS = {
@@ -131,8 +128,6 @@ PARTS = {"A": _part_a, "B": _part_b, "C": _part_c, "D": _part_d}
 
 def entries_of(part: str, settings: Settings) -> list[Entry]:
     """The part's entries in order, the reference at both ends."""
-    if part in RESERVED:
-        raise ValueError(f"--part {part} is not written yet: choose one of {', '.join(PARTS)}")
     if part not in PARTS:
         raise ValueError(f"--part {part!r} is unknown: choose one of {', '.join(PARTS)}")
     return [_reference(), *PARTS[part](settings), _reference(optional=True)]

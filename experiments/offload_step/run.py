@@ -24,7 +24,6 @@ from experiments.offload_step import records
 from experiments.offload_step.launch import environment, run_job, stop
 from experiments.offload_step.parts import (
     PARTS,
-    RESERVED,
     Settings,
     entries_of,
     expected_seconds,
@@ -57,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--part", required=True, choices=[*PARTS, *RESERVED])
+    add("--part", required=True, choices=PARTS)
     add("--out", required=True, type=Path, help="folder for part_<PART>.json")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--model", default="llama-3b", choices=list(SIZES))

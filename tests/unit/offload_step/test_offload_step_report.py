@@ -39,12 +39,20 @@ def result_of(seconds: float, *, busy: float | None = None, host: int = 40 * GIB
     }
 
 
-def record_of(label: str, result: Json | None, status: str = records.OK) -> Json:
+def record_of(
+    label: str, result: Json | None, status: str = records.OK, *, optional: bool = False
+) -> Json:
     system = "hytrain" if label.startswith("hytrain") else label
     variant = label.split()[-1] if label.split()[-1] in ("never", "direct", "always") else "clip"
     options = {"variant": variant} if system == "hytrain" else {}
     return {
-        "entry": {"label": label, "system": system, "clip": 1.0, "options": options},
+        "entry": {
+            "label": label,
+            "system": system,
+            "clip": 1.0,
+            "options": options,
+            "optional": optional,
+        },
         "status": status,
         "log": [] if result else ["Traceback", "RuntimeError: what went wrong"],
         "result": result,
@@ -56,7 +64,6 @@ def part_of(name: str, *measured: Json) -> Json:
         "schema": records.SCHEMA,
         "part": name,
         "hardware": {
-            "slug": "h200",
             "gpu": "NVIDIA H200",
             "cpu": "a CPU",
             "cores": 16,
@@ -139,9 +146,56 @@ def test_the_table_names_failures_and_their_last_words() -> None:
     failed = record_of("hytrain 0.3", None, records.FAILED)
     skipped = record_of("hytrain 1", None, records.SKIPPED)
     text = table([part_of("B", record_of("forward_backward", result_of(0.33)), failed, skipped)])
-    assert "| B | hytrain 0.3 | 1 | failed |" in text
+    assert "| B | hytrain 0.3 | 1 | 0 | failed |" in text
     assert "- part B, hytrain 0.3: failed: `RuntimeError: what went wrong`" in text
     assert "- part B, hytrain 1: skipped" in text
+
+
+def test_repeats_share_a_line_and_skipped_ones_are_not_missed() -> None:
+    first, second = record_of("hytrain 0", result_of(0.8)), record_of("hytrain 0", result_of(0.6))
+    skipped = record_of("hytrain 0", None, records.SKIPPED, optional=True)
+    text = table([part_of("C", first, second, skipped)])
+    lines = [line for line in text.splitlines() if line.startswith("| C | hytrain 0 |")]
+    assert len(lines) == 1
+    assert "| 2 | 0.700 (0.594-0.808) |" in lines[0]
+    assert "Not measured" not in text
+
+
+def test_nothing_is_hidden_where_the_cpu_updates_nothing() -> None:
+    result = result_of(0.35, busy=0.0)
+    for row in result["timing"]["observations"]:
+        row["update_seconds"] = 0.0
+    text = table([part_of("B", record_of("hytrain 1", result))])
+    line = next(line for line in text.splitlines() if line.startswith("| B | hytrain 1 |"))
+    assert "| 0% | - | 50% |" in line
+
+
+def test_a_limit_above_the_ceiling_is_said_to_be_so() -> None:
+    part = part_of(
+        "A",
+        record_of("forward_backward", result_of(0.32)),
+        record_of("hytrain 0.7", result_of(0.34)),
+        record_of("zero2_offload", result_of(1.28)),
+    )
+    claim = "gpu_fraction 0.7: ZeRO-2 offload's time / hytrain's"
+    check = next(check for check in check_all([part]) if check.claim == claim)
+    assert check.ceiling == pytest.approx(4.0)
+    assert check.verdict == "missed: above the ceiling"
+    reachable = next(c for c in check_all([headline_part()]) if c.claim == claim)
+    assert reachable.ceiling == pytest.approx(5.0)
+    assert reachable.verdict == "reached"
+
+
+def test_the_note_and_the_plan_are_in_the_table() -> None:
+    part = headline_part() | {"measurement": {"windows": 2, "steps": 5, "warmup": 4}}
+    text = table([part], "two hosts")
+    assert "- Note: two hosts\n" in text
+    assert "- Measured: 2 windows of 5 steps after 4 of warm-up\n" in text
+
+
+def test_a_report_can_be_made_from_its_own_results(tmp_path: Path) -> None:
+    folder = write_report([headline_part()], tmp_path)
+    assert load_parts([folder / "results.json"]) == [headline_part()]
 
 
 def test_the_table_shows_what_the_steps_say() -> None:
@@ -161,7 +215,7 @@ def test_files_are_named_by_hardware_and_date(tmp_path: Path) -> None:
     path = tmp_path / "part_A.json"
     records.write_json(path, headline_part())
     assert main([str(path), "--results", str(tmp_path / "results")]) == 0
-    folder = tmp_path / "results" / "h200_2026-01-02"
+    folder = tmp_path / "results" / "nvidia_h200_2026-01-02"
     assert sorted(p.name for p in folder.iterdir()) == [
         "results.json",
         "step_time.png",
@@ -182,7 +236,8 @@ def test_a_report_without_any_measurement_is_written(tmp_path: Path) -> None:
     [
         ({"schema": 0}, "schema"),
         ({"workload": {"model": "toy"}}, "workload"),
-        ({"hardware": {"slug": "other"}}, "hardware"),
+        ({"hardware": {"gpu": "other", "cpu": "a CPU"}}, "hardware"),
+        ({"hardware": {"gpu": "NVIDIA H200", "cpu": "other"}}, "hardware"),
     ],
 )
 def test_parts_that_do_not_belong_together_are_refused(
