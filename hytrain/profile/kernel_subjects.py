@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -79,7 +80,7 @@ def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
     out = _C.Outgoing(arrays.out.data_ptr(), bf16, non_temporal)
     n = arrays.p.numel()
     p, m, v = arrays.p.data_ptr(), arrays.m.data_ptr(), arrays.v.data_ptr()
-    return {
+    runs: dict[str, Run] = {
         "commit": lambda threads: _C.commit(p, m, v, n, current, out, threads),
         "commit_then_preview": lambda threads: _C.commit_then_preview(
             p, m, v, n, previous, current, out, threads
@@ -87,6 +88,17 @@ def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
         "preview": lambda threads: _C.preview(p, m, v, n, current, out, threads),
         "read_write": lambda threads: _C.read_write(p, m, v, n, threads),
     }
+    return {name: _holding(arrays, run) for name, run in runs.items()}
+
+
+def _holding(arrays: Arrays, run: Run) -> Run:
+    """The same pass. Addresses keep no tensor alive; a closure does."""
+
+    return partial(_run_held, arrays, run)
+
+
+def _run_held(_arrays: Arrays, run: Run, num_threads: int) -> None:
+    run(num_threads)
 
 
 def torch_fused_subject(arrays: Arrays) -> Run:
