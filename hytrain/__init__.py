@@ -1,10 +1,37 @@
-"""hytrain: DeepSpeed with the optimizer state in host memory, updated while backward runs."""
+"""hytrain: DeepSpeed with the optimizer state in host memory, updated while backward runs.
+
+The public names are imported at first use: importing DeepSpeed takes seconds and writes to stdout,
+which neither ``import hytrain`` nor the command line should.
+"""
 
 from __future__ import annotations
 
-from hytrain.api import initialize
-from hytrain.config import HyTrainConfig
-from hytrain.engine import HyTrainEngine
+import importlib
+from typing import TYPE_CHECKING
+
 from hytrain.version import __version__
 
+if TYPE_CHECKING:
+    from hytrain.api import initialize
+    from hytrain.config import HyTrainConfig
+    from hytrain.engine import HyTrainEngine
+
 __all__ = ["HyTrainConfig", "HyTrainEngine", "__version__", "initialize"]
+
+_HOMES = {
+    "HyTrainConfig": "hytrain.config",
+    "HyTrainEngine": "hytrain.engine",
+    "initialize": "hytrain.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

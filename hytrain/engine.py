@@ -26,9 +26,9 @@ from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.config import HyTrainConfig
 from hytrain.errors import CheckpointError, ConfigError, EngineClosedError
+from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.build import BuildSettings, build_optimizer
-from hytrain.optim.norm import ClipSettings
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives

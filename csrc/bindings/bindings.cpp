@@ -1,5 +1,5 @@
 // hytrain._C: the only file that knows Python. Arguments are addresses and sizes; who calls has
-// checked them (hytrain/optim/cpu_adam.py). The GIL is released while memory is swept.
+// checked them (hytrain/kernels/cpu_adam.py). The GIL is released while memory is swept.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -297,7 +297,7 @@ void bind_offload(py::module_& m) {
 // ---- module -------------------------------------------------------------------------------------
 
 PYBIND11_MODULE(_C, m) {
-    m.doc() = "Kernels of hytrain on addresses and sizes; hytrain.optim.cpu_adam checks them.";
+    m.doc() = "Kernels of hytrain on addresses and sizes; hytrain.kernels.cpu_adam checks them.";
     bind_adam(m);
     bind_offload(m);
 }

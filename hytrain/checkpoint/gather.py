@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from hytrain.layers.layout import LayerLayout, ParameterSlot
-from hytrain.offload.layer_state import LayerState
+from hytrain.layers.state import LayerState
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.exchange import Transfer, exchange
 

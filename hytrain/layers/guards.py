@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hytrain.offload.layer_state import LayerState
+from hytrain.layers.state import LayerState
 
 
 class WeightsOwner(Protocol):

@@ -10,12 +10,12 @@ import torch
 
 from hytrain import _C
 from hytrain.errors import WorkerError
+from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.layers.layout import ChunkSpan
+from hytrain.layers.state import LayerState
 from hytrain.offload.arena import Arena
-from hytrain.offload.layer_state import LayerState
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
-from hytrain.optim.cpu_adam import AdamHyper
 
 _Result = TypeVar("_Result")
 _CACHE_LINE = 64

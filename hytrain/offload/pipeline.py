@@ -12,13 +12,13 @@ import torch
 
 from hytrain import _C
 from hytrain.errors import ConfigError
+from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.device_adam import device_adam
+from hytrain.kernels.norm import GradientNorm, Outcome
+from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter
-from hytrain.offload.layer_state import LayerState
 from hytrain.offload.streams import Streams
-from hytrain.optim.cpu_adam import AdamHyper
-from hytrain.optim.device_adam import device_adam
-from hytrain.optim.norm import GradientNorm, Outcome
 from hytrain.parallel.collectives import ShardCollectives
 
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit_then_preview
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 
 _ELEMENTS = 1 << 24
 """256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""

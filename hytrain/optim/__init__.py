@@ -1,1 +1,1 @@
-"""Optimizers: Adam on the CPU, its reference, and what DeepSpeed's engine talks to."""
+"""What DeepSpeed's engine talks to: gradients taken over, steps in order, hyper-parameters."""

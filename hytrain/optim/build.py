@@ -10,17 +10,17 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
+from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.layers.discovery import find_layers
 from hytrain.layers.layout import LayerLayout, lay_out
 from hytrain.layers.partition import partition
+from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
-from hytrain.offload.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import calibrate_threads
 from hytrain.optim.hyper import HyperReader, check_optimizer
-from hytrain.optim.norm import ClipSettings, GradientNorm
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer, StepSettings
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.testing.faults import injected_delays

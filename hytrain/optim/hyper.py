@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hytrain.errors import UnsupportedError
-from hytrain.optim.cpu_adam import AdamHyper
+from hytrain.kernels.cpu_adam import AdamHyper
 
 _DECOUPLED = {"AdamW": True, "Adam": False}
 

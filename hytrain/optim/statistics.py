@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hytrain.errors import HyTrainError
-from hytrain.optim.norm import Outcome
-
-if TYPE_CHECKING:
-    from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.kernels.norm import Outcome
+from hytrain.offload.pipeline import UpdatePipeline
 
 
 @dataclass(frozen=True, slots=True)

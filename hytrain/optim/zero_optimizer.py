@@ -15,11 +15,11 @@ import torch
 
 from hytrain._deepspeed import ZeROOptimizer
 from hytrain.errors import EngineClosedError, UnsupportedError
-from hytrain.offload.layer_state import LayerState
+from hytrain.kernels.norm import Outcome
+from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.gradients import GradientCollector, LayerGradient
 from hytrain.optim.hyper import HyperReader
-from hytrain.optim.norm import Outcome
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 

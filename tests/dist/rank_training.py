@@ -18,7 +18,7 @@ from support.parity import copies_of
 from support.shadow import Shadow
 from torch import nn
 
-from hytrain.offload.layer_state import LayerState
+from hytrain.layers.state import LayerState
 
 
 class RankShadow(Shadow):

@@ -1,7 +1,8 @@
 """Inside the package only the compiled module is imported from the root.
 
 The root gathers the public names from the top of the package; importing one of them from below
-would turn the direction of imports around, and the import checker leaves this one edge to us.
+would turn the direction of imports around. The root imports them at first use only, which the
+import checker does not see; neither does it see what is imported for type checkers.
 """
 
 from __future__ import annotations
@@ -28,3 +29,8 @@ def test_only_the_compiled_module_comes_from_the_root() -> None:
     modules = {"_C"} | {path.stem for path in PACKAGE.iterdir() if path.suffix != ".pyi"}
     for path in PACKAGE.rglob("*.py"):
         assert names_from_root(path.read_text()) <= modules, path
+
+
+def test_only_the_root_imports_for_type_checkers() -> None:
+    guilty = [path for path in PACKAGE.rglob("*.py") if "TYPE_CHECKING" in path.read_text()]
+    assert guilty == [PACKAGE / "__init__.py"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hytrain.optim.norm import Outcome
+from hytrain.kernels.norm import Outcome
 from support.parity import (
     Case,
     Run,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hytrain.offload.layer_state import LayerState
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
-from hytrain.optim.norm import Outcome
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.kernels.norm import Outcome
+from hytrain.layers.state import LayerState
 from support.engines import built, device, make_config
 from support.models import loss_of, make_batch, make_model
 

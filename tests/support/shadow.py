@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.offload.layer_state import LayerState
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.layers.state import LayerState
 from support.comparisons import assert_same_bits
 from support.models import loss_of
 from support.parity import shard_of

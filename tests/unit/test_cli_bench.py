@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
 
 from hytrain import cli
-from hytrain.optim import cpu_adam
+from hytrain.kernels import cpu_adam
 from hytrain.profile import kernel_subjects, machine
 from hytrain.profile.kernel_subjects import BYTES_PER_PARAM
 
@@ -48,6 +49,17 @@ def test_table_and_variants_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernel", "--variants", *SMALL]) == 0
     assert "prefetch_elements" in capsys.readouterr().out
     assert cpu_adam.active_isa() == before
+
+
+def test_subjects_keep_their_arrays_alive() -> None:
+    """The kernel takes addresses; where DeepSpeed is missing nothing else held the tensors."""
+    arrays = kernel_subjects.Arrays.random(1000)
+    alive = [weakref.ref(getattr(arrays, name)) for name in ("previous", "current", "out")]
+    subjects = kernel_subjects.our_subjects(arrays, non_temporal=False)
+    del arrays
+    assert all(reference() is not None for reference in alive)
+    del subjects
+    assert all(reference() is None for reference in alive)
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ import torch
 from support.comparisons import assert_same_bits
 
 from hytrain import _C
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 from hytrain.offload.arena import Arena
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 
 pytestmark = pytest.mark.timeout(60)
 

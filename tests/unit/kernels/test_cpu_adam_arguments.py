@@ -14,8 +14,8 @@ import torch
 from kernel_cases import ISAS, Case, make_case
 
 from hytrain.errors import KernelArgumentError
-from hytrain.optim import cpu_adam
-from hytrain.optim.cpu_adam import (
+from hytrain.kernels import cpu_adam
+from hytrain.kernels.cpu_adam import (
     AdamHyper,
     Gradient,
     commit,
@@ -200,7 +200,7 @@ def last_line(text: str) -> str:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_environment_forces_an_instruction_set(isa: str) -> None:
-    code = "from hytrain.optim.cpu_adam import active_isa; print(active_isa())"
+    code = "from hytrain.kernels.cpu_adam import active_isa; print(active_isa())"
     done = in_fresh_python(code, HYTRAIN_CPU_ISA=isa)
     assert last_line(done.stdout) == isa, done.stderr
 
@@ -208,7 +208,7 @@ def test_environment_forces_an_instruction_set(isa: str) -> None:
 def test_wrong_instruction_set_in_the_environment_is_a_value_error() -> None:
     code = """
 try:
-    import hytrain.optim.cpu_adam
+    import hytrain.kernels.cpu_adam
 except ValueError as error:
     print(error)
 """
@@ -222,7 +222,7 @@ def test_one_openmp_runtime_serves_torch_and_the_kernel() -> None:
     code = """
 import torch
 before = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 n = 1 << 20
 commit(*(torch.zeros(n) for _ in range(3)), Gradient(torch.ones(n), 1.0, AdamHyper(lr=1.0)),
        num_threads=2)

@@ -19,7 +19,7 @@ from kernel_cases import (
     ulp,
 )
 
-from hytrain.optim.cpu_adam import (
+from hytrain.kernels.cpu_adam import (
     AdamHyper,
     Gradient,
     commit,
@@ -28,7 +28,7 @@ from hytrain.optim.cpu_adam import (
     publish,
     sum_of_squares,
 )
-from hytrain.optim.reference import AdamState, adam_step_float32, adam_step_float64
+from hytrain.kernels.reference import AdamState, adam_step_float32, adam_step_float64
 
 SCALE = 0.37
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from hytrain.optim.cpu_adam import Gradient
+from hytrain.kernels.cpu_adam import Gradient
 
 __all__ = ["AdamState", "adam_step_float32", "adam_step_float64"]
 

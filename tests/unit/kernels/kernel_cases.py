@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain.optim import cpu_adam
-from hytrain.optim.cpu_adam import AdamHyper, Gradient
-from hytrain.optim.reference import AdamState, adam_step_float64
+from hytrain.kernels import cpu_adam
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient
+from hytrain.kernels.reference import AdamState, adam_step_float64
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = cpu_adam.available_isas()

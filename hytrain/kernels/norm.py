@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hytrain.optim.cpu_adam import sum_of_squares
+from hytrain.kernels.cpu_adam import sum_of_squares
 
 _PROGRAMS = 1024
 _BLOCK = 2048
@@ -99,7 +99,7 @@ class GradientNorm:
         """Sums the squares of this rank's shard of a layer, in the current stream."""
         if self._device.type == "cuda":
             if not _kernel_cache:
-                from hytrain.optim.triton_kernels import sum_of_squares_kernel
+                from hytrain.kernels.triton_kernels import sum_of_squares_kernel
 
                 _kernel_cache.append(sum_of_squares_kernel)
             n = gradient.numel()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hytrain.optim.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 
 _BLOCK = 2048
 _kernel_cache: list[Any] = []
@@ -77,7 +77,7 @@ def _cuda_adam(
 ) -> None:
     if not _kernel_cache:
         # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
-        from hytrain.optim.triton_kernels import adam_kernel
+        from hytrain.kernels.triton_kernels import adam_kernel
 
         _kernel_cache.append(adam_kernel)
     n = p.numel()

@@ -1,0 +1,9 @@
+"""``python -m hytrain``: the command."""
+
+from __future__ import annotations
+
+import sys
+
+from hytrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Adam and norms as passes over memory; knows tensors and addresses, no threads, no queues."""
