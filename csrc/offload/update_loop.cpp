@@ -11,8 +11,9 @@ namespace hytrain {
 
 namespace {
 
-// Fetches are issued this far ahead; the number of free slots bounds them sooner.
-constexpr std::size_t kMaxActive = 64;
+// Fetches are issued this many chunks ahead: enough to hide a copy behind the kernel. Further ahead
+// would fix the order of the layers too early (with direct commit all slots are free).
+constexpr std::size_t kMaxActive = 8;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
 std::int64_t now_ns() {
