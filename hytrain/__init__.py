@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 from hytrain.version import __version__
 
 if TYPE_CHECKING:
-    from hytrain.api import initialize
+    from hytrain.api import initialize, register
     from hytrain.config import HyTrainConfig
     from hytrain.engine import HyTrainEngine
 
-__all__ = ["HyTrainConfig", "HyTrainEngine", "__version__", "initialize"]
+__all__ = ["HyTrainConfig", "HyTrainEngine", "__version__", "initialize", "register"]
 
 _HOMES = {
     "HyTrainConfig": "hytrain.config",
     "HyTrainEngine": "hytrain.engine",
     "initialize": "hytrain.api",
+    "register": "hytrain.api",
 }
 
 

@@ -112,3 +112,35 @@ def _check_fit(
         ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
         if ranks:
             partition([], ranks, section.shard_fractions)
+
+
+class Registration:
+    """hytrain's ``initialize`` in the place of DeepSpeed's, until :meth:`undo` or the block's end."""
+
+    def __init__(self) -> None:
+        self._replaced = deepspeed.initialize
+        deepspeed.initialize = initialize
+
+    def undo(self) -> None:
+        """Puts back what was there before. May be called twice."""
+        if deepspeed.initialize is initialize:
+            deepspeed.initialize = self._replaced
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def register() -> Registration:
+    """Makes ``deepspeed.initialize`` build hytrain's engine, for code that calls it itself.
+
+    transformers' Trainer and accelerate look the name up when they prepare a model: call this
+    before, or run them inside ``with hytrain.register():``. Configurations without a "hytrain"
+    section still give plain DeepSpeed.
+
+    Returns:
+        A handle that undoes it.
+    """
+    return Registration()

@@ -1,0 +1,40 @@
+"""register(): code that calls deepspeed.initialize itself gets hytrain's engine."""
+
+from __future__ import annotations
+
+import deepspeed
+import pytest
+from support.engines import make_config
+from support.models import make_model
+
+import hytrain
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def build(config: dict[str, object]) -> object:
+    model = make_model("mlp")
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config_params=config
+    )
+    return engine
+
+
+def test_the_block_builds_hytrains_engine_and_ends_cleanly() -> None:
+    original = deepspeed.initialize
+    with hytrain.register():
+        engine = build(make_config())
+        assert isinstance(engine, hytrain.HyTrainEngine)
+        engine.destroy()
+    assert deepspeed.initialize is original
+
+
+def test_undo_is_idempotent_and_registrations_nest() -> None:
+    original = deepspeed.initialize
+    outer = hytrain.register()
+    inner = hytrain.register()
+    inner.undo()
+    inner.undo()
+    assert deepspeed.initialize is not original
+    outer.undo()
+    assert deepspeed.initialize is original
