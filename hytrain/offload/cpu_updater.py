@@ -165,9 +165,13 @@ class CpuUpdater:
         return self._call(lambda: self.worker.finalize(record))
 
     def release_fetched(self) -> None:
-        """Lets go of gradients that have left the device."""
+        """Lets go of gradients that have left the device.
+
+        Nobody asks for one again: an update that can still be cancelled has not been fetched, and
+        any other is withdrawn from the host.
+        """
         for layer in self.layers:
-            if layer.gradient is not None and not layer.sent and self.is_fetched(layer):
+            if layer.gradient is not None and self.is_fetched(layer):
                 layer.gradient = None
 
     def is_fetched(self, layer: LayerState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from support.engines import built, environment, make_config
 from support.models import loss_of, make_batch, make_model
 from support.shadow import Shadow, Twin
+
+from hytrain.layers.state import LayerState
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,6 +104,44 @@ def test_weights_read_between_backward_and_step_are_the_old_ones(
                 shadow.assert_copy_is_current()
             if number == 4:
                 read(engine)
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+@pytest.mark.parametrize("clipping", [1e-3, 100.0])
+def test_gradients_leave_the_device_during_backward(clipping: float) -> None:
+    """What the worker has fetched is let go before step(), and comes back from the host."""
+    model = make_model("mlp")
+    twin = Twin(model)
+    config = make_config(gpu_fraction=0.0, bf16=False, clipping=clipping)
+    with built(model, config) as engine:
+        shadow = Shadow(engine)
+        optimizer = engine.optimizer
+        observe = optimizer.on_reduced_gradient
+        gradients: list[weakref.ref[torch.Tensor]] = []
+        alive: list[int] = []
+
+        def watch(state: LayerState, gradient: torch.Tensor) -> None:
+            observe(state, gradient)
+            optimizer.pipeline.cpu.wait_all()  # all that were sent before have been fetched
+            alive.append(sum(reference() is not None for reference in gradients))
+            gradients.append(weakref.ref(gradient))
+
+        optimizer.on_reduced_gradient = watch
+        for number in range(4):
+            gradients.clear()
+            alive.clear()
+            expected = twin.gradients(engine, [make_batch("mlp", number)])
+            engine.backward(_loss(engine, number))
+            if number:  # the first backward sends nothing early
+                assert len(alive) == len(shadow.states)
+                # The one sent last is let go with the next.
+                assert max(alive) <= 1
+                assert all(state.sent for state in shadow.states)
+            with torch.no_grad():
+                _loss(engine, 77)
+            shadow.assert_copy_is_current()
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
         shadow.check()
