@@ -25,7 +25,7 @@ from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.config import HyTrainConfig
-from hytrain.errors import CheckpointError, ConfigError, EngineClosedError
+from hytrain.errors import AbortedBackwardError, CheckpointError, ConfigError, EngineClosedError
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.build import BuildSettings, build_optimizer
@@ -128,6 +128,20 @@ class HyTrainEngine(DeepSpeedEngine):
         """The model's forward; each layer's waits for that layer's newest weights only."""
         self._check_open().begin_forward()
         return super().forward(*inputs, **kwargs)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """The end of a micro-batch; at the last one of a step the optimizer's.
+
+        Raises:
+            AbortedBackwardError: the last backward ended with an exception; the next micro-batch is
+                the first of the step.
+        """
+        try:
+            self._check_open().refuse_aborted()
+        except AbortedBackwardError:
+            begin_window(self)
+            raise
+        super().step(lr_kwargs)
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took on this rank.

@@ -31,6 +31,10 @@ class GradientOrderError(HyTrainError, RuntimeError):
     """A gradient arrived for a layer whose update had already been previewed as final."""
 
 
+class AbortedBackwardError(HyTrainError, RuntimeError):
+    """A backward ended with an exception, and what it left cannot become a step."""
+
+
 class WorkerError(HyTrainError, RuntimeError):
     """The update worker failed; the message names the layer it was working on."""
 

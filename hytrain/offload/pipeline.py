@@ -219,6 +219,19 @@ class UpdatePipeline:
         layer.waited = True
         return returned
 
+    @property
+    def is_partly_committed(self) -> bool:
+        """Layers may have made a step already that is not final: direct commit has begun it."""
+        return self._direct and any(layer.sent for layer in self.cpu.layers)
+
+    def discard(self, layer: LayerState) -> None:
+        """As :meth:`withdraw` for a gradient that nobody wants back."""
+        if layer.placement == "gpu":
+            layer.gradient = None
+            layer.sent = False
+        else:
+            self.withdraw(layer)
+
     # -- forward -------------------------------------------------------------------------------
 
     def wait(self, layer: LayerState) -> None:
@@ -233,13 +246,14 @@ class UpdatePipeline:
         self._wait(layer)
 
     def _wait(self, layer: LayerState) -> None:
-        with self.exposure.waiting(layer.placement == "cpu"):
-            if layer.placement == "cpu":
+        # Only the wait for this rank's own update is counted, not the one for the other ranks'.
+        if layer.placement == "cpu":
+            with self.exposure.waiting():
                 self.cpu.wait_weights(layer)
-            else:
-                self.streams.compute_waits(layer.weights_ready)
-            if layer.gather_due and self._collectives.world_size > 1:
-                self._gather(layer)
+        else:
+            self.streams.compute_waits(layer.weights_ready)
+        if layer.gather_due and self._collectives.world_size > 1:
+            self._gather(layer)
         layer.gather_due = False
         layer.waited = True
         self.cpu.release_fetched()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hytrain._deepspeed import ZeROOptimizer
-from hytrain.errors import EngineClosedError, UnsupportedError
+from hytrain.errors import AbortedBackwardError, EngineClosedError, UnsupportedError
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
@@ -98,6 +98,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._step_begun = False
         self._is_reducing = False  # the current backward hands layers on as they become final
         self._was_reduced = False  # one of the backward passes since the last step did
+        self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._closed = False
         self.statistics = StatisticsRecorder()
@@ -187,6 +188,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         # next one takes its place, and other ranks gather them now.
         self.pipeline.wait_all()
         self._graph_task = -1
+        self._was_aborted = False
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
         self._is_reducing = self._engine.is_reducing() and (
@@ -277,16 +279,42 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self._drop_aborted()
 
     def _drop_aborted(self) -> None:
+        if self.pipeline.is_partly_committed:
+            raise AbortedBackwardError(
+                "the last backward did not finish, but without clipping and overflow check updates "
+                "are committed during backward: some layers have made this step and the others "
+                "have not. Load a checkpoint with engine.load_checkpoint before training goes on; "
+                'with "gradient_clipping" or "check_grad_overflow" set, such a step is taken back'
+            )
         logger.warning("the last backward did not finish: the gradients of this step are discarded")
         self.discard_gradients()
-        self._backward_active_depth = 0
+        self._was_aborted = True
+
+    def refuse_aborted(self) -> None:
+        """Drops what an aborted backward left; there is no step before another backward.
+
+        Raises:
+            AbortedBackwardError: the last backward ended with an exception.
+        """
+        self._clean_up_aborted()
+        if self._was_aborted:
+            raise AbortedBackwardError(
+                "the last backward did not finish, so there is no step to take: its gradients, and "
+                "those of the step's earlier micro-batches, were discarded; weights and optimizer "
+                "state are those of the last step. Repeat the step from the forward of its first "
+                "micro-batch"
+            )
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""
         for state in self.pipeline.layers:
             if state.sent:
-                self.pipeline.withdraw(state)
+                self.pipeline.discard(state)
         self.collector.discard()
+        # DeepSpeed would take an aborted backward's depth and callback for the next one's.
+        self._backward_active_depth = 0
+        self.clear_backward_seen_flag()
+        self._was_aborted = False
         self._step_begun = False
         self._was_reduced = False
 
@@ -299,6 +327,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         layer's next forward waits for that layer.
 
         Raises:
+            AbortedBackwardError: the last backward ended with an exception.
             UnsupportedError: a closure is given.
             WorkerError: the update worker failed.
         """
@@ -307,7 +336,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 "step(closure) is not supported: call engine.backward, then step"
             )
         self._check_open()
-        self.collector.in_backward = False
+        self.refuse_aborted()
         if not self._step_begun:
             self._begin_step()
         if not self.collector.open and not self._was_reduced:

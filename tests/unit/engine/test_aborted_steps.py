@@ -12,41 +12,11 @@ from support.engines import built, make_config
 from support.models import Mlp
 from support.shadow import Shadow, Twin
 from torch import nn
-from training import FRACTIONS, backward, inputs
+from training import FRACTIONS, Faulty, UserError, backward, inputs
 
-from hytrain.errors import GradientOrderError
+from hytrain.errors import AbortedBackwardError, GradientOrderError
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
-
-
-class UserError(Exception):
-    """Raised by what stands for the user's code."""
-
-
-class Faulty(Mlp):
-    """Raises in the forward or the backward of a block, when told to."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.fail_forward: int | None = None
-        self.fail_backward: int | None = None
-        self.repeats = 1
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
-        for index, block in enumerate(self.blocks):
-            if index == self.fail_forward:
-                raise UserError("forward")
-            if index == self.fail_backward:
-                x.register_hook(self._raise)
-            for _ in range(self.repeats if index == 1 else 1):
-                x = block(x)
-        return self.head(x).pow(2).mean()
-
-    @staticmethod
-    def _raise(_gradient: torch.Tensor) -> None:
-        raise UserError("backward")
 
 
 @contextmanager
@@ -104,6 +74,54 @@ def test_an_exception_in_an_accumulated_micro_batch(gpu_fraction: float) -> None
         shadow.check()
 
 
+@pytest.mark.parametrize("cleaned", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+def test_step_after_an_exception(gpu_fraction: float, first: int, cleaned: bool) -> None:
+    """There is nothing to step with, whatever has tidied up in between; state stays as it was."""
+    model = Faulty()
+    with _training(model, gpu_fraction) as (engine, shadow, twin):
+        for number in range(first):
+            _good_step(engine, shadow, twin, number)
+        for number in range(3):
+            model.fail_backward = 1
+            with pytest.raises(UserError):
+                backward(engine, 50 + number)
+            model.fail_backward = None
+            if cleaned:
+                engine.synchronize()
+            for _ in range(2):
+                with pytest.raises(AbortedBackwardError, match="Repeat the step from the forward"):
+                    engine.step()
+            shadow.check()
+            assert engine.global_steps == shadow.steps
+            shadow.gradients.clear()
+            _good_step(engine, shadow, twin, 10 + number)
+        shadow.check()
+
+
+def test_step_after_an_exception_in_a_later_micro_batch(gpu_fraction: float) -> None:
+    """Earlier micro-batches are discarded too, and the next one is the first of a step."""
+    model = Faulty()
+    with _training(model, gpu_fraction, accumulation=2) as (engine, shadow, twin):
+        for number in range(0, 6, 2):
+            backward(engine, 30 + number)
+            engine.step()
+            model.fail_backward = 2
+            with pytest.raises(UserError):
+                backward(engine, 50 + number)
+            model.fail_backward = None
+            with pytest.raises(AbortedBackwardError):
+                engine.step()
+            expected = twin.gradients(engine, [inputs(number), inputs(number + 1)], 0.5)
+            backward(engine, number)
+            engine.step()
+            backward(engine, number + 1)
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+        assert engine.global_steps == 3
+
+
 @pytest.mark.parametrize("through_engine", [True, False])
 def test_a_backward_repeated_after_an_exception(gpu_fraction: float, through_engine: bool) -> None:
     """The user catches the error of one loss and goes on with another of the same forward."""
@@ -119,6 +137,8 @@ def test_a_backward_repeated_after_an_exception(gpu_fraction: float, through_eng
             with pytest.raises(UserError):
                 engine.backward(bad) if through_engine else bad.backward()
             engine.backward(good) if through_engine else good.backward()
+            if number == 2:
+                engine.synchronize()  # this backward did finish: its gradients are kept
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
         shadow.check()

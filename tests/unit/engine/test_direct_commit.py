@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from support.engines import built, environment, make_config
 from support.models import make_model
 from support.shadow import Shadow
-from training import FRACTIONS, backward, inputs
+from training import FRACTIONS, Faulty, UserError, backward, inputs
 
-from hytrain.errors import ConfigError
+from hytrain.errors import AbortedBackwardError, ConfigError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,6 +89,63 @@ def test_changing_hyper_parameters_before_backward_is_fine(gpu_fraction: float) 
         shadow = Shadow(engine)
         for number in range(4):
             engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number)
+            backward(engine, number)
+            shadow.step()
+        shadow.check()
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+@pytest.mark.parametrize("what", ["forward", "step", "synchronize", "state_dict", "save"])
+def test_an_exception_in_backward_leaves_a_part_of_a_step(
+    what: str, gpu_fraction: float, tmp_path: Path
+) -> None:
+    """Every use says so, until a checkpoint is loaded; then training goes on as from there."""
+    model = Faulty()
+    with built(model, _config(gpu_fraction)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        model.fail_backward = 0
+        with pytest.raises(UserError):
+            backward(engine, 50)
+        model.fail_backward = None
+        uses = {
+            "forward": lambda: engine(**inputs(3)),
+            "step": engine.step,
+            "synchronize": engine.synchronize,
+            "state_dict": engine.module.state_dict,
+            "save": lambda: engine.save_checkpoint(tmp_path / "other"),
+        }
+        for _ in range(2):
+            with pytest.raises(AbortedBackwardError, match=r"Load a checkpoint with engine\.load_"):
+                uses[what]()
+        engine.load_checkpoint(tmp_path)
+        shadow = Shadow(engine)
+        assert shadow.steps == 2
+        for number in range(2, 5):
+            backward(engine, number)
+            shadow.step()
+        shadow.check()
+
+
+@pytest.mark.parametrize("fault", ["first", "gpu"])
+def test_an_exception_before_anything_was_committed(fault: str) -> None:
+    """In the first backward, and where all layers are on the GPU, no update has begun."""
+    model = Faulty()
+    with built(model, _config(1.0 if fault == "gpu" else 0.0)) as engine:
+        shadow = Shadow(engine)
+        if fault == "gpu":
+            backward(engine, 0)
+            shadow.step()
+        model.fail_backward = 0
+        with pytest.raises(UserError):
+            backward(engine, 50)
+        model.fail_backward = None
+        shadow.gradients.clear()
+        with pytest.raises(AbortedBackwardError, match="were discarded"):
+            engine.step()
+        for number in range(1, 4):
             backward(engine, number)
             shadow.step()
         shadow.check()

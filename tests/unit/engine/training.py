@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from support.engines import built, make_config
-from support.models import HIDDEN, loss_of
+from support.models import HIDDEN, Mlp, loss_of
 from support.shadow import Shadow, Twin
 from torch import nn
 
@@ -65,3 +65,33 @@ def train_and_compare(
             twin.assert_were_reduced(shadow, expected)
         shadow.check()
     return early
+
+
+class UserError(Exception):
+    """Raised by what stands for the user's code."""
+
+
+class Faulty(Mlp):
+    """Raises in the forward or the backward of a block, when told to."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.fail_forward: int | None = None
+        self.fail_backward: int | None = None
+        self.repeats = 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs.to(self.embed.weight.dtype))
+        for index, block in enumerate(self.blocks):
+            if index == self.fail_forward:
+                raise UserError("forward")
+            if index == self.fail_backward:
+                x.register_hook(self._raise)
+            for _ in range(self.repeats if index == 1 else 1):
+                x = block(x)
+        return self.head(x).pow(2).mean()
+
+    @staticmethod
+    def _raise(_gradient: torch.Tensor) -> None:
+        raise UserError("backward")
