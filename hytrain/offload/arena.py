@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from typing import Any, cast
 
 import torch
 
@@ -55,7 +56,7 @@ class Arena:
         return bool(self._registered)
 
     def _pin(self) -> None:
-        runtime = torch.cuda.cudart()
+        runtime = cast(Any, torch.cuda.cudart())
         for offset in range(0, self.num_bytes, _MAX_REGISTER):
             length = min(_MAX_REGISTER, self.num_bytes - offset)
             result = runtime.cudaHostRegister(self.address + offset, length, 0)
@@ -73,7 +74,7 @@ class Arena:
 
     def _unpin(self) -> None:
         for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
         self._registered.clear()
 
     def take(self, num_bytes: int, alignment: int = 64) -> int:

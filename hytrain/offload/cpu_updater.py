@@ -34,12 +34,14 @@ class CpuSettings:
     Attributes:
         num_threads: threads of the kernel.
         chunk_elements: most elements of a chunk.
+        direct: updates are committed at once: no gradient stays pending.
         delay_seed: seed of the injected delays.
         max_delay_us: most microseconds of a random delay at every hand-off (tests); 0 for none.
     """
 
     num_threads: int
     chunk_elements: int
+    direct: bool = False
     delay_seed: int = 0
     max_delay_us: int = 0
 
@@ -71,7 +73,7 @@ class CpuUpdater:
             layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements)
             for layer in self.layers
         ]
-        plan = _plan(self.layers, chunks)
+        plan = _plan(self.layers, chunks, settings)
         num_layers = len(self.layers)
         # Each buffer and each layer's norm starts on a cache line of its own.
         slack = _CACHE_LINE * (len(plan.classes) + 1 + num_layers)
@@ -224,7 +226,11 @@ class CpuUpdater:
             raise WorkerError(str(error)) from None
 
 
-def _plan(layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]]) -> SlotPlan:
+def _plan(
+    layers: Sequence[LayerState],
+    chunks: Sequence[Sequence[ChunkSpan]],
+    settings: CpuSettings,
+) -> SlotPlan:
     gradient_bytes: list[int] = []
     outgoing_bytes: list[int] = []
     for layer, spans in zip(layers, chunks, strict=True):
@@ -232,7 +238,7 @@ def _plan(layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]]) -
             length = span.end - span.begin
             gradient_bytes.append(length * layer.gradient_dtype.itemsize)
             outgoing_bytes.append(length * span.dtype.itemsize)
-    return plan_slots(gradient_bytes, outgoing_bytes)
+    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not settings.direct)
 
 
 def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chunk:

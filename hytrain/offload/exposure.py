@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -28,11 +28,8 @@ class ExposureMeter:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
     @contextmanager
-    def waiting(self, count: bool) -> Iterator[None]:
-        """Encloses a wait; it is counted where ``count`` is set."""
-        if not count:
-            yield
-            return
+    def waiting(self) -> Generator[None]:
+        """Encloses a wait that is counted."""
         if not self._streams.is_cuda:
             begin = time.perf_counter()
             yield

@@ -41,12 +41,16 @@ class SlotPlan:
         return slots + self.outgoing_bytes * self.num_outgoing
 
 
-def plan_slots(gradient_bytes: Sequence[int], outgoing_bytes: Sequence[int]) -> SlotPlan:
+def plan_slots(
+    gradient_bytes: Sequence[int], outgoing_bytes: Sequence[int], *, keeps_pending: bool = True
+) -> SlotPlan:
     """Groups chunks into classes of similar size.
 
     Args:
         gradient_bytes: bytes of each chunk's gradient.
         outgoing_bytes: bytes of each chunk's outgoing copy.
+        keeps_pending: whether gradients stay until the next update commits them; with direct
+            commit the ring alone is needed.
 
     Returns:
         The plan. A class wastes at most an eighth of a slot, so pinned memory stays close to the
@@ -71,7 +75,8 @@ def plan_slots(gradient_bytes: Sequence[int], outgoing_bytes: Sequence[int]) -> 
         slot_bytes = gradient_bytes[members[0]]
         share = RING_BYTES if number == 0 else RING_BYTES // 8
         spares = min(max(share // slot_bytes, MIN_SPARES), MAX_SPARES)
-        result.append(SlotClass(slot_bytes, len(members) + spares, spares))
+        pending = len(members) if keeps_pending else 0
+        result.append(SlotClass(slot_bytes, pending + spares, spares))
         for index in members:
             class_of[index] = number
     return SlotPlan(tuple(result), tuple(class_of), max(outgoing_bytes), NUM_OUTGOING)

@@ -6,7 +6,7 @@ context is empty and an event is always complete when it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -44,7 +44,7 @@ class Streams:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     @contextmanager
-    def on_communication(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    def on_communication(self, after: torch.cuda.Event | None = None) -> Generator[None]:
         """Runs the block on the communication stream, after an event or all compute so far."""
         if not self.is_cuda:
             yield
@@ -57,7 +57,7 @@ class Streams:
             yield
 
     @contextmanager
-    def on_update(self) -> Iterator[None]:
+    def on_update(self) -> Generator[None]:
         """Runs the block on the GPU update's stream, after all compute so far."""
         if not self.is_cuda:
             yield

@@ -112,7 +112,9 @@ def build_optimizer(
     cpu = CpuUpdater(
         [state for state in states if state.placement == "cpu"],
         streams,
-        CpuSettings(threads, config.offload.chunk_elements, *injected_delays()),
+        CpuSettings(
+            threads, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
+        ),
     )
     norm = GradientNorm(len(states), device, settings.clip, collectives.all_reduce)
     return HyTrainZeroOptimizer(
