@@ -1,9 +1,11 @@
 # Everything sets itself up: `make demo` and `make test` work in a fresh clone.
-# Variables: PYTHON (default python3), TORCH (a pip requirement), TEST_ARGS (passed to pytest).
+# Variables: PYTHON (default python3), TORCH (a pip requirement), TEST_ARGS (passed to pytest),
+# TEST_SECONDS (the most that a target's tests may take in all; each test has 5 minutes at most).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_ARGS ?=
+TEST_SECONDS ?= 1800
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,10 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-.PHONY: all install demo test test-parity lint format bench sanitize clean
+# Every test belongs to one of the three targets: test, test-parity, test-gpu.
+PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
+
+.PHONY: all install demo test test-parity test-gpu test-configs lint format bench sanitize clean
 
 all: install sanitize
 
@@ -47,11 +52,26 @@ demo: install
 	    experiments/train_lm/train.py --demo
 
 test: install sanitize
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(TEST_ARGS) \
-	    $(wildcard tests/unit tests/parity tests/dist tests/contract tests/policy)
+	$(PYTEST) -m 'not parity_full and not gpu' $(TEST_ARGS) tests
 
+test-parity: TEST_SECONDS = 7200
 test-parity: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m parity_full $(TEST_ARGS) tests
+	$(PYTEST) -m 'parity_full and not gpu' $(TEST_ARGS) tests
+
+# For machines with GPUs: parity on one, training and checkpoints on two.
+test-gpu: install
+	$(PYTEST) -m gpu $(TEST_ARGS) tests
+
+# A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
+test-configs: install
+	set -e; for config in $(wildcard ds_configs/*.json); do \
+	    case $$config in *unequal_shards*) ranks=2 ;; *) ranks=1 ;; esac; \
+	    echo "== $$config, $$ranks ranks"; \
+	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks \
+	        experiments/train_lm/train.py --deepspeed_config $$config --model llama-3m \
+	        --seq-len 32 --micro-batch 1 --steps 6 --warmup 1 --eval-sequences 2 \
+	        --out out/test_configs --overwrite; \
+	done
 
 lint: install
 	$(BIN)/ruff check .
