@@ -1,4 +1,4 @@
-"""A config of ds_configs/, under the launcher, on two ranks; `make test-configs` runs all of them."""
+"""A config of ds_configs/ under the launcher, on two ranks; `make test-configs` runs all."""
 
 from __future__ import annotations
 
