@@ -50,6 +50,20 @@ class FiringRecord:
     early: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class LatePolicy:
+    """What follows a gradient that came after its layer was taken for complete.
+
+    Attributes:
+        relearn: whether the next backward learns the counts anew. It is a collective: ranks that
+            did not fail would not join it.
+        advice: what the user can do; the end of the error.
+    """
+
+    relearn: bool
+    advice: str
+
+
 Consumer = Callable[[LayerGradient], None]
 Agreement = Callable[[Sequence[int], Sequence[bool]], tuple[list[int], list[bool]]]
 
@@ -69,6 +83,7 @@ class GradientCollector:
         consume: Consumer,
         agree: Agreement,
         on_begin: Callable[[], None],
+        late: LatePolicy,
     ) -> None:
         """
         Args:
@@ -78,6 +93,7 @@ class GradientCollector:
             consume: takes ``local`` of a layer whose gradient of this backward is complete.
             agree: makes order and early flags the same on all ranks (a collective).
             on_begin: called by the first gradient of a backward that nobody announced.
+            late: what follows a gradient after its layer was taken for complete.
         """
         self.layers = [
             LayerGradient(
@@ -89,6 +105,7 @@ class GradientCollector:
         self._consume = consume
         self._agree = agree
         self._on_begin = on_begin
+        self._late = late
         self.record: FiringRecord | None = None
         self._clock = 0
         self._next = 0  # position in the record's order
@@ -177,14 +194,13 @@ class GradientCollector:
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
         assert self.record is not None
         expected = self.record.expected[self.layers.index(layer)][index]
-        # What was learned does not hold for this model any more: learn again.
-        self.record = None
+        if self._late.relearn:
+            # What was learned does not hold for this model any more: learn again.
+            self.record = None
         raise GradientOrderError(
             f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
             f"backward, but the first backward gave it {expected}, and the update of layer "
-            f"'{layer.layout.name}' has begun. Nothing was committed. If the model uses the "
-            "parameter a varying number of times, call engine.forward again and repeat the step: "
-            "the counts are learned anew"
+            f"'{layer.layout.name}' has begun. {self._late.advice}"
         )
 
     def _advance(self) -> None:

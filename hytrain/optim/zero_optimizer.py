@@ -18,7 +18,7 @@ from hytrain.errors import AbortedBackwardError, EngineClosedError, UnsupportedE
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.optim.gradients import GradientCollector, LayerGradient
+from hytrain.optim.gradients import GradientCollector, LatePolicy, LayerGradient
 from hytrain.optim.hyper import HyperReader
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
@@ -61,6 +61,28 @@ def _graph_task() -> int:
     """The autograd graph that this thread is running, -1 for none."""
     # DeepSpeed relies on it too; there is no public name.
     return int(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
+
+
+def _late_policy(pipeline: UpdatePipeline, world_size: int) -> LatePolicy:
+    if world_size > 1:
+        return LatePolicy(
+            relearn=False,
+            advice="Other ranks may wait in a collective that this one has left: start the job "
+            "again from a checkpoint. If the model uses the parameter a varying number of times, "
+            "its first backward must be one with the most uses",
+        )
+    if pipeline.norm.settings.direct:
+        return LatePolicy(
+            relearn=True,
+            advice="Without clipping and overflow check some layers may have been committed: load "
+            "a checkpoint with engine.load_checkpoint and repeat the step; the counts are learned "
+            "anew",
+        )
+    return LatePolicy(
+        relearn=True,
+        advice="Nothing was committed. If the model uses the parameter a varying number of times, "
+        "call engine.forward again and repeat the step: the counts are learned anew",
+    )
 
 
 class HyTrainZeroOptimizer(ZeROOptimizer):
@@ -114,6 +136,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 order, early, pipeline.streams.device
             ),
             on_begin=self._begin_unannounced,
+            late=_late_policy(pipeline, collectives.world_size),
         )
 
     # -- what DeepSpeed reads ------------------------------------------------------------------
@@ -173,7 +196,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def _begin_unannounced(self) -> None:
         # Reached from a hook: a backward that went past the engine. Its end must be seen too.
         self._begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        # There is no public name; DeepSpeed goes this way as well.
+        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
+        engine.queue_callback(self.end_backward)
 
     def _begin_backward(self) -> None:
         self._check_open()

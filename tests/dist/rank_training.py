@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.comparisons import assert_same_bits
 from support.engines import built, make_config
-from support.models import loss_of, make_batch, make_model
+from support.models import Recomputed, loss_of, make_batch, make_model
 from support.parity import copies_of
 from support.shadow import Shadow
 from torch import nn
 
+from hytrain.errors import GradientOrderError
 from hytrain.layers.state import LayerState
 
 
@@ -183,6 +185,24 @@ def withdraw_on_one_rank(fractions: Sequence[float], gpu_fraction: float) -> Non
             shadow.step()
         shadow.check()
         assert_equal_on_all_ranks(shadow.states)
+
+
+def late_gradient(fractions: Sequence[float]) -> None:
+    """The counts are not learned anew: a rank that did not fail would not join in."""
+    model = Recomputed()
+    with built(model, config_for(fractions)) as engine:
+        shadow = RankShadow(engine)
+        for number in range(2):
+            backward(engine, number)
+            shadow.step()
+        collector = engine.optimizer.collector
+        learned = collector.record
+        assert learned is not None
+        model.times = 2
+        with pytest.raises(GradientOrderError, match="start the job again from a checkpoint"):
+            backward(engine, 2)
+        assert collector.record is learned
+        shadow.check()
 
 
 def two_backward_passes(fractions: Sequence[float], stage: int, accumulation: int) -> None:

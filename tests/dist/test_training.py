@@ -53,6 +53,10 @@ def test_an_evaluation_on_one_rank_only(ranks: RankPools, gpu_fraction: float) -
     ranks(2).run(cases.withdraw_on_one_rank, (0.7, 0.3), gpu_fraction)
 
 
+def test_a_late_gradient_ends_the_job(ranks: RankPools) -> None:
+    ranks(2).run(cases.late_gradient, (0.7, 0.3))
+
+
 @stages
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_two_backward_passes_in_a_step(ranks: RankPools, stage: int, accumulation: int) -> None:

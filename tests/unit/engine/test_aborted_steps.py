@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from support.engines import built, make_config
-from support.models import Mlp
+from support.models import Recomputed
 from support.shadow import Shadow, Twin
 from torch import nn
 from training import FRACTIONS, Faulty, UserError, backward, inputs
@@ -162,7 +161,7 @@ def test_an_exception_past_the_engine(gpu_fraction: float) -> None:
 
 def test_more_firings_than_the_first_backward_had(gpu_fraction: float) -> None:
     """Hooks that fire more often (blocks recomputed once more) are refused before a commit."""
-    model = _Recomputed()
+    model = Recomputed()
     with _training(model, gpu_fraction) as (engine, shadow, twin):
         _good_step(engine, shadow, twin, 0)
         model.times = 2
@@ -184,21 +183,3 @@ def test_more_firings_than_the_first_backward_had(gpu_fraction: float) -> None:
 def _step(engine: Any, shadow: Shadow) -> None:
     backward(engine, shadow.steps)
     shadow.step()
-
-
-class _Recomputed(Mlp):
-    """Block 1 lies in ``times`` reentrant segments: its hooks fire once for each."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.times = 1
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        x = self.embed(inputs)
-        for index, block in enumerate(self.blocks):
-            for _ in range(self.times if index == 1 else 1):
-                x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x).pow(2).mean()

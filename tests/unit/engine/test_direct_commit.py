@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.engines import built, environment, make_config
-from support.models import make_model
+from support.models import Recomputed, make_model
 from support.shadow import Shadow
 from training import FRACTIONS, Faulty, UserError, backward, inputs
 
-from hytrain.errors import AbortedBackwardError, ConfigError
+from hytrain.errors import AbortedBackwardError, ConfigError, GradientOrderError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,3 +149,16 @@ def test_an_exception_before_anything_was_committed(fault: str) -> None:
             backward(engine, number)
             shadow.step()
         shadow.check()
+
+
+def test_a_late_gradient_says_that_layers_may_have_been_committed() -> None:
+    model = Recomputed()
+    with built(model, _config(0.0)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        model.times = 2
+        with pytest.raises(GradientOrderError, match="some layers may have been committed"):
+            backward(engine, 2)
+        with pytest.raises(AbortedBackwardError, match="some layers have made this step"):
+            engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -70,7 +71,8 @@ def test_every_later_call_raises_within_a_second(use: str) -> None:
             engine.step()
         engine.synchronize()
         engine.optimizer.pipeline.cpu.worker.fail_at(0)  # the last to get its gradient
-        backward(engine, 2)
+        with suppress(WorkerError):  # it may strike before backward has ended
+            backward(engine, 2)
         begin = time.monotonic()
         _wait_for_failure(engine)
         for _ in range(2):  # the second time as well
@@ -87,10 +89,9 @@ def test_a_waiting_thread_is_woken() -> None:
         engine.step()
         engine.synchronize()
         engine.optimizer.pipeline.cpu.worker.fail_at(0)
-        backward(engine, 1)
         begin = time.monotonic()
         with pytest.raises(WorkerError):
-            _step_and_wait(engine)
+            _train(engine)
         assert time.monotonic() - begin < 1.0
 
 
