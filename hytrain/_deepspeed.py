@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,7 +62,7 @@ def load_config(given: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_class(cls: type[DeepSpeedEngine]) -> Iterator[None]:
+def engine_class(cls: type[DeepSpeedEngine]) -> Generator[None]:
     """``deepspeed.initialize`` builds this class while the block runs.
 
     It looks the class up under the module-global name ``DeepSpeedEngine``; binding that name
@@ -78,7 +78,8 @@ def engine_class(cls: type[DeepSpeedEngine]) -> Iterator[None]:
 
 def avoid_cpu_communication_build() -> None:
     """Keeps ``init_distributed`` on a CPU from compiling an extension that is not used here."""
-    if get_accelerator().device_name() == "cpu":
+    accelerator = get_accelerator()
+    if accelerator is not None and accelerator.device_name() == "cpu":
         compatible_ops["deepspeed_shm_comm"] = False
 
 

@@ -115,7 +115,7 @@ def _check_fit(
 
 
 class Registration:
-    """hytrain's ``initialize`` in the place of DeepSpeed's, until :meth:`undo` or the block's end."""
+    """hytrain's ``initialize`` in DeepSpeed's place, until :meth:`undo` or the block's end."""
 
     def __init__(self) -> None:
         self._replaced = deepspeed.initialize

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hytrain._deepspeed import DeepSpeedEngine
@@ -55,22 +56,30 @@ class HyTrainEngine(DeepSpeedEngine):
                 'no optimizer was given: add an "optimizer" section to the configuration or pass '
                 "optimizer=torch.optim.AdamW(...)"
             )
-        self._guards = LayerGuards(self.module, self.optimizer)
+        self._guards = LayerGuards(self._model, self.optimizer)
         _close_at_exit(self)
 
     hytrain_config: HyTrainConfig
     _guards: LayerGuards | None
 
+    @property
+    def _model(self) -> nn.Module:
+        return cast(nn.Module, self.module)  # DeepSpeed does not say so
+
     # -- construction --------------------------------------------------------------------------
 
     def get_optimizer_configuration(
-        self, optimizer_parameters: dict[str, Any], adam_w_mode: bool, **kwargs: Any
-    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        self,
+        optimizer_parameters: dict[str, Any],
+        adam_w_mode: bool,
+        allow_legacy_fallback: bool = False,
+        **kwargs: Any,
+    ) -> tuple[type[torch.optim.AdamW] | type[torch.optim.Adam], dict[str, Any]]:
         """torch's Adam or AdamW for the JSON's optimizer: only its parameter groups are used.
 
         DeepSpeed would compile its own CPU Adam here.
         """
-        del kwargs
+        del allow_legacy_fallback, kwargs
         for key in ("torch_adam", "fp32_optimizer_states"):
             optimizer_parameters.pop(key, None)
         self._bias_correction = optimizer_parameters.pop("bias_correction", True)
@@ -85,7 +94,8 @@ class HyTrainEngine(DeepSpeedEngine):
         del optimizer
         return super()._scheduler_from_config(self.basic_optimizer)
 
-    def _configure_zero_optimizer(
+    # DeepSpeed's base names no class of optimizers: what the checker infers is a list of its own.
+    def _configure_zero_optimizer(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: torch.optim.Optimizer | None
     ) -> HyTrainZeroOptimizer:
         if optimizer is None:
@@ -97,21 +107,24 @@ class HyTrainEngine(DeepSpeedEngine):
             for group in optimizer.param_groups:
                 group["bias_correction"] = False
         return build_optimizer(
-            self.module,
+            self._model,
             optimizer,
             self.hytrain_config,
             self._build_settings(),
-            ShardCollectives(self.seq_data_parallel_group),
+            ShardCollectives(cast("dist.ProcessGroup | None", self.seq_data_parallel_group)),
             EngineView(
-                is_boundary=self.is_gradient_accumulation_boundary,
-                is_reducing=lambda: not self.inside_no_sync_ctxt and self.enable_backward_allreduce,
+                is_boundary=lambda: bool(self.is_gradient_accumulation_boundary()),
+                is_reducing=lambda: bool(
+                    not self.inside_no_sync_ctxt and self.enable_backward_allreduce
+                ),
             ),
         )
 
     def _build_settings(self) -> BuildSettings:
         model_dtype, accumulation_dtype = self.get_data_types()
         if self.bfloat16_enabled():
-            check_overflow = bool(self._config.bfloat16_config.check_grad_overflow)
+            config: Any = self._config
+            check_overflow = bool(config.bfloat16_config.check_grad_overflow)
         else:
             check_overflow = True  # as DeepSpeed's ZeRO-1/2 does for fp32
         return BuildSettings(
@@ -159,14 +172,17 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         self._check_open().synchronize()
 
-    def train(self, mode: bool = True) -> HyTrainEngine:
+    # nn.Module's return the module, DeepSpeed's return nothing.
+    def train(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, mode: bool = True
+    ) -> HyTrainEngine:
         """As nn.Module.train; switching to evaluation synchronizes first."""
         if not mode and self.__dict__.get("_guards") is not None:
             self.synchronize()
         super().train(mode)
         return self
 
-    def eval(self) -> HyTrainEngine:
+    def eval(self) -> HyTrainEngine:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
         return self.train(False)
 
@@ -271,7 +287,7 @@ class HyTrainEngine(DeepSpeedEngine):
         stored = read_checkpoint(
             Path(load_dir) / name,
             optimizer,
-            cast(nn.Module, self.module),
+            self._model,
             self._module_tensors,
             LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
         )
@@ -295,7 +311,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """The module's state dict as it is, with nothing waited for: for names and shapes."""
         assert self._guards is not None
         with self._guards.reading_names():
-            return cast(nn.Module, self.module).state_dict(keep_vars=True)
+            return self._model.state_dict(keep_vars=True)
 
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
@@ -320,7 +336,7 @@ def _ranks_on_host() -> int:
 
 def _close_at_exit(engine: HyTrainEngine) -> None:
     """Stops the worker when the interpreter ends without destroy(): it would abort otherwise."""
-    optimizer = weakref.ref(engine.optimizer)
+    optimizer = weakref.ref(cast(HyTrainZeroOptimizer, engine.optimizer))
 
     def close() -> None:
         alive = optimizer()

@@ -1,6 +1,7 @@
 """GPU kernels. Imported only where CUDA and Triton are."""
-# Triton's language is untyped and its functions are objects made by a decorator.
-# pyright: basic
+# Triton's language is untyped, its functions are objects made by a decorator, and it comes with
+# torch's wheels for GPUs only.
+# pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 # Renamed in torch 2.13; the old names warn there and the new ones are missing before.
-_reduce_scatter_even: Callable[..., object] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+_names = vars(dist)
+_reduce_scatter_even: Callable[..., object] = (
+    _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
 )
-_all_gather_even: Callable[..., object] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
+_all_gather_even: Callable[..., object] = (
+    _names.get("all_gather_single") or _names["all_gather_into_tensor"]
 )
 
 
