@@ -64,6 +64,29 @@ class LatePolicy:
     advice: str
 
 
+def late_policy(world_size: int, *, direct: bool) -> LatePolicy:
+    """What can be done with so many ranks, where updates are committed directly or not."""
+    if world_size > 1:
+        return LatePolicy(
+            relearn=False,
+            advice="Other ranks may wait in a collective that this one has left: start the job "
+            "again from a checkpoint. If the model uses the parameter a varying number of times, "
+            "its first backward must be one with the most uses",
+        )
+    if direct:
+        return LatePolicy(
+            relearn=True,
+            advice="Without clipping and overflow check some layers may have been committed: load "
+            "a checkpoint with engine.load_checkpoint and repeat the step; the counts are learned "
+            "anew",
+        )
+    return LatePolicy(
+        relearn=True,
+        advice="Nothing was committed. If the model uses the parameter a varying number of times, "
+        "call engine.forward again and repeat the step: the counts are learned anew",
+    )
+
+
 Consumer = Callable[[LayerGradient], None]
 Agreement = Callable[[Sequence[int], Sequence[bool]], tuple[list[int], list[bool]]]
 

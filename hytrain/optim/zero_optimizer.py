@@ -18,7 +18,7 @@ from hytrain.errors import AbortedBackwardError, EngineClosedError, UnsupportedE
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.optim.gradients import GradientCollector, LatePolicy, LayerGradient
+from hytrain.optim.gradients import GradientCollector, LayerGradient, late_policy
 from hytrain.optim.hyper import HyperReader
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
@@ -61,28 +61,6 @@ def _graph_task() -> int:
     """The autograd graph that this thread is running, -1 for none."""
     # DeepSpeed relies on it too; there is no public name.
     return int(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
-
-
-def _late_policy(pipeline: UpdatePipeline, world_size: int) -> LatePolicy:
-    if world_size > 1:
-        return LatePolicy(
-            relearn=False,
-            advice="Other ranks may wait in a collective that this one has left: start the job "
-            "again from a checkpoint. If the model uses the parameter a varying number of times, "
-            "its first backward must be one with the most uses",
-        )
-    if pipeline.norm.settings.direct:
-        return LatePolicy(
-            relearn=True,
-            advice="Without clipping and overflow check some layers may have been committed: load "
-            "a checkpoint with engine.load_checkpoint and repeat the step; the counts are learned "
-            "anew",
-        )
-    return LatePolicy(
-        relearn=True,
-        advice="Nothing was committed. If the model uses the parameter a varying number of times, "
-        "call engine.forward again and repeat the step: the counts are learned anew",
-    )
 
 
 class HyTrainZeroOptimizer(ZeROOptimizer):
@@ -136,7 +114,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 order, early, pipeline.streams.device
             ),
             on_begin=self._begin_unannounced,
-            late=_late_policy(pipeline, collectives.world_size),
+            late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
         )
 
     # -- what DeepSpeed reads ------------------------------------------------------------------
