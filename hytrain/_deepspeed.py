@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -84,16 +86,31 @@ def avoid_cpu_communication_build() -> None:
 
 
 def refuse_unsupported_model(model: Any) -> None:
-    """Refuses models that DeepSpeed would hand to another engine.
+    """Refuses models that need another engine or another ZeRO stage.
 
     Raises:
-        UnsupportedError: a PipelineModule.
+        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, or parameters that were
+            partitioned under ``deepspeed.zero.Init``.
     """
     if isinstance(model, PipelineModule):
         raise UnsupportedError(
             "the model is a PipelineModule, which hytrain does not support: pass a plain "
             "torch.nn.Module"
         )
+    if not isinstance(model, torch.nn.Module):
+        return  # DeepSpeed's own message is as good as one of ours
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            raise UnsupportedError(
+                f"module '{name}' is a DeepSpeed MoE layer, and experts have process groups of "
+                "their own, which hytrain does not support: use a dense model"
+            )
+    for name, parameter in model.named_parameters():
+        if "ds_id" in vars(parameter):
+            raise UnsupportedError(
+                f"parameter '{name}' was partitioned under deepspeed.zero.Init, which belongs to "
+                "ZeRO-3: build the model outside of it"
+            )
 
 
 def _get(config: Mapping[str, Any], path: str) -> Any:

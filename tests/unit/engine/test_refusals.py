@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from support.engines import make_config
 from support.models import make_model
 
@@ -188,3 +189,23 @@ def test_step_with_a_closure() -> None:
     with pytest.raises(UnsupportedError, match="closure"):
         engine.optimizer.step(lambda: None)
     engine.destroy()
+
+
+class _Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Made without its __init__, which wants process groups; what it is, is enough.
+        self.moe = MoE.__new__(MoE)
+        torch.nn.Module.__init__(self.moe)
+
+
+def test_mixtures_of_experts() -> None:
+    with pytest.raises(UnsupportedError, match=r"module 'moe' is a DeepSpeed MoE layer"):
+        hytrain.initialize(model=_Expert(), config=make_config())
+
+
+def test_models_built_for_zero_3() -> None:
+    model = make_model("mlp")
+    next(model.parameters()).ds_id = 0
+    with pytest.raises(UnsupportedError, match=r"partitioned under deepspeed\.zero\.Init"):
+        hytrain.initialize(model=model, config=make_config())
