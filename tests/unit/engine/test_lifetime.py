@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
+from support.processes import fresh_environment
 from support.shadow import Shadow
 from torch.utils.data import DataLoader, Dataset
 from training import FRACTIONS, backward, inputs
@@ -153,7 +154,7 @@ def _run_script(body: str, **variables: str) -> tuple[subprocess.CompletedProces
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", **variables},
+        env=fresh_environment(**variables),
         check=False,
     )
     ended = time.time()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import metrics
 import pytest
+from support.processes import fresh_environment
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIG = REPOSITORY / "ds_configs" / "zero2_unequal_shards.json"
@@ -34,12 +34,7 @@ def test_unequal_shards_on_two_ranks(tmp_path: Path, text_files: list[Path]) -> 
             *[*launcher, "--master_port", str(_free_port()), script, *small.split(), *data],
             *["--deepspeed_config", str(CONFIG), "--out", str(out)],
         ],
-        env={
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
+        env=fresh_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=150,

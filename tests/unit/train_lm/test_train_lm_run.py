@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import metrics
 import pytest
+from support.processes import fresh_environment
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "tra
 def _run(out: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), "--out", str(out), *argv],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        env=fresh_environment(),
         capture_output=True,
         text=True,
         timeout=120,
