@@ -263,8 +263,6 @@ void bind_worker(py::module_& m) {
             },
             py::arg("name"), py::arg("gradient_dtype"), py::arg("ready"), py::arg("norm_slot"),
             py::arg("chunks"))
-        .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
-        .def("set_non_temporal", &UpdateWorker::set_non_temporal, py::arg("value"))
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())
@@ -278,7 +276,6 @@ void bind_worker(py::module_& m) {
         .def("wait_issued", &UpdateWorker::wait_issued, py::arg("layer"), NoGil())
         .def("wait_complete", &UpdateWorker::wait_complete, py::arg("layer"), NoGil())
         .def("wait_all", &UpdateWorker::wait_all, NoGil())
-        .def("is_issued", &UpdateWorker::is_issued, py::arg("layer"), NoGil())
         .def("is_fetched", &UpdateWorker::is_fetched, py::arg("layer"), NoGil())
         .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
         .def("check_error", &UpdateWorker::check_error, NoGil())

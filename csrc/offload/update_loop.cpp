@@ -302,8 +302,8 @@ Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
     const std::size_t buffer = next_outgoing_++ % outgoing_.events.size();
     // The copy that last used the buffer must have left it.
     job_statistics_.wait_outgoing_ns += wait_event(outgoing_.events[buffer]);
-    return Outgoing{outgoing_.address(static_cast<int>(buffer)), chunk.weights_dtype,
-                    non_temporal_};
+    // Stored through the cache: the copy engine reads the buffer soon after.
+    return Outgoing{outgoing_.address(static_cast<int>(buffer)), chunk.weights_dtype, false};
 }
 
 void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {

@@ -198,12 +198,6 @@ void UpdateWorker::wait_all() {
     });
 }
 
-bool UpdateWorker::is_issued(int layer) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    throw_if_failed();
-    return layers_.at(static_cast<std::size_t>(layer)).outstanding == 0;
-}
-
 bool UpdateWorker::is_fetched(int layer) {
     std::lock_guard<std::mutex> lock(mutex_);
     throw_if_failed();

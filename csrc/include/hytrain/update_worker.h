@@ -99,8 +99,6 @@ class UpdateWorker {
     // `ready` is recorded when a job of the layer has been issued; kNoEvent: the worker makes one.
     int add_layer(std::string name, DType gradient_dtype, EventHandle ready, double* norm_slot,
                   std::vector<Chunk> chunks);
-    void set_num_threads(int num_threads) { num_threads_ = num_threads; }
-    void set_non_temporal(bool value) { non_temporal_ = value; }
     void start();
     // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
@@ -121,7 +119,6 @@ class UpdateWorker {
     // As wait_issued, and until the copies have completed.
     void wait_complete(int layer);
     void wait_all();
-    bool is_issued(int layer);
     // True once the layer's gradient has left the device (its memory may be reused).
     bool is_fetched(int layer);
     bool has_pending(int layer);
@@ -190,7 +187,6 @@ class UpdateWorker {
 
     std::unique_ptr<Device> device_;
     int num_threads_;
-    bool non_temporal_ = false;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     SlotClass outgoing_;

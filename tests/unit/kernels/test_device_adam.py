@@ -1,0 +1,84 @@
+"""The update of GPU-placed layers: against its slow twin, and on a GPU against the CPU kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.device_adam import device_adam, reference_device_adam
+from hytrain.kernels.norm import ClipSettings, GradientNorm
+
+HYPERS = [
+    AdamHyper(lr=1e-3, weight_decay=0.1, step=7),
+    AdamHyper(lr=1e-2, weight_decay=0.1, step=1, decoupled_decay=False, bias_correction=False),
+]
+SCALE = 0.37
+
+
+def make(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """p, m, v and a gradient."""
+    generator = torch.Generator().manual_seed(n)
+    p, m, g = (torch.randn(n, generator=generator) for _ in range(3))
+    v = torch.rand(n, generator=generator) * 0.01
+    return [p, m * 0.1, v, g.to(dtype)]
+
+
+def step(
+    function: object, tensors: list[torch.Tensor], hyper: AdamHyper, *, skip: float = 0.0
+) -> list[torch.Tensor]:
+    """p, m, v and the training copy after one step of ``function``."""
+    p, m, v, g = (t.clone() for t in tensors)
+    weights = torch.full_like(p, 7.0, dtype=torch.bfloat16)
+    outcome = torch.tensor([SCALE, skip], device=p.device)
+    assert callable(function)
+    function(p, m, v, g, weights, outcome, hyper)
+    return [p, m, v, weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hyper", HYPERS, ids=["adamw", "l2"])
+def test_agrees_with_the_slow_twin(hyper: AdamHyper, dtype: torch.dtype) -> None:
+    tensors = make(5003, dtype)
+    ours = step(device_adam, tensors, hyper)
+    theirs = step(reference_device_adam, tensors, hyper)
+    for actual, expected, size in zip(ours[:3], theirs[:3], (1.0, 1.0, 0.01), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=4e-7, atol=4e-7 * size)
+    assert torch.equal(ours[3], ours[0].to(torch.bfloat16))
+    assert not torch.equal(ours[0], tensors[0])
+
+
+@pytest.mark.parametrize("function", [device_adam, reference_device_adam])
+def test_a_skipped_step_writes_nothing(function: object) -> None:
+    tensors = make(100, torch.float32)
+    p, m, v, weights = step(function, tensors, HYPERS[0], skip=1.0)
+    for actual, expected in zip((p, m, v), tensors[:3], strict=True):
+        assert torch.equal(actual, expected)
+    assert bool((weights == 7.0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 1000, 2048, 100003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hyper", HYPERS, ids=["adamw", "l2"])
+def test_gpu_is_bitwise_the_cpu_kernel(hyper: AdamHyper, dtype: torch.dtype, n: int) -> None:
+    tensors = make(n, dtype)
+    ours = step(device_adam, [t.cuda() for t in tensors], hyper)
+    p, m, v, g = tensors
+    weights = torch.empty(n, dtype=torch.bfloat16)
+    scale = float(torch.tensor(SCALE))
+    commit(p, m, v, Gradient(g, scale, hyper), out=weights)
+    for actual, expected in zip(ours, (p, m, v, weights), strict=True):
+        assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 10, 5_000_003])
+def test_gpu_norm(n: int) -> None:
+    norm = GradientNorm(1, torch.device("cuda"), ClipSettings(1.0, True), lambda _tensor: None)
+    gradient = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    norm.measure(0, gradient)
+    expected = float(gradient.double().square().sum())
+    assert float(norm.sums[0]) == pytest.approx(expected, rel=1e-12)
