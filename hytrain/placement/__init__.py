@@ -1,0 +1,1 @@
+"""Decides which layers are updated where. Plain data in, plain data out; no torch."""

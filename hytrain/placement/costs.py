@@ -1,0 +1,144 @@
+"""What a decision is made from: seconds and bytes of every layer on one rank. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One layer, in seconds of work on this rank, waits not counted.
+
+    Attributes:
+        name: the layer's name.
+        parameters: elements of this rank's shard of the layer's state.
+        forward: of the step's first micro-batch, without waits for weights or GPU updates.
+        backward: of the step's last micro-batch, including recomputation and the hand-over of
+            gradients.
+        to_host: copying the shard's gradient to the host.
+        cpu_update: the CPU worker's one pass over the layer (commit_then_preview, or a direct
+            commit) where no second one follows.
+        cpu_commit: the pass that it makes instead in a step that is clipped, over a layer whose
+            turn comes before the clip coefficient is known (mostly commit without output).
+        cpu_preview: the second pass that follows on ``cpu_commit`` once the coefficient is known.
+        to_device: copying the shard's new training copy back.
+        gpu_update: the update on the GPU, with the GPU to itself.
+    """
+
+    name: str
+    parameters: int
+    forward: float
+    backward: float
+    to_host: float
+    cpu_update: float
+    cpu_commit: float
+    cpu_preview: float
+    to_device: float
+    gpu_update: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """A step on one rank: its layers in forward order, and what belongs to none of them.
+
+    Attributes:
+        layers: the layers in forward order.
+        between: seconds from the end of the first micro-batch's forward to the begin of the last
+            micro-batch's backward: the loss, and all other micro-batches.
+        tail: seconds from the end of the last backward to the begin of the next forward, without
+            updates: the decision on clipping, the user's own code.
+        clipped_share: share of the steps whose gradient was clipped, in [0, 1].
+        chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
+            first chunk is on the host, and its last chunk's copy back follows the update.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    between: float = 0.0
+    tail: float = 0.0
+    clipped_share: float = 0.0
+    chunk_elements: int = 16 * 1024 * 1024
+
+    @property
+    def backward_seconds(self) -> float:
+        """t_B: the last micro-batch's backward."""
+        return sum(layer.backward for layer in self.layers)
+
+    @property
+    def forward_seconds(self) -> float:
+        """The first micro-batch's forward."""
+        return sum(layer.forward for layer in self.layers)
+
+    @property
+    def compute_seconds(self) -> float:
+        """What a step without any update takes."""
+        return self.forward_seconds + self.between + self.backward_seconds + self.tail
+
+    @property
+    def cpu_seconds(self) -> float:
+        """t_U: the CPU's work for a step if it updated every layer."""
+        unclipped = sum(layer.cpu_update for layer in self.layers)
+        clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in self.layers)
+        return (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
+
+    @property
+    def alpha(self) -> float:
+        """GPU over CPU update time, of all layers together; 0 where the CPU needs no time."""
+        cpu = self.cpu_seconds
+        return sum(layer.gpu_update for layer in self.layers) / cpu if cpu > 0.0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> StepCosts:
+        """The inverse of :meth:`to_json`."""
+        layers = tuple(LayerCosts(**layer) for layer in record["layers"])
+        return StepCosts(**{**record, "layers": layers})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """One layer's memory on one rank.
+
+    Attributes:
+        name: the layer's name.
+        parameters: elements of this rank's shard.
+        gradient_itemsize: bytes of an element of the gradient that waits for its update.
+        weights_itemsize: bytes of an element of the training copy that comes back.
+    """
+
+    name: str
+    parameters: int
+    gradient_itemsize: int = 2
+    weights_itemsize: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What a rank may use, in bytes.
+
+    Attributes:
+        gpu: memory of the GPU that this process may use in all; None where layers "on the GPU" and
+            layers on the host share one memory (no GPU): the GPU then bounds nothing.
+        gpu_reserve: kept free of it: fragmentation, other libraries, the user's peaks.
+        gpu_base: peak of everything but the optimizer state and the waiting gradients of
+            GPU-placed layers: training copy, activations, gradients in flight. Before the first
+            step only the training copy is known.
+        host: memory that this rank may still take for state (its share of what the machine or the
+            cgroup has left).
+        host_reserve: kept free of it.
+        gpu_base_at: for each layer, in forward order, the part of ``gpu_base`` in use while that
+            layer's backward runs; empty where it has not been measured. The gradients of
+            GPU-placed layers pile up as backward goes down while activations are released, so
+            that the two do not add up at one moment.
+    """
+
+    gpu: int | None
+    gpu_reserve: int
+    gpu_base: int
+    host: int
+    host_reserve: int
+    gpu_base_at: tuple[int, ...] = field(default=())
