@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from hytrain.placement.errors import PlacementError
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise PlacementError(f"{name} must be finite and not negative seconds, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,9 @@ class LayerCosts:
         cpu_preview: the second pass that follows on ``cpu_commit`` once the coefficient is known.
         to_device: copying the shard's new training copy back.
         gpu_update: the update on the GPU, with the GPU to itself.
+
+    Raises:
+        PlacementError: a time is negative or not finite, or ``parameters`` is negative.
     """
 
     name: str
@@ -37,6 +48,22 @@ class LayerCosts:
     cpu_preview: float
     to_device: float
     gpu_update: float
+
+    def __post_init__(self) -> None:
+        if self.parameters < 0:
+            raise PlacementError(f"layer '{self.name}': {self.parameters} parameters")
+        times = (
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("to_host", self.to_host),
+            ("cpu_update", self.cpu_update),
+            ("cpu_commit", self.cpu_commit),
+            ("cpu_preview", self.cpu_preview),
+            ("to_device", self.to_device),
+            ("gpu_update", self.gpu_update),
+        )
+        for name, value in times:
+            _check_seconds(f"layer '{self.name}': {name}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +79,9 @@ class StepCosts:
         clipped_share: share of the steps whose gradient was clipped, in [0, 1].
         chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
             first chunk is on the host, and its last chunk's copy back follows the update.
+
+    Raises:
+        PlacementError: there is no layer, or a value is out of its range.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -59,6 +89,16 @@ class StepCosts:
     tail: float = 0.0
     clipped_share: float = 0.0
     chunk_elements: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlacementError("costs of a step without layers")
+        _check_seconds("between", self.between)
+        _check_seconds("tail", self.tail)
+        if not 0.0 <= self.clipped_share <= 1.0:
+            raise PlacementError(f"clipped_share must be in [0, 1], got {self.clipped_share}")
+        if self.chunk_elements < 1:
+            raise PlacementError(f"chunk_elements must be at least 1, got {self.chunk_elements}")
 
     @property
     def backward_seconds(self) -> float:
@@ -90,13 +130,16 @@ class StepCosts:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return asdict(self)
+        record = asdict(self)
+        record["layers"] = list(record["layers"])
+        return record
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> StepCosts:
         """The inverse of :meth:`to_json`."""
-        layers = tuple(LayerCosts(**layer) for layer in record["layers"])
-        return StepCosts(**{**record, "layers": layers})
+        fields: dict[str, Any] = dict(record)
+        fields["layers"] = tuple(LayerCosts(**layer) for layer in record["layers"])
+        return StepCosts(**fields)
 
 
 @dataclass(frozen=True, slots=True)
