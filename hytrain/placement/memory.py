@@ -1,0 +1,353 @@
+"""The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
+
+A layer's optimizer state (master weights and two moments, fp32: 12 bytes a parameter) is on the
+GPU or on the host. On either side its gradient waits for the step's outcome as well: on the GPU
+for the update, on the host, pinned, for the commit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.errors import MemoryBudgetError, PlacementError
+
+STATE_BYTES = 12
+"""Bytes of state a parameter, on whichever side: fp32 master, exp_avg, exp_avg_sq."""
+
+GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
+HOST_RESERVE_KEY = "hytrain.solver.host_memory_reserve_bytes"
+
+_GIB = 1024**3
+# More times as many ranks as now are no advice.
+_MOST_TIMES_RANKS = 1024
+# Of the GPU; a smaller base is not where memory is to be won.
+_LARGE_BASE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers of GPU layers that fit.
+
+    Attributes:
+        num_layers: L.
+        min_gpu_layers: the fewest with which the rest fits on the host; L + 1 where the host
+            cannot even hold what is needed with none.
+        max_gpu_layers: the most that fit on the GPU; -1 where it cannot hold the model alone.
+    """
+
+    num_layers: int
+    min_gpu_layers: int
+    max_gpu_layers: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether any number fits."""
+        return self.min_gpu_layers <= self.max_gpu_layers
+
+    def allow(self, gpu_layers: int) -> bool:
+        """Whether this number fits."""
+        return self.min_gpu_layers <= gpu_layers <= self.max_gpu_layers
+
+    def clamp(self, gpu_layers: int) -> int:
+        """The nearest number that fits.
+
+        Raises:
+            PlacementError: none fits.
+        """
+        if not self.fits:
+            raise PlacementError(
+                f"no number of GPU layers fits: the host needs at least {self.min_gpu_layers} "
+                f"there and the GPU takes at most {self.max_gpu_layers}"
+            )
+        return min(self.max_gpu_layers, max(self.min_gpu_layers, gpu_layers))
+
+    @staticmethod
+    def unlimited(num_layers: int) -> Bounds:
+        """Every number fits."""
+        return Bounds(num_layers, 0, num_layers)
+
+
+# -- what is needed ----------------------------------------------------------------------------
+
+
+def state_bytes(layers: Sequence[LayerBytes]) -> int:
+    """Optimizer state of these layers, on either side."""
+    return STATE_BYTES * sum(layer.parameters for layer in layers)
+
+
+def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
+    """Gradients of these layers that wait, on either side."""
+    return sum(layer.parameters * layer.gradient_itemsize for layer in layers)
+
+
+def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
+    """The GPU's peak with the first ``k`` layers there.
+
+    The state, plus the largest sum, over the layers from the last to the first, of what that
+    layer's backward uses and of the GPU-placed gradients that are there by its end. Where that use
+    has not been measured: plus ``gpu_base`` and all those gradients, which do not coincide.
+
+    Raises:
+        PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
+    """
+    _check(layers, limits, k)
+    return state_bytes(layers[:k]) + _gpu_rest_bytes(layers, limits, k)
+
+
+def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
+    """The GPU's peak less the state."""
+    if not limits.gpu_base_at:
+        return limits.gpu_base + gradient_bytes(layers[:k])
+    # The peak of all may be no layer's backward (the loss): no gradient waits there yet.
+    peak = limits.gpu_base
+    waiting = 0
+    for index in reversed(range(len(layers))):
+        if index < k:
+            waiting += layers[index].parameters * layers[index].gradient_itemsize
+        peak = max(peak, limits.gpu_base_at[index] + waiting)
+    return peak
+
+
+def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
+    """What the host holds with all but the first ``k`` layers there.
+
+    Args:
+        layers: all layers in forward order.
+        k: number of GPU layers.
+        staging_bytes: pinned staging, taken once and kept whatever ``k`` is.
+
+    Raises:
+        PlacementError: ``k`` is not in 0..L.
+    """
+    _check_number(k, len(layers))
+    return state_bytes(layers[k:]) + gradient_bytes(layers[k:]) + staging_bytes
+
+
+def _check(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> None:
+    _check_number(k, len(layers))
+    if limits.gpu_base_at and len(limits.gpu_base_at) != len(layers):
+        raise PlacementError(
+            f"gpu_base_at has {len(limits.gpu_base_at)} entries for {len(layers)} layers"
+        )
+
+
+def _check_number(k: int, num_layers: int) -> None:
+    if not 0 <= k <= num_layers:
+        raise PlacementError(f"{k} GPU layers: must be in 0..{num_layers}")
+
+
+# -- what fits ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """One number of GPU layers against the limits; ``missing`` counts reserves as taken."""
+
+    gpu_layers: int
+    gpu_state: int
+    gpu_rest: int
+    gpu_missing: int
+    host_state: int
+    host_gradients: int
+    host_missing: int
+
+
+def _split(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
+) -> _Split:
+    peak = gpu_peak_bytes(layers, limits, k)
+    state = state_bytes(layers[:k])
+    gpu_missing = 0 if limits.gpu is None else max(0, peak + limits.gpu_reserve - limits.gpu)
+    host_missing = max(0, host_bytes(layers, k, staging_bytes) + limits.host_reserve - limits.host)
+    return _Split(
+        gpu_layers=k,
+        gpu_state=state,
+        gpu_rest=peak - state,
+        gpu_missing=gpu_missing,
+        host_state=state_bytes(layers[k:]),
+        host_gradients=gradient_bytes(layers[k:]),
+        host_missing=host_missing,
+    )
+
+
+def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> Bounds:
+    """The smallest number of GPU layers that fits the host, the largest that fits the GPU.
+
+    Whether they leave anything is :attr:`Bounds.fits`; :func:`check_fits` explains where not.
+
+    Raises:
+        PlacementError: ``gpu_base_at`` is not one number a layer.
+    """
+    num_layers = len(layers)
+    _check(layers, limits, 0)
+    moved = [layer.parameters * (STATE_BYTES + layer.gradient_itemsize) for layer in layers]
+    on_host = sum(moved) + staging_bytes
+    host_limit = limits.host - limits.host_reserve
+    needed = [on_host - gone for gone in accumulate(moved, initial=0)]
+    fewest = next((k for k, need in enumerate(needed) if need <= host_limit), num_layers + 1)
+    if limits.gpu is None:
+        return Bounds(num_layers, fewest, num_layers)
+    gpu_limit = limits.gpu - limits.gpu_reserve
+    most = num_layers
+    while most >= 0 and gpu_peak_bytes(layers, limits, most) > gpu_limit:
+        most -= 1
+    return Bounds(num_layers, fewest, most)
+
+
+def check_fits(
+    layers: Sequence[LayerBytes],
+    limits: MemoryLimits,
+    staging_bytes: int,
+    *,
+    num_ranks: int = 1,
+) -> Bounds:
+    """The bounds, where anything fits. To be called before anything is allocated.
+
+    Args:
+        layers: this rank's shards.
+        limits: what this rank may use.
+        staging_bytes: see :func:`host_bytes`.
+        num_ranks: ranks that the state is sharded over now; for the advice only.
+
+    Raises:
+        MemoryBudgetError: nothing fits. The text has the table of bytes, what is missing where,
+            and what would make it fit.
+        PlacementError: ``gpu_base_at`` is not one number a layer.
+    """
+    found = bounds(layers, limits, staging_bytes)
+    if found.fits:
+        return found
+    num_layers = len(layers)
+    best = _best_split(layers, limits, staging_bytes)
+    shown = sorted({0, best.gpu_layers, num_layers})
+    lines = [
+        "the optimizer state fits in no split between GPU and host (bytes on this rank; nothing "
+        "was allocated):",
+        table(layers, limits, staging_bytes, shown),
+        f"nearest: {best.gpu_layers} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
+        "What would make it fit:",
+        *(f"- {line}" for line in _advice(layers, limits, staging_bytes, best, num_ranks)),
+    ]
+    raise MemoryBudgetError("\n".join(lines))
+
+
+def _best_split(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> _Split:
+    """The split that misses the fewest bytes; of several, the one with the fewest GPU layers."""
+    splits = [_split(layers, limits, staging_bytes, k) for k in range(len(layers) + 1)]
+    return min(splits, key=lambda split: split.gpu_missing + split.host_missing)
+
+
+def _missing(split: _Split) -> str:
+    parts: list[str] = []
+    if split.gpu_missing:
+        parts.append(f"{_gib(split.gpu_missing)} ({split.gpu_missing} bytes) of GPU memory")
+    if split.host_missing:
+        parts.append(f"{_gib(split.host_missing)} ({split.host_missing} bytes) of host memory")
+    return " and ".join(parts)
+
+
+def _advice(
+    layers: Sequence[LayerBytes],
+    limits: MemoryLimits,
+    staging_bytes: int,
+    best: _Split,
+    num_ranks: int,
+) -> list[str]:
+    lines: list[str] = []
+    if limits.gpu is not None and limits.gpu_base > _LARGE_BASE * limits.gpu:
+        lines.append(
+            "activation checkpointing or a smaller micro-batch: model and activations take "
+            f"{_gib(limits.gpu_base)} of the GPU's {_gib(limits.gpu)}, and every GiB won there "
+            "takes a GiB of state"
+        )
+    ranks = _ranks_that_fit(layers, limits, staging_bytes, num_ranks)
+    if ranks is not None:
+        lines.append(
+            f"{ranks} ranks instead of {num_ranks}, each with as much memory as this one: the "
+            "state is sharded over the ranks"
+        )
+    for missing, reserve, key in (
+        (best.gpu_missing, limits.gpu_reserve, GPU_RESERVE_KEY),
+        (best.host_missing, limits.host_reserve, HOST_RESERVE_KEY),
+    ):
+        if missing and reserve:
+            enough = "" if reserve >= missing else ", which alone is not enough"
+            lines.append(
+                f'a smaller "{key}": now {reserve} ({_gib(reserve)}); '
+                f"{max(0, reserve - missing)} at most{enough}"
+            )
+    lines.append(f"more memory: {_missing(best)}")
+    return lines
+
+
+def _ranks_that_fit(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, num_ranks: int
+) -> int | None:
+    """The fewest ranks over which the state fits; None where no number would do."""
+
+    def fits(ranks: int) -> bool:
+        shards = [
+            replace(layer, parameters=math.ceil(layer.parameters * num_ranks / ranks))
+            for layer in layers
+        ]
+        return bounds(shards, limits, staging_bytes).fits
+
+    low, high = num_ranks, num_ranks * _MOST_TIMES_RANKS
+    if not fits(high):
+        return None
+    while high - low > 1:  # low does not fit, high does
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def table(
+    layers: Sequence[LayerBytes],
+    limits: MemoryLimits,
+    staging_bytes: int,
+    gpu_layers: Sequence[int],
+) -> str:
+    """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
+
+    Raises:
+        PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
+    """
+    splits = [_split(layers, limits, staging_bytes, k) for k in gpu_layers]
+    rows = [("layers on the GPU", [f"{s.gpu_layers} of {len(layers)}" for s in splits])]
+
+    def row(name: str, values: Sequence[int]) -> None:
+        rows.append((name, [_gib(value) for value in values]))
+
+    row("GPU: optimizer state", [s.gpu_state for s in splits])
+    row("GPU: model, activations, waiting gradients", [s.gpu_rest for s in splits])
+    row("GPU: needed at the peak", [s.gpu_state + s.gpu_rest for s in splits])
+    if limits.gpu is None:
+        rows.append(("GPU: there is", ["no limit"] * len(splits)))
+    else:
+        row("GPU: there is", [limits.gpu] * len(splits))
+        row("GPU: kept in reserve", [limits.gpu_reserve] * len(splits))
+        row("GPU: missing", [s.gpu_missing for s in splits])
+    row("host: optimizer state", [s.host_state for s in splits])
+    row("host: waiting gradients, pinned", [s.host_gradients for s in splits])
+    row("host: staging, pinned", [staging_bytes] * len(splits))
+    row("host: needed", [s.host_state + s.host_gradients + staging_bytes for s in splits])
+    row("host: there is", [limits.host] * len(splits))
+    row("host: kept in reserve", [limits.host_reserve] * len(splits))
+    row("host: missing", [s.host_missing for s in splits])
+    head = max(len(name) for name, _ in rows)
+    width = max(len(cell) for _, cells in rows for cell in cells)
+    return "\n".join(
+        "  ".join([name.ljust(head), *(cell.rjust(width) for cell in cells)])
+        for name, cells in rows
+    )
+
+
+def _gib(value: int) -> str:
+    return f"{value / _GIB:.2f} GiB"

@@ -1,0 +1,239 @@
+"""The memory budget, in numbers small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.errors import MemoryBudgetError, PlacementError
+from hytrain.placement.memory import (
+    Bounds,
+    bounds,
+    check_fits,
+    gpu_peak_bytes,
+    host_bytes,
+    table,
+)
+
+# State 12 B and gradient 2 B a parameter: 1200 and 200, 2400 and 400, 3600 and 600.
+LAYERS = [LayerBytes("a", 100), LayerBytes("b", 200), LayerBytes("c", 300)]
+LIMITS = MemoryLimits(gpu=10_000, gpu_reserve=0, gpu_base=1_000, host=10_000, host_reserve=0)
+GIB = 1024**3
+
+
+def test_host_bytes() -> None:
+    # (12 + 2) * 600, less (12 + 2) * 100 for the first layer, ...; 50 of staging whatever k is.
+    assert [host_bytes(LAYERS, k, 50) for k in range(4)] == [8450, 7050, 4250, 50]
+
+
+def test_gpu_peak_without_measured_backward() -> None:
+    # 1000 + 14 * parameters of the first k layers.
+    assert [gpu_peak_bytes(LAYERS, LIMITS, k) for k in range(4)] == [1000, 2400, 5200, 9400]
+
+
+def test_gpu_peak_while_activations_are_released() -> None:
+    limits = replace(LIMITS, gpu_base_at=(300, 600, 900))
+    # k 0: the peak of all, 1000. k 1: 1200 + max(1000; 900, 600, 300 + 200).
+    # k 2: 3600 + max(1000; 900, 600 + 400, 300 + 600) = 4600.
+    # k 3: 7200 + max(1000; 900 + 600, 600 + 1000, 300 + 1200) = 8800.
+    assert [gpu_peak_bytes(LAYERS, limits, k) for k in range(4)] == [1000, 2200, 4600, 8800]
+
+
+def test_fp32_gradients_count_in_full() -> None:
+    layers = [replace(layer, gradient_itemsize=4) for layer in LAYERS]
+    assert host_bytes(layers, 0, 0) == 16 * 600
+    assert gpu_peak_bytes(layers, LIMITS, 3) == 1000 + 16 * 600
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # All of it fits on either side.
+        ({}, Bounds(3, 0, 3)),
+        # The host's needs are 8450, 7050, 4250, 50; the GPU's 1000, 2400, 5200, 9400.
+        ({"host": 8450}, Bounds(3, 0, 3)),
+        ({"host": 8449}, Bounds(3, 1, 3)),
+        ({"host": 8450, "host_reserve": 1}, Bounds(3, 1, 3)),
+        ({"host": 49}, Bounds(3, 4, 3)),
+        ({"gpu": 9400}, Bounds(3, 0, 3)),
+        ({"gpu": 9399}, Bounds(3, 0, 2)),
+        ({"gpu": 9400, "gpu_reserve": 1}, Bounds(3, 0, 2)),
+        ({"gpu": 999}, Bounds(3, 0, -1)),
+        ({"gpu": None, "gpu_reserve": 10**9}, Bounds(3, 0, 3)),
+        ({"gpu": 5200, "host": 4250}, Bounds(3, 2, 2)),
+        ({"gpu": 5199, "host": 4250}, Bounds(3, 2, 1)),
+    ],
+)
+def test_bounds(changes: dict[str, int | None], expected: Bounds) -> None:
+    found = bounds(LAYERS, replace(LIMITS, **changes), 50)  # pyright: ignore[reportArgumentType]
+    assert found == expected
+    assert found.fits == (expected.min_gpu_layers <= expected.max_gpu_layers)
+
+
+sizes = st.lists(st.integers(min_value=0, max_value=500), min_size=1, max_size=8)
+amounts = st.integers(min_value=0, max_value=30_000)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> tuple[list[LayerBytes], MemoryLimits, int]:
+    layers = [LayerBytes("layer", size) for size in draw(sizes)]
+    at = draw(st.none() | st.lists(amounts, min_size=len(layers), max_size=len(layers)))
+    limits = MemoryLimits(
+        gpu=draw(st.none() | amounts),
+        gpu_reserve=draw(st.integers(0, 2000)),
+        gpu_base=draw(amounts) if at is None else max(at),
+        host=draw(amounts),
+        host_reserve=draw(st.integers(0, 2000)),
+        gpu_base_at=tuple(at or ()),
+    )
+    return layers, limits, draw(st.integers(0, 2000))
+
+
+@given(budget=budgets())
+def test_bounds_are_what_fits_one_by_one(
+    budget: tuple[list[LayerBytes], MemoryLimits, int],
+) -> None:
+    layers, limits, staging = budget
+
+    def fits(k: int) -> bool:
+        on_gpu = limits.gpu is None or (
+            gpu_peak_bytes(layers, limits, k) <= limits.gpu - limits.gpu_reserve
+        )
+        return on_gpu and host_bytes(layers, k, staging) <= limits.host - limits.host_reserve
+
+    found = bounds(layers, limits, staging)
+    every = range(len(layers) + 1)
+    assert [found.allow(k) for k in every] == [fits(k) for k in every]
+    if found.fits:
+        assert check_fits(layers, limits, staging) == found
+    else:
+        with pytest.raises(MemoryBudgetError):
+            check_fits(layers, limits, staging)
+
+
+def test_clamp() -> None:
+    assert [Bounds(9, 3, 5).clamp(k) for k in (0, 3, 4, 9)] == [3, 3, 4, 5]
+    with pytest.raises(PlacementError, match="no number of GPU layers fits"):
+        Bounds(9, 6, 5).clamp(5)
+
+
+def test_a_measurement_of_other_layers_is_refused() -> None:
+    limits = replace(LIMITS, gpu_base_at=(1, 2))
+    for call in (
+        lambda: gpu_peak_bytes(LAYERS, limits, 1),
+        lambda: bounds(LAYERS, limits, 0),
+        lambda: check_fits(LAYERS, limits, 0),
+    ):
+        with pytest.raises(PlacementError, match="2 entries for 3 layers"):
+            call()
+
+
+@pytest.mark.parametrize("k", [-1, 4])
+def test_a_number_that_does_not_exist_is_refused(k: int) -> None:
+    with pytest.raises(PlacementError, match=r"0\.\.3"):
+        gpu_peak_bytes(LAYERS, LIMITS, k)
+    with pytest.raises(PlacementError, match=r"0\.\.3"):
+        host_bytes(LAYERS, k, 0)
+    with pytest.raises(PlacementError, match=r"0\.\.3"):
+        table(LAYERS, LIMITS, 0, [k])
+
+
+# -- the text ----------------------------------------------------------------------------------
+
+# 4 layers of 1 Gi parameters: 14 GiB each on either side, 56 GiB in all.
+LARGE = [LayerBytes(f"block {number}", GIB) for number in range(4)]
+SMALL_MACHINE = MemoryLimits(
+    gpu=30 * GIB, gpu_reserve=2 * GIB, gpu_base=10 * GIB, host=30 * GIB, host_reserve=GIB
+)
+
+
+def refusal(limits: MemoryLimits, **arguments: int) -> str:
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_fits(LARGE, limits, GIB, **arguments)
+    return str(caught.value)
+
+
+def test_the_refusal_has_the_table_and_what_is_missing() -> None:
+    # One layer on the GPU: 24 of 28 GiB there; 43 of 29 on the host: 14 short. Two: 38 of 28, 10
+    # short; 29 of 29 on the host. Three: 24 short.
+    text = refusal(SMALL_MACHINE)
+    assert table(LARGE, SMALL_MACHINE, GIB, [0, 2, 4]) in text
+    assert "nearest: 2 of 4 layers on the GPU; missing: 10.00 GiB" in text
+    assert f"({10 * GIB} bytes) of GPU memory" in text
+    assert "of host memory" not in text.split("nearest")[1]
+
+
+def test_the_refusal_says_what_would_do() -> None:
+    text = refusal(SMALL_MACHINE, num_ranks=2)
+    assert "activation checkpointing or a smaller micro-batch" in text
+    # For state there are 18 GiB on the GPU and 28 on the host. 3 ranks: 9.33 a layer; one on the
+    # GPU, and three, rounded up to whole parameters, are 28 and some bytes. 4 ranks: 7 a layer.
+    assert "4 ranks instead of 2" in text
+    assert '"hytrain.solver.gpu_memory_reserve_bytes": now 2147483648 (2.00 GiB); 0 at most' in text
+    assert "which alone is not enough" in text
+    assert "host_memory_reserve_bytes" not in text
+
+
+def test_the_refusal_names_a_reserve_that_would_do() -> None:
+    # Two layers on each side: 38 GiB and 29 GiB; the reserve is 1 GiB too large.
+    limits = replace(SMALL_MACHINE, gpu=40 * GIB, gpu_reserve=3 * GIB)
+    text = refusal(limits)
+    assert f'gpu_memory_reserve_bytes": now {3 * GIB} (3.00 GiB); {2 * GIB} at most' in text
+    assert "not enough" not in text
+    bounds_then = bounds(LARGE, replace(limits, gpu_reserve=2 * GIB), GIB)
+    assert bounds_then == Bounds(4, 2, 2)
+
+
+def test_the_refusal_names_the_hosts_reserve() -> None:
+    limits = replace(SMALL_MACHINE, gpu=40 * GIB, host_reserve=2 * GIB)
+    text = refusal(limits)
+    assert f'"hytrain.solver.host_memory_reserve_bytes": now {2 * GIB}' in text
+    assert "gpu_memory_reserve_bytes" not in text
+
+
+def test_ranks_are_no_advice_where_the_model_alone_is_too_large() -> None:
+    text = refusal(replace(SMALL_MACHINE, gpu_base=29 * GIB))
+    assert "ranks" not in text
+    assert "activation checkpointing" in text
+
+
+@given(num_ranks=st.integers(1, 5), gpu=st.integers(13, 30), host=st.integers(3, 30))
+def test_the_advised_ranks_are_the_fewest(num_ranks: int, gpu: int, host: int) -> None:
+    limits = replace(SMALL_MACHINE, gpu=gpu * GIB, host=host * GIB)
+
+    def fits(ranks: int) -> bool:
+        shards = [replace(layer, parameters=-(-GIB * num_ranks // ranks)) for layer in LARGE]
+        return bounds(shards, limits, GIB).fits
+
+    if fits(num_ranks):
+        return
+    expected = next(ranks for ranks in range(num_ranks, 10_000) if fits(ranks))
+    assert f"- {expected} ranks instead of {num_ranks}," in refusal(limits, num_ranks=num_ranks)
+
+
+def test_table() -> None:
+    text = table(LARGE, SMALL_MACHINE, GIB, [0, 2])
+    rows = {line[:43].strip(): line[43:].split("  ") for line in text.splitlines()}
+    cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
+    assert cells["layers on the GPU"] == ["0 of 4", "2 of 4"]
+    assert cells["GPU: optimizer state"] == ["0.00 GiB", "24.00 GiB"]
+    assert cells["GPU: model, activations, waiting gradients"] == ["10.00 GiB", "14.00 GiB"]
+    assert cells["GPU: needed at the peak"] == ["10.00 GiB", "38.00 GiB"]
+    assert cells["GPU: there is"] == ["30.00 GiB", "30.00 GiB"]
+    assert cells["GPU: missing"] == ["0.00 GiB", "10.00 GiB"]
+    assert cells["host: optimizer state"] == ["48.00 GiB", "24.00 GiB"]
+    assert cells["host: waiting gradients, pinned"] == ["8.00 GiB", "4.00 GiB"]
+    assert cells["host: staging, pinned"] == ["1.00 GiB", "1.00 GiB"]
+    assert cells["host: needed"] == ["57.00 GiB", "29.00 GiB"]
+    assert cells["host: missing"] == ["28.00 GiB", "0.00 GiB"]
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_table_without_a_gpu() -> None:
+    text = table(LARGE, replace(SMALL_MACHINE, gpu=None), GIB, [0])
+    assert "no limit" in text
+    assert "GPU: missing" not in text
