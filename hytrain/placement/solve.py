@@ -1,0 +1,235 @@
+"""How many layers the GPU updates: the solvers, and whether a move there is worth its price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hytrain.placement.closed_form import closed_form
+from hytrain.placement.costs import StepCosts
+from hytrain.placement.errors import PlacementError
+from hytrain.placement.memory import Bounds
+from hytrain.placement.prediction import Candidate, predict
+
+Method = Literal["pipeline", "closed_form"]
+Limit = Literal["gpu_memory", "host_memory"]
+
+WITHIN_BEST = 0.01
+"""The fewest GPU layers are taken whose step is at most this much longer than the shortest."""
+
+WORTH_GAIN = 0.01
+"""Share of the step that a move must win to be made for speed."""
+
+SAVING_COST = 0.005
+"""Share of the step that a move may cost to be made for GPU memory."""
+
+# Of its step: what a time may change by before the change counts at all, as a share of the
+# tolerance. Times of a millisecond are all noise.
+_NEGLIGIBLE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        gpu_layers: the choice, within ``bounds``.
+        predicted_seconds: the step with it.
+        predictions: for 0..L GPU layers.
+        closed_form_k: the closed form's share of GPU layers, whatever the method.
+        unbounded_gpu_layers: the choice if memory did not bound it.
+        bounds: what fits.
+        limited_by: which memory keeps the choice from ``unbounded_gpu_layers``; None: neither.
+        reason: why, for people.
+    """
+
+    gpu_layers: int
+    predicted_seconds: float
+    predictions: tuple[Candidate, ...]
+    closed_form_k: float
+    unbounded_gpu_layers: int
+    bounds: Bounds
+    limited_by: Limit | None
+    reason: str
+
+
+def solve(
+    costs: StepCosts, method: Method, bounds: Bounds, *, alpha: float | None = None
+) -> Solution:
+    """The number of GPU layers.
+
+    ``pipeline`` takes the smallest predicted step and, within 1 % of it, the fewest GPU layers;
+    ``closed_form`` rounds the published formula, halves up. What does not fit becomes the nearest
+    that does (closed form), or the best of what fits (pipeline).
+
+    Args:
+        costs: what each layer takes.
+        method: the solver.
+        bounds: which numbers fit in memory.
+        alpha: GPU over CPU update time for the closed form; None: from ``costs``.
+
+    Raises:
+        PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
+            negative or not finite, or the method is unknown.
+    """
+    num_layers = len(costs.layers)
+    if bounds.num_layers != num_layers:
+        raise PlacementError(f"bounds of {bounds.num_layers} layers for {num_layers} layers")
+    ratio = costs.alpha if alpha is None else alpha
+    share = closed_form(costs.backward_seconds, costs.cpu_seconds, ratio)
+    predictions = predict(costs).candidates
+    if method == "closed_form":
+        unbounded = math.floor(share * num_layers + 0.5)
+        choice = bounds.clamp(unbounded)
+    elif method == "pipeline":
+        unbounded = _fewest_near_best(predictions)
+        choice = bounds.clamp(unbounded)
+        if choice != unbounded:
+            allowed = predictions[bounds.min_gpu_layers : bounds.max_gpu_layers + 1]
+            choice = _fewest_near_best(allowed)
+    else:
+        raise PlacementError(f'unknown method "{method}": "pipeline" or "closed_form"')
+    limited_by = _limit(unbounded, bounds)
+    return Solution(
+        gpu_layers=choice,
+        predicted_seconds=predictions[choice].step_seconds,
+        predictions=predictions,
+        closed_form_k=share,
+        unbounded_gpu_layers=unbounded,
+        bounds=bounds,
+        limited_by=limited_by,
+        reason=_reason(costs, predictions, choice, unbounded, limited_by),
+    )
+
+
+def _fewest_near_best(candidates: Sequence[Candidate]) -> int:
+    best = min(candidate.step_seconds for candidate in candidates)
+    near = (c.gpu_layers for c in candidates if c.step_seconds <= best * (1.0 + WITHIN_BEST))
+    return min(near)
+
+
+def _limit(unbounded: int, bounds: Bounds) -> Limit | None:
+    if unbounded > bounds.max_gpu_layers:
+        return "gpu_memory"
+    if unbounded < bounds.min_gpu_layers:
+        return "host_memory"
+    return None
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def _reason(
+    costs: StepCosts,
+    predictions: Sequence[Candidate],
+    choice: int,
+    unbounded: int,
+    limited_by: Limit | None,
+) -> str:
+    num_layers = len(costs.layers)
+    there = f"{choice} of {num_layers} layers to the GPU" if choice else "no layers to the GPU"
+    parts = [_why(costs, predictions, unbounded), there]
+    parts.append(f"predicted {predictions[choice].step_seconds:.3f} s")
+    alternative = f"{unbounded} would be best: {predictions[unbounded].step_seconds:.3f} s"
+    if limited_by == "gpu_memory":
+        parts.append(f"bounded by GPU memory ({alternative})")
+    elif limited_by == "host_memory":
+        parts.append(f"host memory does not hold more of the state ({alternative})")
+    return "; ".join(parts)
+
+
+def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> str:
+    update, backward = costs.cpu_seconds, costs.backward_seconds
+    host_bound = predictions[0].bound == "host"
+    if unbounded == 0 and not host_bound:
+        return f"the CPU keeps up: CPU update {update:.3g} s, backward {backward:.3g} s"
+    if unbounded == 0:
+        return (
+            f"host-bound, but GPU updates would win nothing: CPU update {update:.3g} s, "
+            f"backward {backward:.3g} s"
+        )
+    if update > backward:
+        return f"host-bound: CPU update {update:.3g} s > backward {backward:.3g} s"
+    # The gradients of the first layers come last: nothing is left to hide their updates behind.
+    return (
+        f"updates and copies of the first layers end late: CPU update {update:.3g} s, "
+        f"backward {backward:.3g} s"
+    )
+
+
+# -- hysteresis --------------------------------------------------------------------------------
+
+
+def worth_moving(
+    solution: Solution,
+    current_gpu_layers: int,
+    move_seconds_per_layer: float,
+    horizon_steps: int = 50,
+) -> bool:
+    """Whether to move from the current number of GPU layers to the solution's.
+
+    True where the current number does not fit; where the move wins more than 1 % of the step, and
+    within ``horizon_steps`` more than it costs; or where it frees the GPU of at least
+    ``max(2, 10 % of L)`` layers for a step at most 0.5 % longer.
+
+    Args:
+        solution: of a solver.
+        current_gpu_layers: as it is.
+        move_seconds_per_layer: for how long the move of one layer stalls training, an estimate.
+        horizon_steps: steps in which a move must have paid for itself.
+
+    Raises:
+        PlacementError: ``current_gpu_layers`` is not in 0..L.
+    """
+    num_layers = len(solution.predictions) - 1
+    if not 0 <= current_gpu_layers <= num_layers:
+        raise PlacementError(f"{current_gpu_layers} GPU layers: must be in 0..{num_layers}")
+    if not solution.bounds.allow(current_gpu_layers):
+        return True
+    freed = current_gpu_layers - solution.gpu_layers
+    if freed == 0:
+        return False
+    current = solution.predictions[current_gpu_layers].step_seconds
+    gain = current - solution.predicted_seconds
+    if gain > WORTH_GAIN * current:
+        return gain * horizon_steps > abs(freed) * move_seconds_per_layer
+    return freed >= max(2, math.ceil(0.1 * num_layers)) and -gain <= SAVING_COST * current
+
+
+def inputs_moved(old: StepCosts, new: StepCosts, tolerance: float = 0.02) -> bool:
+    """Whether costs have changed so much that solving again may give another result.
+
+    Compared are sums over the layers. One has moved when it changed by more than ``tolerance``
+    of itself and by more than a tenth of ``tolerance`` of the step's compute: a ``tail`` of a
+    millisecond that doubles decides nothing. ``clipped_share`` has when it changed by more than
+    ``tolerance``; other layers, or other chunks, always have.
+    """
+    if [layer.parameters for layer in old.layers] != [layer.parameters for layer in new.layers]:
+        return True
+    if old.chunk_elements != new.chunk_elements:
+        return True
+    if abs(new.clipped_share - old.clipped_share) > tolerance:
+        return True
+    negligible = _NEGLIGIBLE * tolerance * old.compute_seconds
+    return any(
+        abs(after - before) > max(tolerance * before, negligible)
+        for before, after in zip(_sums(old), _sums(new), strict=True)
+    )
+
+
+def _sums(costs: StepCosts) -> list[float]:
+    layers = costs.layers
+    return [
+        costs.forward_seconds,
+        costs.between,
+        costs.backward_seconds,
+        costs.tail,
+        sum(layer.cpu_update for layer in layers),
+        sum(layer.cpu_commit for layer in layers),
+        sum(layer.cpu_preview for layer in layers),
+        sum(layer.to_host for layer in layers),
+        sum(layer.to_device for layer in layers),
+        sum(layer.gpu_update for layer in layers),
+    ]
