@@ -1,5 +1,7 @@
 """The compiled extension: kernels on addresses and sizes. Nothing here checks its arguments."""
 
+from typing import ClassVar
+
 # ---- adam: csrc/include/hytrain/adam.h, dispatch.h ----
 
 class DType:
@@ -74,14 +76,16 @@ class Pass:
     publish: Pass
     drop: Pass
     withdraw: Pass
+    leave: Pass
+    arrive: Pass
+
+class StateArrays:
+    def __init__(self, p: int = 0, m: int = 0, v: int = 0) -> None: ...
 
 class Chunk:
     def __init__(
         self,
         *,
-        p: int,
-        m: int,
-        v: int,
         n: int,
         shard_offset: int,
         weights: int,
@@ -99,6 +103,9 @@ class JobSpan:
     begin_ns: int
     end_ns: int
     kernel_ns: int
+    wait_gradient_ns: int
+    final: bool
+    committed: bool
 
 class WorkerStatistics:
     kernel_ns: int
@@ -107,6 +114,10 @@ class WorkerStatistics:
     issue_ns: int
     elements: int
     jobs: int
+    to_host_ns: int
+    to_host_bytes: int
+    to_device_ns: int
+    to_device_bytes: int
 
 class UpdateWorker:
     @staticmethod
@@ -120,10 +131,17 @@ class UpdateWorker:
         delay_seed: int,
         max_delay_us: int,
     ) -> UpdateWorker: ...
-    def add_slot_class(self, base: int, slot_bytes: int, count: int) -> int: ...
-    def set_outgoing(self, base: int, slot_bytes: int, count: int) -> None: ...
+    outgoing: ClassVar[int]
+    def add_slot_class(self, slot_bytes: int) -> int: ...
+    def add_slots(self, slot_class: int, base: int, slot_bytes: int, count: int) -> None: ...
     def add_layer(
-        self, name: str, gradient_dtype: DType, ready: int, norm_slot: int, chunks: list[Chunk]
+        self,
+        name: str,
+        gradient_dtype: DType,
+        ready: int,
+        norm_slot: int,
+        state: StateArrays,
+        chunks: list[Chunk],
     ) -> int: ...
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -140,6 +158,12 @@ class UpdateWorker:
     def submit(
         self, layer: int, job_pass: Pass, withdraw_to: int = 0, withdraw_ready: int = 0
     ) -> None: ...
+    def submit_leave(self, layer: int, device: StateArrays, ready: int, moved: int) -> None: ...
+    def submit_arrive(
+        self, layer: int, host: StateArrays, device: StateArrays, ready: int
+    ) -> None: ...
+    def wait_moved(self, layer: int) -> None: ...
+    def is_moving(self, layer: int) -> bool: ...
     def cancel_update(self, layer: int) -> bool: ...
     def finalize(self, record: StepRecord) -> int: ...
     def wait_issued(self, layer: int) -> None: ...

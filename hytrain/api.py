@@ -80,7 +80,6 @@ def initialize(
     if section is None:
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     check_version()
-    section.fixed_gpu_fraction  # noqa: B018 - refuses "solve" before anything is built
     refuse_unsupported(loaded)
     refuse_unsupported_model(model)
     _check_fit(section, loaded, model, optimizer, mpu)

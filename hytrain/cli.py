@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
+from hytrain.errors import ConfigError, HyTrainError
 from hytrain.version import __version__
 
 __all__ = ["main"]
@@ -19,11 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status.
+        The exit status: 2 where the arguments, or a file that they name, cannot be used.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     arguments = _parser().parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except HyTrainError as error:
+        if not isinstance(error, ValueError):
+            raise  # not the user's to mend
+        print(f"hytrain: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,12 +47,28 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a part of hytrain beside its competitors")
     parts = bench.add_subparsers(required=True, metavar="PART")
     _add_bench_kernel(parts.add_parser("kernel", help="the CPU optimizer's passes"))
+    explain = "why the solver chose its k, or what a configuration will do"
+    _add_explain(commands.add_parser("explain", help=explain, description=_EXPLAIN))
     return parser
 
 
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a rank: ranks count from 0")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
@@ -96,3 +126,215 @@ def _bench_kernel(arguments: argparse.Namespace) -> int:
         print(to_text(result))
         print(json.dumps(result["machine"]))
     return 0
+
+
+# ---- hytrain explain ----
+
+_EXPLAIN = (
+    "With the metrics file of a run: its last decision about k, what was measured, and every "
+    "number of GPU layers, predicted and measured. With a DeepSpeed configuration: what will "
+    "happen; with --model also the memory, and an estimate of the step."
+)
+_GIB = 1024**3
+# Destinations of the options that an estimate takes, and of all that only a configuration takes.
+_RATES = ("gpu_tflops", "tokens", "cpu_gparams_per_s", "pcie_gb_per_s")
+_FOR_MODEL = ("gpu_memory", "host_memory", *_RATES)
+_FOR_CONFIG = ("model", "ranks", *_FOR_MODEL)
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument(
+        "file",
+        type=Path,
+        metavar="METRICS|CONFIG",
+        help="JSON lines of a run with placement decisions, or a DeepSpeed JSON",
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
+    explain.add_argument("--rank", type=_rank, help="whose decisions, or sizes (0)")
+    picture = explain.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="the picture (default: METRICS with the suffix .placement.png; of a CONFIG none)",
+    )
+    picture.add_argument("--no-png", action="store_true", help="no picture")
+    model = explain.add_argument_group("with CONFIG")
+    model.add_argument(
+        "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
+    )
+    model.add_argument("--ranks", type=_positive_int, help="ranks that share the state (1)")
+    model.add_argument(
+        "--gpu-memory",
+        type=_positive_float,
+        metavar="GIB",
+        help="of each rank's GPU (default: this machine's; without a GPU no limit)",
+    )
+    model.add_argument(
+        "--host-memory",
+        type=_positive_float,
+        metavar="GIB",
+        help="for all ranks together (default: what is free on this machine)",
+    )
+    rates = explain.add_argument_group(
+        "rates of an estimate, with CONFIG and --model; defaults: one H200 with 16 cores"
+    )
+    rates.add_argument("--gpu-tflops", type=_positive_float, help="forward and backward (440)")
+    rates.add_argument("--tokens", type=_positive_int, help="a micro-batch on one rank (8192)")
+    rates.add_argument(
+        "--cpu-gparams-per-s", type=_positive_float, help="CPU update, 1e9 parameters/s a rank (5)"
+    )
+    rates.add_argument("--pcie-gb-per-s", type=_positive_float, help="each way (55)")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    text = _read(arguments.file)
+    config = _whole_config(arguments.file, text)
+    if config is not None:
+        return _explain_config(arguments, config)
+    given = _given(arguments, _FOR_CONFIG)
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: for a DeepSpeed configuration, but {arguments.file} is a metrics "
+            "file, which has all that a run measured: leave it out"
+        )
+    return _explain_metrics(arguments, text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        reason = "it is not text"
+    except OSError as error:
+        reason = str(error.strerror)
+    raise ConfigError(
+        f"cannot read {path} ({reason}): give the metrics file of a run or a DeepSpeed JSON"
+    )
+
+
+def _whole_config(path: Path, text: str) -> Mapping[str, Any] | None:
+    """The configuration that the file is; None for JSON lines."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    try:
+        json.loads(first)
+    except json.JSONDecodeError:
+        is_lines = False
+    else:
+        is_lines = True
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        if is_lines:
+            return None
+        raise ConfigError(
+            f"{path} is neither JSON ({error}) nor a metrics file, which has a JSON object a line"
+        ) from None
+    if not isinstance(whole, dict):
+        kind = type(whole).__name__
+        raise ConfigError(f"{path} holds a JSON {kind}: give a metrics file or a DeepSpeed JSON")
+    return None if "step" in whole else cast("dict[str, Any]", whole)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    values = vars(arguments)
+    return [f"--{name.replace('_', '-')}" for name in names if values[name] is not None]
+
+
+def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
+    # Imported where they are used: `hytrain --help` should not wait for numpy.
+    from hytrain.placement.explanation import candidate_rows, explain_run, explained, run_json
+    from hytrain.placement.history import read_history
+
+    try:
+        history = read_history(text, arguments.rank or 0)
+    except HyTrainError as error:
+        raise ConfigError(f"{arguments.file}: {error}") from error
+    print(json.dumps(run_json(history), indent=2) if arguments.json else explain_run(history))
+    if not arguments.no_png:
+        decision = explained(history)
+        rows = candidate_rows(decision, history.measured_at)
+        title = f"step time over k, after step {decision.step}"
+        _draw(arguments, rows, decision.costs, title)
+    return 0
+
+
+def _draw(arguments: argparse.Namespace, rows: Any, costs: Any, title: str) -> None:
+    """The picture; one that nobody asked for may fail with a word on stderr."""
+    from hytrain.placement.chart import draw_chart
+
+    path = arguments.png or arguments.file.with_suffix(".placement.png")
+    try:
+        if costs is None:
+            raise ConfigError("no picture: nothing has been measured yet (--no-png)")
+        draw_chart(path, rows, costs, title=title)
+    except ConfigError as error:
+        if arguments.png is not None:
+            raise
+        print(f"hytrain: {_one_line(error)}", file=sys.stderr)
+        return
+    print(f"picture: {path}", file=sys.stderr)
+
+
+def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) -> int:
+    from hytrain.config import SECTION, HyTrainConfig
+    from hytrain.placement import outlook
+
+    section = HyTrainConfig.from_deepspeed(config)
+    if section is None:
+        raise ConfigError(
+            f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, with '
+            f'nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
+        )
+    form = outlook.read_form(config)
+    words = outlook.config_words(section, form, arguments.ranks)
+    result: dict[str, Any] = {"kind": "config", "words": words.splitlines()}
+    if arguments.model is None:
+        given = _given(arguments, (*_FOR_MODEL, "rank", "png"))
+        if given:
+            raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
+        print(json.dumps(result, indent=2) if arguments.json else words)
+        return 0
+    # Imported here: it needs torch.
+    from hytrain.optim.model_sizes import read_model_sizes
+
+    sizes = read_model_sizes(
+        arguments.model, section, form, num_ranks=arguments.ranks or 1, rank=arguments.rank or 0
+    )
+    rates = _rates(arguments)
+    costs = outlook.estimate_costs(
+        sizes,
+        rates,
+        accumulation=form.accumulation,
+        chunk_elements=section.offload.chunk_elements,
+    )
+    limits = outlook.memory_limits(section, sizes, *_memory(arguments))
+    decision = outlook.expected_decision(section, sizes, limits, costs)
+    if arguments.json:
+        result |= outlook.model_json(decision, sizes, rates)
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}")
+    if arguments.png is not None:
+        _draw(arguments, outlook.estimated_rows(decision), costs, "estimated step time over k")
+    return 0
+
+
+def _rates(arguments: argparse.Namespace) -> Any:
+    from hytrain.placement.outlook import Rates
+
+    values = vars(arguments)
+    return Rates(**{name: values[name] for name in _RATES if values[name] is not None})
+
+
+def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:
+    """The rank's GPU and its part of the host, in bytes."""
+    from hytrain.optim.model_sizes import gpu_bytes
+    from hytrain.profile.machine import available_host_bytes
+
+    gpu = gpu_bytes() if arguments.gpu_memory is None else int(arguments.gpu_memory * _GIB)
+    host = available_host_bytes()
+    if arguments.host_memory is not None:
+        host = int(arguments.host_memory * _GIB)
+    return gpu, host // (arguments.ranks or 1)

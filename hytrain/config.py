@@ -50,11 +50,33 @@ class OffloadConfig(_Section):
         return value
 
 
+class SolverConfig(_Section):
+    """How k is solved at run time, where ``gpu_fraction`` is "solve"."""
+
+    method: Literal["pipeline", "closed_form"] = "pipeline"
+    """"pipeline" predicts the step for every number of GPU layers; "closed_form" is HyTrainDNN's
+    balance of backward and CPU update."""
+
+    alpha: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """GPU over CPU update time of a layer; null: measured."""
+
+    interval: int = Field(default=1, ge=1)
+    """Steps between two solves."""
+
+    gpu_memory_reserve_bytes: int | None = Field(default=None, ge=0)
+    """GPU memory that the placement leaves free; null: 4 % of it, at least 1 GiB."""
+
+    host_memory_reserve_bytes: int | None = Field(default=None, ge=0)
+    """Host memory that the placement leaves free; null: 3 % of it, at least 1 GiB."""
+
+
 class HyTrainConfig(_Section):
     """The whole section. See ds_configs/README.md for the table of keys."""
 
     gpu_fraction: float | Literal["solve"] = "solve"
     """k: share of the layers, counted from the first, whose state is on the GPU."""
+
+    solver: SolverConfig = SolverConfig()
 
     shard_fractions: tuple[float, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
@@ -66,10 +88,7 @@ class HyTrainConfig(_Section):
     @classmethod
     def _in_range(cls, value: float | str) -> float | str:
         if isinstance(value, str):
-            raise ValueError(
-                '"solve" (k solved at run time) is not available in this version: '
-                "give a number in [0, 1], for example 0.5"
-            )
+            return value
         if not (math.isfinite(value) and 0.0 <= value <= 1.0):
             raise ValueError(f"must be a number in [0, 1], got {value}")
         return value
@@ -86,20 +105,6 @@ class HyTrainConfig(_Section):
                 f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}"
             )
         return value
-
-    @property
-    def fixed_gpu_fraction(self) -> float:
-        """k as a number; the section must give one in this version.
-
-        Raises:
-            ConfigError: the section leaves ``gpu_fraction`` to the solver.
-        """
-        if isinstance(self.gpu_fraction, str):
-            raise ConfigError(
-                f'"{SECTION}.gpu_fraction" is not given: its default "solve" is not available in '
-                "this version; set it to a number in [0, 1], for example 0.5"
-            )
-        return self.gpu_fraction
 
     @staticmethod
     def from_deepspeed(config: Mapping[str, Any]) -> HyTrainConfig | None:

@@ -33,6 +33,7 @@ from hytrain.optim.build import BuildSettings, build_optimizer
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
+from hytrain.placement.records import Decision
 
 
 class HyTrainEngine(DeepSpeedEngine):
@@ -163,6 +164,27 @@ class HyTrainEngine(DeepSpeedEngine):
             HyTrainError: no step has been made.
         """
         return self._check_open().step_statistics()
+
+    def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
+        """Changes k between two steps: state moves while training goes on.
+
+        Args:
+            value: share of the layers, counted from the first, whose state shall be on the GPU;
+                "solve" lets the solver decide from the next step on.
+
+        Raises:
+            ConfigError: called between backward and step, or the share is out of range or does
+                not fit in memory.
+        """
+        self._check_open().set_gpu_fraction(value)
+
+    def placement_decisions(self, since: int = 0) -> list[Decision]:
+        """This rank's decisions about k, oldest first, each with its reason.
+
+        Args:
+            since: how many to leave out at the beginning.
+        """
+        return self._check_open().placement.decisions[since:]
 
     def synchronize(self) -> None:
         """Waits for every update: all weights are the newest, readable from any stream.

@@ -138,6 +138,7 @@ using hytrain::Chunk;
 using hytrain::Job;
 using hytrain::JobSpan;
 using hytrain::Pass;
+using hytrain::StateArrays;
 using hytrain::StepRecord;
 using hytrain::UpdateWorker;
 using hytrain::WorkerStatistics;
@@ -150,14 +151,18 @@ void bind_offload_types(py::module_& m) {
         .value("commit", Pass::kCommit)
         .value("publish", Pass::kPublish)
         .value("drop", Pass::kDrop)
-        .value("withdraw", Pass::kWithdraw);
+        .value("withdraw", Pass::kWithdraw)
+        .value("leave", Pass::kLeave)
+        .value("arrive", Pass::kArrive);
+    py::class_<StateArrays>(m, "StateArrays")
+        .def(py::init([](Address p, Address m_, Address v) {
+                 return StateArrays{pointer<float>(p), pointer<float>(m_), pointer<float>(v)};
+             }),
+             py::arg("p") = 0, py::arg("m") = 0, py::arg("v") = 0);
     py::class_<Chunk>(m, "Chunk")
-        .def(py::init([](Address p, Address m_, Address v, std::size_t n, std::size_t shard_offset,
-                         Address weights, DType weights_dtype, int group, int slot_class) {
+        .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
+                         DType weights_dtype, int group, int slot_class) {
                  Chunk chunk;
-                 chunk.p = pointer<float>(p);
-                 chunk.m = pointer<float>(m_);
-                 chunk.v = pointer<float>(v);
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
                  chunk.weights = pointer<void>(weights);
@@ -166,9 +171,8 @@ void bind_offload_types(py::module_& m) {
                  chunk.slot_class = slot_class;
                  return chunk;
              }),
-             py::kw_only(), py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"),
-             py::arg("shard_offset"), py::arg("weights"), py::arg("weights_dtype"),
-             py::arg("group"), py::arg("slot_class"));
+             py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
+             py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"));
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};
@@ -181,14 +185,21 @@ void bind_offload_types(py::module_& m) {
                                [](const JobSpan& span) { return static_cast<Pass>(span.pass); })
         .def_readonly("begin_ns", &JobSpan::begin_ns)
         .def_readonly("end_ns", &JobSpan::end_ns)
-        .def_readonly("kernel_ns", &JobSpan::kernel_ns);
+        .def_readonly("kernel_ns", &JobSpan::kernel_ns)
+        .def_readonly("wait_gradient_ns", &JobSpan::wait_gradient_ns)
+        .def_readonly("final", &JobSpan::final)
+        .def_readonly("committed", &JobSpan::committed);
     py::class_<WorkerStatistics>(m, "WorkerStatistics")
         .def_readonly("kernel_ns", &WorkerStatistics::kernel_ns)
         .def_readonly("wait_gradient_ns", &WorkerStatistics::wait_gradient_ns)
         .def_readonly("wait_outgoing_ns", &WorkerStatistics::wait_outgoing_ns)
         .def_readonly("issue_ns", &WorkerStatistics::issue_ns)
         .def_readonly("elements", &WorkerStatistics::elements)
-        .def_readonly("jobs", &WorkerStatistics::jobs);
+        .def_readonly("jobs", &WorkerStatistics::jobs)
+        .def_readonly("to_host_ns", &WorkerStatistics::to_host_ns)
+        .def_readonly("to_host_bytes", &WorkerStatistics::to_host_bytes)
+        .def_readonly("to_device_ns", &WorkerStatistics::to_device_ns)
+        .def_readonly("to_device_bytes", &WorkerStatistics::to_device_bytes);
 }
 
 void submit_update(UpdateWorker& worker, int layer, Address gradient, Address gradient_ready,
@@ -211,6 +222,28 @@ void submit_pass(UpdateWorker& worker, int layer, Pass pass, Address withdraw_to
     job.withdraw_to = pointer<char>(withdraw_to);
     job.gradient_ready = withdraw_ready;
     worker.submit(std::move(job));
+}
+
+void submit_leave(UpdateWorker& worker, int layer, const StateArrays& device, Address ready,
+                  Address moved) {
+    Job job;
+    job.pass = Pass::kLeave;
+    job.layer = layer;
+    job.device_state = device;
+    job.gradient_ready = ready;
+    job.moved = moved;
+    worker.submit_move(std::move(job));
+}
+
+void submit_arrive(UpdateWorker& worker, int layer, const StateArrays& host,
+                   const StateArrays& device, Address ready) {
+    Job job;
+    job.pass = Pass::kArrive;
+    job.layer = layer;
+    job.host_state = host;
+    job.device_state = device;
+    job.gradient_ready = ready;
+    worker.submit_move(std::move(job));
 }
 
 // A forked child has the worker but none of its threads, and maybe a mutex that one of them held:
@@ -244,25 +277,26 @@ void bind_worker(py::module_& m) {
             py::arg("delay_seed"), py::arg("max_delay_us"))
         .def(
             "add_slot_class",
-            [](UpdateWorker& worker, Address base, std::size_t slot_bytes, int count) {
-                return worker.add_slot_class(pointer<char>(base), slot_bytes, count);
+            [](UpdateWorker& worker, std::size_t slot_bytes) {
+                return worker.add_slot_class(slot_bytes);
             },
-            py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
+            py::arg("slot_bytes"))
+        .def_property_readonly_static("outgoing",
+                                      [](const py::object&) { return UpdateWorker::kOutgoing; })
         .def(
-            "set_outgoing",
-            [](UpdateWorker& worker, Address base, std::size_t slot_bytes, int count) {
-                worker.set_outgoing(pointer<char>(base), slot_bytes, count);
-            },
-            py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
+            "add_slots",
+            [](UpdateWorker& worker, int slot_class, Address base, std::size_t slot_bytes,
+               int count) { worker.add_slots(slot_class, pointer<char>(base), slot_bytes, count); },
+            py::arg("slot_class"), py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
         .def(
             "add_layer",
             [](UpdateWorker& worker, std::string name, DType gradient_dtype, Address ready,
-               Address norm_slot, std::vector<Chunk> chunks) {
+               Address norm_slot, const StateArrays& state, std::vector<Chunk> chunks) {
                 return worker.add_layer(std::move(name), gradient_dtype, ready,
-                                        pointer<double>(norm_slot), std::move(chunks));
+                                        pointer<double>(norm_slot), state, std::move(chunks));
             },
             py::arg("name"), py::arg("gradient_dtype"), py::arg("ready"), py::arg("norm_slot"),
-            py::arg("chunks"))
+            py::arg("state"), py::arg("chunks"))
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())
@@ -271,6 +305,12 @@ void bind_worker(py::module_& m) {
              py::arg("direct"), NoGil())
         .def("submit", &submit_pass, py::arg("layer"), py::arg("job_pass"),
              py::arg("withdraw_to") = 0, py::arg("withdraw_ready") = 0, NoGil())
+        .def("submit_leave", &submit_leave, py::arg("layer"), py::arg("device"), py::arg("ready"),
+             py::arg("moved"), NoGil())
+        .def("submit_arrive", &submit_arrive, py::arg("layer"), py::arg("host"), py::arg("device"),
+             py::arg("ready"), NoGil())
+        .def("wait_moved", &UpdateWorker::wait_moved, py::arg("layer"), NoGil())
+        .def("is_moving", &UpdateWorker::is_moving, py::arg("layer"), NoGil())
         .def("cancel_update", &UpdateWorker::cancel_update, py::arg("layer"), NoGil())
         .def("finalize", &UpdateWorker::finalize, py::arg("record"), NoGil())
         .def("wait_issued", &UpdateWorker::wait_issued, py::arg("layer"), NoGil())

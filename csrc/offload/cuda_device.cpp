@@ -17,6 +17,7 @@ using CuContext = void*;
 using CuDevicePtr = unsigned long long;
 constexpr CuResult kSuccess = 0;
 constexpr CuResult kNotReady = 600;
+constexpr unsigned kEventDefault = 0;
 constexpr unsigned kEventDisableTiming = 2;
 
 class Driver {
@@ -36,6 +37,7 @@ class Driver {
         load(event_destroy, "cuEventDestroy_v2");
         load(event_record, "cuEventRecord");
         load(event_query, "cuEventQuery");
+        load(event_elapsed_time, "cuEventElapsedTime");
         load(stream_wait_event, "cuStreamWaitEvent");
         load(copy_to_host, "cuMemcpyDtoHAsync_v2");
         load(copy_to_device, "cuMemcpyHtoDAsync_v2");
@@ -60,6 +62,7 @@ class Driver {
     CuResult (*event_destroy)(CuEvent) = nullptr;
     CuResult (*event_record)(CuEvent, CuStream) = nullptr;
     CuResult (*event_query)(CuEvent) = nullptr;
+    CuResult (*event_elapsed_time)(float*, CuEvent, CuEvent) = nullptr;
     CuResult (*stream_wait_event)(CuStream, CuEvent, unsigned) = nullptr;
     CuResult (*copy_to_host)(void*, CuDevicePtr, std::size_t, CuStream) = nullptr;
     CuResult (*copy_to_device)(CuDevicePtr, const void*, std::size_t, CuStream) = nullptr;
@@ -98,9 +101,10 @@ class CudaDevice final : public Device {
         cuda_.check(cuda_.context_set_current(context_), "cuCtxSetCurrent");
     }
 
-    EventHandle create_event() override {
+    EventHandle create_event(bool timed) override {
         CuEvent event = nullptr;
-        cuda_.check(cuda_.event_create(&event, kEventDisableTiming), "cuEventCreate");
+        cuda_.check(cuda_.event_create(&event, timed ? kEventDefault : kEventDisableTiming),
+                    "cuEventCreate");
         return reinterpret_cast<EventHandle>(event);
     }
 
@@ -125,6 +129,14 @@ class CudaDevice final : public Device {
         if (result == kNotReady) return false;
         cuda_.check(result, "cuEventQuery");
         return true;
+    }
+
+    std::int64_t elapsed_ns(EventHandle begin, EventHandle end) override {
+        float milliseconds = 0.0F;
+        cuda_.check(cuda_.event_elapsed_time(&milliseconds, reinterpret_cast<CuEvent>(begin),
+                                             reinterpret_cast<CuEvent>(end)),
+                    "cuEventElapsedTime");
+        return static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6);
     }
 
     void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {

@@ -18,7 +18,14 @@ namespace {
 struct HostEvent {
     std::atomic<std::uint64_t> recorded{0};
     std::atomic<std::uint64_t> completed{0};
+    std::atomic<std::int64_t> completed_ns{0};  // when; of the latest record
 };
+
+std::int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
 
 HostEvent* as_event(EventHandle handle) { return reinterpret_cast<HostEvent*>(handle); }
 
@@ -100,14 +107,17 @@ class HostDevice final : public Device {
 
     void attach_thread() override {}
 
-    EventHandle create_event() override { return reinterpret_cast<EventHandle>(new HostEvent); }
+    EventHandle create_event(bool) override { return reinterpret_cast<EventHandle>(new HostEvent); }
 
     void destroy_event(EventHandle event) noexcept override { delete as_event(event); }
 
     void record(EventHandle event, Lane lane) override {
         HostEvent* e = as_event(event);
         const std::uint64_t generation = ++e->recorded;
-        lane_thread(lane).push([e, generation] { e->completed.store(generation); });
+        lane_thread(lane).push([e, generation] {
+            e->completed_ns.store(now_ns());
+            e->completed.store(generation);
+        });
     }
 
     void lane_wait(Lane lane, EventHandle event) override {
@@ -126,6 +136,10 @@ class HostDevice final : public Device {
     bool is_complete(EventHandle event) override {
         if (event == kNoEvent) return true;
         return as_event(event)->completed.load() >= as_event(event)->recorded.load();
+    }
+
+    std::int64_t elapsed_ns(EventHandle begin, EventHandle end) override {
+        return as_event(end)->completed_ns.load() - as_event(begin)->completed_ns.load();
     }
 
     void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {

@@ -23,6 +23,7 @@ std::int64_t now_ns() {
 }
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
+bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }
 
 }  // namespace
 
@@ -36,6 +37,7 @@ void UpdateWorker::run() {
                 wake_.wait(lock, [&] { return stop_ || has_job(); });
             }
             if (stop_) return;
+            absorb_growth();
             while (issue_next()) {
             }
             if (active_.empty()) continue;
@@ -71,7 +73,10 @@ bool UpdateWorker::is_ready(const Job& job) {
     return !fetches(job.pass) || job.cancelled || device_->is_complete(job.gradient_ready);
 }
 
-// The lowest layer whose gradient is there. The next forward needs the low layers first, and while
+// The lowest layer whose gradient is there. A move waits for all jobs that were there before it and
+// goes before all later ones: its layer's next update needs it.
+//
+// The lowest layer first, because the next forward needs the low layers first, and while
 // it climbs from there the worker still has the last layers to do, whose gradients came first: in
 // order of arrival they would be done early, and the worker would stand still from its last low
 // layer until the next step's first gradient. If none is there, the oldest will be the next.
@@ -81,7 +86,9 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::shared_ptr<Job> first;
     for (const auto& job : jobs_) {
         if (job->picked) continue;
+        if (is_move(job->pass) && oldest) break;
         if (!oldest) oldest = job;
+        if (is_move(job->pass)) break;
         // Jobs of one layer keep their order: jobs_ is sorted by sequence.
         if ((!first || job->layer < first->layer) && is_ready(*job)) first = job;
     }
@@ -111,19 +118,7 @@ bool UpdateWorker::issue_next() {
         work.slot = slots.free.back();
         slots.free.pop_back();
         delay();
-        const std::int64_t begin = now_ns();
-        if (fetching_chunk_ == 0) {
-            // The gradient must be final before it is copied.
-            device_->lane_wait(Lane::kToHost, job.gradient_ready);
-            if (job.sum_of_squares != nullptr) {
-                device_->copy(Lane::kToHost, layer.norm_slot, job.sum_of_squares, sizeof(double));
-            }
-        }
-        const std::size_t size = size_of(layer.gradient_dtype);
-        device_->copy(Lane::kToHost, slots.address(work.slot),
-                      job.gradient + chunk.shard_offset * size, chunk.n * size);
-        device_->record(slots.events[static_cast<std::size_t>(work.slot)], Lane::kToHost);
-        job_statistics_.issue_ns += now_ns() - begin;
+        fetch(layer, chunk, work);
     }
     active_.push_back(std::move(work));
     ++fetching_chunk_;
@@ -131,17 +126,74 @@ bool UpdateWorker::issue_next() {
     return true;
 }
 
+// Issues the copy of a chunk's gradient into its slot.
+void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& work) {
+    const Job& job = *work.job;
+    const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
+    const auto slot = static_cast<std::size_t>(work.slot);
+    const std::int64_t begin = now_ns();
+    if (work.chunk == 0) {
+        // The gradient must be final before it is copied.
+        device_->lane_wait(Lane::kToHost, job.gradient_ready);
+        if (job.sum_of_squares != nullptr) {
+            device_->copy(Lane::kToHost, layer.norm_slot, job.sum_of_squares, sizeof(double));
+        }
+    }
+    const std::size_t size = size_of(layer.gradient_dtype);
+    device_->record(slots.begins[slot], Lane::kToHost);
+    device_->copy(Lane::kToHost, slots.addresses[slot], job.gradient + chunk.shard_offset * size,
+                  chunk.n * size);
+    device_->record(slots.ends[slot], Lane::kToHost);
+    job_statistics_.issue_ns += now_ns() - begin;
+}
+
+// Waits for a chunk's gradient: the kernel must not read the slot before the copy into it is done.
+void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
+    const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
+    const auto index = static_cast<std::size_t>(slot);
+    const std::int64_t waited = wait_event(slots.ends[index]);
+    job_statistics_.wait_gradient_ns += waited;
+    span_.wait_gradient_ns += waited;
+    job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
+    job_statistics_.to_host_bytes +=
+        static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
+}
+
+// New pinned buffers are the worker's alone once it has taken them.
+void UpdateWorker::absorb_growth() {
+    if (!has_growth_) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Growth& growth : growth_) {
+        const bool is_slot = growth.slot_class != kOutgoing;
+        Buffers& to =
+            is_slot ? slots_.at(static_cast<std::size_t>(growth.slot_class)).slots : outgoing_;
+        for (std::size_t i = 0; i < growth.buffers.addresses.size(); ++i) {
+            if (is_slot) {
+                slots_[static_cast<std::size_t>(growth.slot_class)].free.push_back(
+                    static_cast<int>(to.addresses.size()));
+            }
+            to.addresses.push_back(growth.buffers.addresses[i]);
+            to.begins.push_back(growth.buffers.begins[i]);
+            to.ends.push_back(growth.buffers.ends[i]);
+        }
+        to.bytes = growth.buffers.bytes;
+    }
+    outgoing_sent_.resize(outgoing_.addresses.size(), 0);
+    growth_.clear();
+    has_growth_ = false;
+}
+
 void UpdateWorker::process(const Work& work) {
     Job& job = *work.job;
     Layer& layer = layers_[static_cast<std::size_t>(job.layer)];
     Chunk& chunk = layer.chunks[work.chunk];
-    if (work.chunk == 0) span_ = JobSpan{job.layer, static_cast<int>(job.pass), now_ns(), 0, 0};
-    if (work.slot >= 0) {
-        SlotClass& slots = slots_[static_cast<std::size_t>(chunk.slot_class)];
-        // The kernel must not read the slot before the copy into it has completed.
-        job_statistics_.wait_gradient_ns +=
-            wait_event(slots.events[static_cast<std::size_t>(work.slot)]);
+    if (work.chunk == 0) {
+        span_ = JobSpan{};
+        span_.layer = job.layer;
+        span_.pass = static_cast<int>(job.pass);
+        span_.begin_ns = now_ns();
     }
+    if (work.slot >= 0) arrived(layer, chunk, work.slot);
     delay();
     if (work.chunk == 0) begin_job(job, layer);
     if (job.cancelled) {
@@ -158,12 +210,14 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
     if (fail_at_ == job.layer) throw std::runtime_error("injected fault");
     std::lock_guard<std::mutex> lock(mutex_);
     job.started = true;
+    span_.final = job.final;
     if (job.cancelled) return;
     previous_.reset();
     switch (job.pass) {
         case Pass::kUpdate:
             if (job.sum_of_squares != nullptr) running_sum_ += *layer.norm_slot;
             previous_ = std::move(layer.pending);
+            span_.committed = previous_.has_value();
             current_ = job.record;
             layer.pending = job.record;
             layer.previewed = job.record;
@@ -181,8 +235,16 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.previewed = current_;
             break;
         case Pass::kCommit:
+        case Pass::kLeave:
+            if (layer.tentative) throw std::logic_error("a step that is not final is committed");
             previous_ = std::move(layer.pending);
             layer.pending.reset();
+            // Whoever used the destination before must be done with it.
+            if (job.pass == Pass::kLeave) device_->lane_wait(Lane::kToDevice, job.gradient_ready);
+            break;
+        case Pass::kArrive:
+            layer.state = job.host_state;
+            device_->lane_wait(Lane::kToHost, job.gradient_ready);
             break;
         case Pass::kDrop:
         case Pass::kWithdraw:
@@ -195,146 +257,20 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
     }
 }
 
-GradientStep UpdateWorker::gradient_step(const Layer& layer, const Chunk& chunk, int slot,
-                                         const StepRecord& record) const {
-    if (slot < 0) throw std::logic_error("a pending gradient has no slot");
-    GradientStep step;
-    step.gradient = slots_[static_cast<std::size_t>(chunk.slot_class)].address(slot);
-    step.dtype = layer.gradient_dtype;
-    step.scale = record.scale;
-    step.hyper = record.hyper.at(static_cast<std::size_t>(chunk.group));
-    return step;
-}
-
-void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
-    switch (work.job->pass) {
-        case Pass::kUpdate:
-            run_update(layer, chunk, work.slot);
-            break;
-        case Pass::kDirect:
-            run_direct(layer, chunk, work.slot);
-            break;
-        case Pass::kPreview: {
-            const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
-            const Outgoing out = next_outgoing(chunk);
-            timed(
-                [&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, step, out, num_threads_); });
-            send(chunk, out);
-            break;
-        }
-        case Pass::kCommit:
-            if (previous_) {
-                const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
-                timed([&] {
-                    adam_commit(chunk.p, chunk.m, chunk.v, chunk.n, step, Outgoing{}, num_threads_);
-                });
-                release_slot(chunk);
-            }
-            break;
-        case Pass::kPublish:
-            run_publish(chunk);
-            break;
-        case Pass::kDrop:
-            release_slot(chunk);
-            run_publish(chunk);
-            break;
-        case Pass::kWithdraw:
-            return_gradient(layer, chunk, *work.job);
-            release_slot(chunk);
-            run_publish(chunk);
-            break;
-    }
-    job_statistics_.elements += static_cast<std::int64_t>(chunk.n);
-}
-
-void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
-    const GradientStep current = gradient_step(layer, chunk, slot, current_);
-    const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
-    if (previous_) {
-        const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
-        timed([&] {
-            if (holding_) {
-                adam_commit(chunk.p, chunk.m, chunk.v, chunk.n, previous, out, num_threads_);
-            } else {
-                adam_commit_then_preview(chunk.p, chunk.m, chunk.v, chunk.n, previous, current, out,
-                                         num_threads_);
-            }
-        });
-    } else if (!holding_) {
-        timed(
-            [&] { adam_preview(chunk.p, chunk.m, chunk.v, chunk.n, current, out, num_threads_); });
-    }
-    // Slots are swapped, not copied: the new gradient is the pending one from here on.
-    release_slot(chunk);
-    chunk.slot = slot;
-    if (!holding_) send(chunk, out);
-}
-
-void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
-    const GradientStep step = gradient_step(layer, chunk, slot, current_);
-    const Outgoing out = next_outgoing(chunk);
-    timed([&] { adam_commit(chunk.p, chunk.m, chunk.v, chunk.n, step, out, num_threads_); });
-    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
-    send(chunk, out);
-}
-
-void UpdateWorker::run_publish(const Chunk& chunk) {
-    const Outgoing out = next_outgoing(chunk);
-    timed([&] { adam_publish(chunk.p, chunk.n, out, num_threads_); });
-    send(chunk, out);
-}
-
-void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const Job& job) {
-    if (chunk.slot < 0) throw std::logic_error("a withdrawn gradient has no slot");
-    const SlotClass& slots = slots_[static_cast<std::size_t>(chunk.slot_class)];
-    const EventHandle event = slots.events[static_cast<std::size_t>(chunk.slot)];
-    const std::size_t size = size_of(layer.gradient_dtype);
-    // Whoever used that device memory before must be done with it.
-    device_->lane_wait(Lane::kToDevice, job.gradient_ready);
-    device_->copy(Lane::kToDevice, job.withdraw_to + chunk.shard_offset * size,
-                  slots.address(chunk.slot), chunk.n * size);
-    device_->record(event, Lane::kToDevice);
-    // The slot is released next: the copy out of it must have completed.
-    wait_event(event);
-}
-
-Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
-    const std::size_t buffer = next_outgoing_++ % outgoing_.events.size();
-    // The copy that last used the buffer must have left it.
-    job_statistics_.wait_outgoing_ns += wait_event(outgoing_.events[buffer]);
-    // Stored through the cache: the copy engine reads the buffer soon after.
-    return Outgoing{outgoing_.address(static_cast<int>(buffer)), chunk.weights_dtype, false};
-}
-
-void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
-    delay();
-    const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.events.size();
-    const std::int64_t begin = now_ns();
-    device_->copy(Lane::kToDevice, chunk.weights, out.data, chunk.n * size_of(chunk.weights_dtype));
-    device_->record(outgoing_.events[buffer], Lane::kToDevice);
-    job_statistics_.issue_ns += now_ns() - begin;
-}
-
-void UpdateWorker::release_slot(Chunk& chunk) {
-    if (chunk.slot < 0) return;
-    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(chunk.slot);
-    chunk.slot = -1;
-}
-
-template <typename Function>
-void UpdateWorker::timed(Function function) {
-    const std::int64_t begin = now_ns();
-    function();
-    const std::int64_t taken = now_ns() - begin;
-    job_statistics_.kernel_ns += taken;
-    span_.kernel_ns += taken;
-}
-
 void UpdateWorker::finish_job(const Work& work) {
     Layer& layer = layers_[static_cast<std::size_t>(work.job->layer)];
+    const bool moved = is_move(work.job->pass);
     delay();
     // Recorded before the caller is told, so that a wait on it is never a wait on an older record.
-    device_->record(layer.ready, Lane::kToDevice);
+    // (`ready` is about weights, which a move does not touch.)
+    const EventHandle event = moved ? work.job->moved : layer.ready;
+    if (event != kNoEvent) {
+        device_->record(event, Lane::kToDevice);
+    } else if (moved) {
+        // Nobody can wait for the copies later: they complete now.
+        for (EventHandle sent : outgoing_.ends) wait_event(sent);
+    }
+    if (work.job->pass == Pass::kLeave) layer.state = StateArrays{};
     span_.end_ns = now_ns();
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -345,13 +281,17 @@ void UpdateWorker::finish_job(const Work& work) {
             }
         }
         if (fetches(work.job->pass)) layer.fetched = true;
-        --layer.outstanding;
+        moved ? --layer.moving : --layer.outstanding;
         statistics_.kernel_ns += job_statistics_.kernel_ns;
         statistics_.wait_gradient_ns += job_statistics_.wait_gradient_ns;
         statistics_.wait_outgoing_ns += job_statistics_.wait_outgoing_ns;
         statistics_.issue_ns += job_statistics_.issue_ns;
         statistics_.elements += job_statistics_.elements;
         ++statistics_.jobs;
+        statistics_.to_host_ns += job_statistics_.to_host_ns;
+        statistics_.to_host_bytes += job_statistics_.to_host_bytes;
+        statistics_.to_device_ns += job_statistics_.to_device_ns;
+        statistics_.to_device_bytes += job_statistics_.to_device_bytes;
         if (spans_.size() < kMaxSpans) spans_.push_back(span_);
     }
     job_statistics_ = WorkerStatistics{};

@@ -34,45 +34,50 @@ UpdateWorker::UpdateWorker(std::unique_ptr<Device> device, int num_threads,
 
 UpdateWorker::~UpdateWorker() {
     close();
-    for (SlotClass& slots : slots_) {
-        for (EventHandle event : slots.events) device_->destroy_event(event);
-    }
-    for (EventHandle event : outgoing_.events) device_->destroy_event(event);
     for (EventHandle event : own_events_) device_->destroy_event(event);
 }
 
-int UpdateWorker::add_slot_class(char* base, std::size_t slot_bytes, int count) {
-    device_->attach_thread();
-    SlotClass slots;
-    slots.base = base;
-    slots.bytes = slot_bytes;
-    for (int i = 0; i < count; ++i) {
-        slots.events.push_back(device_->create_event());
-        slots.free.push_back(count - 1 - i);
-    }
-    slots_.push_back(std::move(slots));
+int UpdateWorker::add_slot_class(std::size_t slot_bytes) {
+    slots_.emplace_back();
+    slots_.back().slots.bytes = slot_bytes;
     return static_cast<int>(slots_.size()) - 1;
 }
 
-void UpdateWorker::set_outgoing(char* base, std::size_t slot_bytes, int count) {
+void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int count) {
     device_->attach_thread();
-    outgoing_.base = base;
-    outgoing_.bytes = slot_bytes;
-    for (int i = 0; i < count; ++i) outgoing_.events.push_back(device_->create_event());
+    Growth growth;
+    growth.slot_class = slot_class;
+    growth.buffers.bytes = bytes;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        throw_if_failed();
+        for (int i = 0; i < count; ++i) {
+            growth.buffers.addresses.push_back(base + static_cast<std::size_t>(i) * bytes);
+            for (auto* events : {&growth.buffers.begins, &growth.buffers.ends}) {
+                events->push_back(device_->create_event(true));
+                own_events_.push_back(events->back());
+            }
+        }
+        growth_.push_back(std::move(growth));
+        has_growth_ = true;
+    }
+    wake_.notify_one();
 }
 
 int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle ready,
-                            double* norm_slot, std::vector<Chunk> chunks) {
+                            double* norm_slot, const StateArrays& state,
+                            std::vector<Chunk> chunks) {
     if (chunks.empty()) throw std::invalid_argument("layer '" + name + "' has no chunks");
     Layer layer;
     layer.name = std::move(name);
     layer.gradient_dtype = gradient_dtype;
     layer.ready = ready;
     if (ready == kNoEvent) {
-        layer.ready = device_->create_event();
+        layer.ready = device_->create_event(false);
         own_events_.push_back(layer.ready);
     }
     layer.norm_slot = norm_slot;
+    layer.state = state;
     layer.chunks = std::move(chunks);
     layers_.push_back(std::move(layer));
     return static_cast<int>(layers_.size()) - 1;
@@ -121,6 +126,17 @@ void UpdateWorker::submit(Job job) {
         Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
         ++layer.outstanding;
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
+        job.sequence = sequence_++;
+        jobs_.push_back(std::make_shared<Job>(std::move(job)));
+    }
+    wake_.notify_one();
+}
+
+void UpdateWorker::submit_move(Job job) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        throw_if_failed();
+        ++layers_.at(static_cast<std::size_t>(job.layer)).moving;
         job.sequence = sequence_++;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
     }
@@ -193,9 +209,21 @@ void UpdateWorker::wait_complete(int layer) {
 
 void UpdateWorker::wait_all() {
     wait_for([&] {
-        return std::all_of(layers_.begin(), layers_.end(),
-                           [](const Layer& layer) { return layer.outstanding == 0; });
+        return std::all_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
+            return layer.outstanding == 0 && layer.moving == 0;
+        });
     });
+}
+
+void UpdateWorker::wait_moved(int layer) {
+    Layer& waited = layers_.at(static_cast<std::size_t>(layer));
+    wait_for([&] { return waited.moving == 0; });
+}
+
+bool UpdateWorker::is_moving(int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    return layers_.at(static_cast<std::size_t>(layer)).moving != 0;
 }
 
 bool UpdateWorker::is_fetched(int layer) {

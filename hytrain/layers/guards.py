@@ -28,6 +28,14 @@ class WeightsOwner(Protocol):
         """The layer's weights are about to be read."""
         ...
 
+    def layer_entered(self, state: LayerState) -> None:
+        """A module that uses the layer's weights begins its forward; they are there."""
+        ...
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        ...
+
     def synchronize(self) -> None:
         """All weights are the newest."""
         ...
@@ -88,6 +96,7 @@ class LayerGuards:
             for state in states:
                 if state.sent or not state.waited:
                     self._owner.before_use(state)
+            self._owner.layer_entered(states[0])
 
         return hook
 
@@ -110,6 +119,7 @@ class LayerGuards:
         for state in self._states:
             if state.sent or not state.waited:
                 self._owner.before_use(state)
+        self._owner.end_forward()
 
 
 def _modules_of_layers(model: nn.Module, states: Sequence[LayerState]) -> dict[nn.Module, set[int]]:

@@ -33,7 +33,11 @@ class LayerState:
     exp_avg: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     exp_avg_sq: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     worker_index: int = -1
-    """The layer's number in the update worker; -1 where the placement is the GPU."""
+    """The layer's number in the update worker."""
+    state_ready: torch.cuda.Event | None = None
+    """State that is moving to the device is there."""
+    moving: bool = False
+    """The worker has not finished a move of the state that nobody has waited for."""
 
     # The current step.
     gradient: torch.Tensor | None = None
@@ -42,6 +46,8 @@ class LayerState:
     weights_ready: torch.cuda.Event | None = None
     sent: bool = False
     """The gradient of a step that is not final yet has been handed over."""
+    updated_by: Placement = "cpu"
+    """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     waited: bool = True
     """The compute stream has waited for the newest weights."""
     gather_due: bool = False
@@ -58,6 +64,14 @@ class LayerState:
     @property
     def shard_size(self) -> int:
         return self.end - self.begin
+
+    def set_state(self, flat: torch.Tensor) -> None:
+        """Master weights and moments become thirds of one tensor.
+
+        Args:
+            flat: fp32, 1-D, 3 * shard_size elements: one block, so that it can be given back whole.
+        """
+        self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
 
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""

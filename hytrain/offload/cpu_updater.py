@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +13,11 @@ from hytrain.errors import WorkerError
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.layers.layout import ChunkSpan
 from hytrain.layers.state import LayerState
-from hytrain.offload.arena import Arena
+from hytrain.offload.pinned import PinnedMemory
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
 
 _Result = TypeVar("_Result")
-_CACHE_LINE = 64
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -57,27 +56,24 @@ class CpuUpdater:
     def __init__(
         self, layers: Sequence[LayerState], streams: Streams, settings: CpuSettings
     ) -> None:
-        """Takes the pinned arena, registers the layers and starts the worker.
+        """Takes pinned memory for the CPU-placed layers, registers all and starts the worker.
 
         Args:
-            layers: CPU-placed layers in forward order, with their state on the host.
+            layers: all layers in forward order, with their state where it is placed.
             streams: the device's streams.
             settings: threads and chunk size.
 
         Raises:
-            MemoryError: the pinned arena cannot be had.
+            MemoryError: the pinned memory cannot be had.
         """
-        self.layers = list(layers)
+        self._all = list(layers)
         self._streams = streams
-        chunks = [
+        self._chunks = [
             layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements)
-            for layer in self.layers
+            for layer in self._all
         ]
-        plan = _plan(self.layers, chunks, settings)
-        num_layers = len(self.layers)
-        # Each buffer and each layer's norm starts on a cache line of its own.
-        slack = _CACHE_LINE * (len(plan.classes) + 1 + num_layers)
-        self.arena = Arena(plan.total_bytes + slack, streams.device)
+        plan = _plan(self._all, self._chunks, keeps_pending=not settings.direct)
+        self.pinned = PinnedMemory(plan, len(self._all), streams.device)
         if streams.is_cuda:
             self.worker = _C.UpdateWorker.on_cuda(
                 streams.device.index or 0,
@@ -91,31 +87,50 @@ class CpuUpdater:
             self.worker = _C.UpdateWorker.on_host(
                 settings.num_threads, settings.delay_seed, settings.max_delay_us
             )
-        self._register(chunks, plan)
+        self._register(plan)
+        self.make_room(())
         self._closed = False
         self.worker.start()
 
-    def _register(self, chunks: list[list[ChunkSpan]], plan: SlotPlan) -> None:
+    @property
+    def layers(self) -> list[LayerState]:
+        """The CPU-placed layers in forward order."""
+        return [layer for layer in self._all if layer.placement == "cpu"]
+
+    def _register(self, plan: SlotPlan) -> None:
         for slots in plan.classes:
-            base = self.arena.take(slots.slot_bytes * slots.count)
-            self.worker.add_slot_class(base, slots.slot_bytes, slots.count)
-        if plan.num_outgoing:
-            base = self.arena.take(plan.outgoing_bytes * plan.num_outgoing)
-            self.worker.set_outgoing(base, plan.outgoing_bytes, plan.num_outgoing)
-        number = 0
-        for layer, spans in zip(self.layers, chunks, strict=True):
-            native: list[_C.Chunk] = []
-            for span in spans:
-                native.append(_native_chunk(layer, span, plan.class_of_chunk[number]))
-                number += 1
+            self.worker.add_slot_class(slots.slot_bytes)
+        classes = iter(plan.class_of_chunk)
+        for layer, spans in zip(self._all, self._chunks, strict=True):
             layer.weights_ready = self._streams.new_event()
             layer.worker_index = self.worker.add_layer(
                 layer.name,
                 _NATIVE[layer.gradient_dtype],
                 event_handle(layer.weights_ready),
-                self.arena.take(8, _CACHE_LINE),
-                native,
+                self.pinned.take_norm(),
+                native_state(layer) if layer.placement == "cpu" else _C.StateArrays(),
+                [_native_chunk(layer, span, next(classes)) for span in spans],
             )
+
+    def make_room(self, coming: Collection[LayerState]) -> None:
+        """Takes the pinned memory for the CPU-placed layers and those that are about to be.
+
+        Raises:
+            MemoryError: the host has not that much.
+        """
+        self.pinned.grow(self.worker, self._on_host(coming))
+
+    def room_bytes(self, coming: Collection[LayerState]) -> int:
+        """Bytes that :meth:`make_room` would take."""
+        return self.pinned.missing_bytes(self._on_host(coming))
+
+    def _on_host(self, coming: Collection[LayerState]) -> list[bool]:
+        names = {layer.index for layer in coming}
+        return [
+            layer.placement == "cpu" or layer.index in names
+            for layer, spans in zip(self._all, self._chunks, strict=True)
+            for _ in spans
+        ]
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -184,6 +199,52 @@ class CpuUpdater:
         """Whether a gradient of the layer is still to be committed."""
         return self._call(lambda: self.worker.has_pending(layer.worker_index))
 
+    # -- moves ---------------------------------------------------------------------------------
+
+    def submit_leave(
+        self, layer: LayerState, device: _C.StateArrays, free: torch.cuda.Event | None
+    ) -> None:
+        """Queues the move of a layer's state to the device; ``layer.state_ready`` follows it.
+
+        What is pending is committed first. The host's state must live until :meth:`is_moving` is
+        false.
+
+        Args:
+            layer: the layer; its last step must be final.
+            device: where the state goes.
+            free: whoever used that memory before is done with it.
+        """
+        handles = event_handle(free), event_handle(layer.state_ready)
+        self._call(lambda: self.worker.submit_leave(layer.worker_index, device, *handles))
+
+    def submit_arrive(
+        self,
+        layer: LayerState,
+        host: _C.StateArrays,
+        device: _C.StateArrays,
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        """Queues the move of a layer's state to the host, where there is room for it.
+
+        Both sides' state must live until :meth:`is_moving` is false.
+
+        Args:
+            layer: the layer.
+            host: where the state goes.
+            device: where it is.
+            ready: the layer's last update on the device is done.
+        """
+        handle = event_handle(ready)
+        self._call(lambda: self.worker.submit_arrive(layer.worker_index, host, device, handle))
+
+    def is_moving(self, layer: LayerState) -> bool:
+        """Whether a move of the layer has not been finished by the worker."""
+        return self._call(lambda: self.worker.is_moving(layer.worker_index))
+
+    def wait_moved(self, layer: LayerState) -> None:
+        """Until the worker is done with the layer's moves: their last copies are queued."""
+        self._call(lambda: self.worker.wait_moved(layer.worker_index))
+
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_weights(self, layer: LayerState) -> None:
@@ -215,9 +276,9 @@ class CpuUpdater:
             return
         self._closed = True
         self.worker.close()
-        # A copy may still read or write the arena.
+        # A copy may still read or write the pinned memory.
         self._streams.synchronize()
-        self.arena.close()
+        self.pinned.close()
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
         try:
@@ -226,10 +287,16 @@ class CpuUpdater:
             raise WorkerError(str(error)) from None
 
 
+def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
+    """Pinned bytes beside the pending gradients: the ring and the outgoing buffers."""
+    chunks = [
+        layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
+    ]
+    return _plan(layers, chunks, keeps_pending=not settings.direct).staging_bytes
+
+
 def _plan(
-    layers: Sequence[LayerState],
-    chunks: Sequence[Sequence[ChunkSpan]],
-    settings: CpuSettings,
+    layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]], *, keeps_pending: bool
 ) -> SlotPlan:
     gradient_bytes: list[int] = []
     outgoing_bytes: list[int] = []
@@ -238,17 +305,20 @@ def _plan(
             length = span.end - span.begin
             gradient_bytes.append(length * layer.gradient_dtype.itemsize)
             outgoing_bytes.append(length * span.dtype.itemsize)
-    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not settings.direct)
+    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=keeps_pending)
+
+
+def native_state(layer: LayerState) -> _C.StateArrays:
+    """Where a layer's state is, on whichever side."""
+    return _C.StateArrays(
+        layer.master.data_ptr(), layer.exp_avg.data_ptr(), layer.exp_avg_sq.data_ptr()
+    )
 
 
 def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chunk:
-    at = span.begin - layer.begin
     return _C.Chunk(
-        p=layer.master.data_ptr() + 4 * at,
-        m=layer.exp_avg.data_ptr() + 4 * at,
-        v=layer.exp_avg_sq.data_ptr() + 4 * at,
         n=span.end - span.begin,
-        shard_offset=at,
+        shard_offset=span.begin - layer.begin,
         weights=layer.storage.address(span.begin, span.end),
         weights_dtype=_NATIVE[span.dtype],
         group=span.group,

@@ -7,6 +7,7 @@ when a step is final is decided elsewhere. See DESIGN "preview and commit" for t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,8 +19,21 @@ from hytrain.kernels.norm import GradientNorm, Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter
+from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
 from hytrain.parallel.collectives import ShardCollectives
+
+
+class UpdateObserver(Protocol):
+    """Who is told of updates on the device, on the stream that makes them."""
+
+    def updates_begin(self) -> None:
+        """The first update of a step is about to be queued."""
+        ...
+
+    def layer_updated(self, index: int) -> None:
+        """A layer's update has been queued."""
+        ...
 
 
 class UpdatePipeline:
@@ -40,29 +54,37 @@ class UpdatePipeline:
         self.exposure = ExposureMeter(streams)
         self._collectives = collectives
         self._direct = norm.settings.direct
-        self._gpu_layers = [layer for layer in self.layers if layer.placement == "gpu"]
+        self.mover = LayerMover(cpu, streams)
+        self.observer: UpdateObserver | None = None
+        """Told of every update on the device, for measuring."""
         for layer in self.layers:
             layer.gradient_ready = streams.new_event()
-            if layer.placement == "gpu":
-                layer.weights_ready = streams.new_event()
         self._unscale = 1.0
         self._hyper: tuple[AdamHyper, ...] = ()
         self._record = native_record(1.0, ())
 
     # -- backward ------------------------------------------------------------------------------
 
-    def begin_step(self, unscale: float, hyper: tuple[AdamHyper, ...]) -> None:
+    @property
+    def num_gpu_layers(self) -> int:
+        """How many layers' state is on the device, or on its way there."""
+        return sum(layer.placement == "gpu" for layer in self.layers)
+
+    def begin_step(
+        self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
+    ) -> None:
         """The first gradient of a step is about to arrive.
 
         Args:
             unscale: what undoes loss scaling and summation over ranks; the clip coefficient is
                 taken as 1 until it is known.
             hyper: hyper-parameters as they are now, one a parameter group.
+            hold: gradients leave the device but overwrite no weights before the step is final.
         """
         self._unscale = unscale
         self._hyper = hyper
         self._record = native_record(unscale, hyper)
-        self.cpu.begin_step(self.norm.settings.sum_limit(unscale))
+        self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient, summed over the ranks.
@@ -138,9 +160,14 @@ class UpdatePipeline:
     def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
         outcome = self.norm.outcome
         with self.streams.on_update():
-            for layer in self._gpu_layers:
+            if self.observer is not None:
+                self.observer.updates_begin()
+            for layer in self.layers:
+                if layer.placement != "gpu":
+                    continue
                 gradient = layer.gradient
                 assert gradient is not None
+                self.mover.wait(layer)
                 for segment in layer.layout.segments:
                     begin, end = max(layer.begin, segment.begin), min(layer.end, segment.end)
                     if begin >= end:
@@ -160,6 +187,8 @@ class UpdatePipeline:
                 layer.waited = False
                 if layer.weights_ready is not None:
                     layer.weights_ready.record(self.streams.update)
+                if self.observer is not None:
+                    self.observer.layer_updated(layer.index)
             self.streams.used_on_update(outcome)
 
     def _drop_all(self) -> None:
@@ -173,6 +202,7 @@ class UpdatePipeline:
         for layer in self.layers:
             layer.sent = False
             layer.waited = False
+            layer.updated_by = layer.placement
             if not skipped:
                 layer.gather_due = True
                 layer.storage.mark_overwritten()
@@ -247,7 +277,7 @@ class UpdatePipeline:
 
     def _wait(self, layer: LayerState) -> None:
         # Only the wait for this rank's own update is counted, not the one for the other ranks'.
-        if layer.placement == "cpu":
+        if layer.updated_by == "cpu":
             with self.exposure.waiting():
                 self.cpu.wait_weights(layer)
         else:
@@ -284,6 +314,7 @@ class UpdatePipeline:
         The weights stay the model's; whoever keeps a reference to the engine keeps no gigabytes.
         """
         self.cpu.close()
+        self.mover.close()
         for layer in self.layers:
             layer.gradient = None
             layer.master = layer.exp_avg = layer.exp_avg_sq = torch.empty(0)

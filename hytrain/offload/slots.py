@@ -18,27 +18,57 @@ NUM_OUTGOING = 6
 
 @dataclass(frozen=True, slots=True)
 class SlotClass:
-    """``count`` slots of ``slot_bytes`` each, ``spares`` of them the ring."""
+    """Slots of ``slot_bytes`` each, of which ``spares`` are the ring that new gradients use."""
 
     slot_bytes: int
-    count: int
     spares: int
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot classes, each chunk's class, and the outgoing buffers."""
+    """Slot classes, each chunk's class, and the outgoing buffers.
+
+    Attributes:
+        classes: the classes, largest slots first.
+        class_of_chunk: the class of each chunk, in the order they were given.
+        keeps_pending: whether a chunk on the host keeps a slot between steps.
+        outgoing_bytes: size of one outgoing buffer.
+    """
 
     classes: tuple[SlotClass, ...]
     class_of_chunk: tuple[int, ...]
+    keeps_pending: bool
     outgoing_bytes: int
-    num_outgoing: int
+
+    def counts(self, on_host: Sequence[bool]) -> list[int]:
+        """Slots of each class that the chunks on the host need; a class without any needs none.
+
+        Args:
+            on_host: for each chunk, whether its state is on the host.
+        """
+        members = [0] * len(self.classes)
+        for number, is_here in zip(self.class_of_chunk, on_host, strict=True):
+            members[number] += is_here
+        return [
+            (count if self.keeps_pending else 0) + slots.spares if count else 0
+            for count, slots in zip(members, self.classes, strict=True)
+        ]
+
+    def slot_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes of so many slots of each class."""
+        return sum(c.slot_bytes * count for c, count in zip(self.classes, counts, strict=True))
+
+    def pinned_bytes(self, on_host: Sequence[bool]) -> int:
+        """All pinned bytes, without alignment between buffers, for the chunks on the host."""
+        if not any(on_host):
+            return 0
+        return self.slot_bytes(self.counts(on_host)) + NUM_OUTGOING * self.outgoing_bytes
 
     @property
-    def total_bytes(self) -> int:
-        """Pinned bytes, without alignment between buffers."""
-        slots = sum(c.slot_bytes * c.count for c in self.classes)
-        return slots + self.outgoing_bytes * self.num_outgoing
+    def staging_bytes(self) -> int:
+        """The part of the pinned bytes that does not grow with the chunks on the host, at most."""
+        spares = sum(c.slot_bytes * c.spares for c in self.classes)
+        return spares + NUM_OUTGOING * self.outgoing_bytes
 
 
 def plan_slots(
@@ -57,7 +87,7 @@ def plan_slots(
         bytes of the gradients themselves.
     """
     if not gradient_bytes:
-        return SlotPlan((), (), 0, 0)
+        return SlotPlan((), (), keeps_pending, 0)
     order = sorted(range(len(gradient_bytes)), key=lambda i: -gradient_bytes[i])
     classes: list[list[int]] = []
     for index in order:
@@ -75,8 +105,7 @@ def plan_slots(
         slot_bytes = gradient_bytes[members[0]]
         share = RING_BYTES if number == 0 else RING_BYTES // 8
         spares = min(max(share // slot_bytes, MIN_SPARES), MAX_SPARES)
-        pending = len(members) if keeps_pending else 0
-        result.append(SlotClass(slot_bytes, pending + spares, spares))
+        result.append(SlotClass(slot_bytes, spares))
         for index in members:
             class_of[index] = number
-    return SlotPlan(tuple(result), tuple(class_of), max(outgoing_bytes), NUM_OUTGOING)
+    return SlotPlan(tuple(result), tuple(class_of), keeps_pending, max(outgoing_bytes))

@@ -66,6 +66,19 @@ class Streams:
         with torch.cuda.stream(self.update):
             yield
 
+    def record_update(self) -> torch.cuda.Event | None:
+        """A new event behind all updates on the GPU so far; None on a CPU, where they are done."""
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.update)
+        return event
+
+    def update_waits(self, event: torch.cuda.Event | None) -> None:
+        """What the GPU update's stream runs from now on comes after the event."""
+        if self.is_cuda and event is not None:
+            self.update.wait_event(event)
+
     def used_on_communication(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's memory from being reused before the communication stream is done."""
         if self.is_cuda:

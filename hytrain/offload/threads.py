@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -35,15 +36,30 @@ def candidates(cores: int) -> list[int]:
     return sorted({max(1, cores // 2), max(1, cores * 5 // 8), max(1, cores * 3 // 4), cores - 1})
 
 
-def calibrate_threads(ranks_on_host: int) -> int:
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """Threads of the kernel, and what one parameter takes it with them.
+
+    Attributes:
+        num_threads: how many.
+        seconds_per_parameter: of commit_then_preview, with nothing else running.
+    """
+
+    num_threads: int
+    seconds_per_parameter: float
+
+
+def choose_threads(ranks_on_host: int, given: int | None) -> ThreadChoice:
     """The fewest threads within 3 % of the fastest count, measured on the real kernel.
+
+    Args:
+        ranks_on_host: processes that measure at the same time and share the cores.
+        given: a count that the user chose; only its speed is measured.
 
     The launching thread and autograd's thread need a core as well; they get it because the count
     never exceeds the cores but one (but two cores are used in full).
     """
-    counts = candidates(available_cores(ranks_on_host))
-    if len(counts) == 1:
-        return counts[0]
+    counts = [given] if given is not None else candidates(available_cores(ranks_on_host))
     p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
     gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
     out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
@@ -57,4 +73,5 @@ def calibrate_threads(ranks_on_host: int) -> int:
                 times[count].append(time.perf_counter() - begin)
     medians = {count: statistics.median(values) for count, values in times.items()}
     best = min(medians.values())
-    return min(count for count, value in medians.items() if value <= best * 1.03)
+    count = min(count for count, value in medians.items() if value <= best * 1.03)
+    return ThreadChoice(count, medians[count] / _ELEMENTS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,13 +14,14 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.layers.discovery import find_layers
 from hytrain.layers.layout import LayerLayout, lay_out
-from hytrain.layers.partition import partition
+from hytrain.layers.partition import PartitionTable, partition
 from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
-from hytrain.offload.threads import calibrate_threads
+from hytrain.offload.threads import choose_threads
+from hytrain.optim.build_placement import build_placement, plan_placement
 from hytrain.optim.hyper import HyperReader, check_optimizer
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer, StepSettings
 from hytrain.parallel.collectives import ShardCollectives
@@ -71,7 +73,6 @@ def build_optimizer(
     reader = HyperReader(check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
     reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
-    gpu_fraction = config.fixed_gpu_fraction
     group_of = {
         id(parameter): index
         for index, group in enumerate(groups)
@@ -90,11 +91,47 @@ def build_optimizer(
     table = partition(
         [layout.size for layout in layouts], collectives.world_size, config.shard_fractions
     )
-    device = trained[0].device
-    num_gpu = round(gpu_fraction * len(layouts))
+    states = _make_states(layouts, table, trained[0].device, settings, collectives.rank)
+    streams = Streams(trained[0].device)
+    cpu_settings = CpuSettings(
+        0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
+    )
+    plan = plan_placement(
+        states, config, settings.ranks_on_host, cpu_settings, collectives, streams.device
+    )
+    for state in states:
+        state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
+        _allocate_state(state)
+    threads = choose_threads(settings.ranks_on_host, config.offload.cpu_threads)
+    cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
+    norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
+    pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
+    return HyTrainZeroOptimizer(
+        basic_optimizer,
+        pipeline,
+        collectives,
+        reader,
+        StepSettings(
+            unscale=1.0 / collectives.world_size if settings.mean else 1.0,
+            reduce_every_backward=settings.stage == 2,
+            overlap_forward=config.offload.overlap_forward,
+        ),
+        engine,
+        build_placement(plan, pipeline, config, threads),
+    )
+
+
+def _make_states(
+    layouts: Sequence[LayerLayout],
+    table: PartitionTable,
+    device: torch.device,
+    settings: BuildSettings,
+    rank: int,
+) -> list[LayerState]:
+    """The layers with their training copy in place and no optimizer state yet."""
     states: list[LayerState] = []
     for layout in layouts:
-        begin, end = table.shard(layout.index, collectives.rank)
+        begin, end = table.shard(layout.index, rank)
         states.append(
             LayerState(
                 layout=layout,
@@ -102,34 +139,11 @@ def build_optimizer(
                 begin=begin,
                 end=end,
                 sizes=table.sizes(layout.index),
-                placement="gpu" if layout.index < num_gpu else "cpu",
+                placement="cpu",
                 gradient_dtype=settings.gradient_dtype or _common_dtype(layout),
             )
         )
-        _allocate_state(states[-1])
-    streams = Streams(device)
-    threads = config.offload.cpu_threads or calibrate_threads(settings.ranks_on_host)
-    cpu = CpuUpdater(
-        [state for state in states if state.placement == "cpu"],
-        streams,
-        CpuSettings(
-            threads, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
-        ),
-    )
-    norm = GradientNorm(len(states), device, settings.clip, collectives.all_reduce)
-    return HyTrainZeroOptimizer(
-        basic_optimizer,
-        UpdatePipeline(states, cpu, norm, streams, collectives),
-        collectives,
-        reader,
-        StepSettings(
-            unscale=1.0 / collectives.world_size if settings.mean else 1.0,
-            reduce_every_backward=settings.stage == 2,
-            overlap_forward=config.offload.overlap_forward,
-            gpu_fraction=num_gpu / len(states),
-        ),
-        engine,
-    )
+    return states
 
 
 def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
@@ -153,10 +167,8 @@ def _allocate_state(state: LayerState) -> None:
     Zeros on the host are mapped, not written: the kernel's threads touch them first.
     """
     device = state.storage.runs[0][2].device if state.placement == "gpu" else torch.device("cpu")
-    state.master = torch.empty(state.shard_size, dtype=torch.float32, device=device)
+    state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
     refresh_master(state)
-    state.exp_avg = torch.zeros(state.shard_size, dtype=torch.float32, device=device)
-    state.exp_avg_sq = torch.zeros(state.shard_size, dtype=torch.float32, device=device)
 
 
 def refresh_master(state: LayerState) -> None:

@@ -1,9 +1,14 @@
 """Takes gradients over from autograd and knows when a layer's gradient is final.
 
 A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
-tiled losses). The first backward counts firings and sends nothing early; later a gradient is final
-at its recorded count. Layers with a parameter that got no gradient then are never sent early:
-nobody could tell "not yet" from "not this time".
+tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
+Layers with a parameter that got no gradient then are never sent early: nobody could tell "not yet"
+from "not this time".
+
+The first backward itself cannot know. With one rank it takes each parameter's first firing for its
+last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
+wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Several
+ranks send nothing early then: they have not agreed on an order.
 """
 
 from __future__ import annotations
@@ -106,6 +111,7 @@ class GradientCollector:
         consume: Consumer,
         agree: Agreement,
         on_begin: Callable[[], None],
+        recall: Callable[[LayerGradient], None] | None,
         late: LatePolicy,
     ) -> None:
         """
@@ -116,6 +122,8 @@ class GradientCollector:
             consume: takes ``local`` of a layer whose gradient of this backward is complete.
             agree: makes order and early flags the same on all ranks (a collective).
             on_begin: called by the first gradient of a backward that nobody announced.
+            recall: takes a layer's gradient of this backward back into ``held``, where the first
+                backward consumed it too early; None: the first backward consumes nothing early.
             late: what follows a gradient after its layer was taken for complete.
         """
         self.layers = [
@@ -128,6 +136,7 @@ class GradientCollector:
         self._consume = consume
         self._agree = agree
         self._on_begin = on_begin
+        self._recall = recall
         self._late = late
         self.record: FiringRecord | None = None
         self._clock = 0
@@ -149,6 +158,11 @@ class GradientCollector:
 
     # -- one backward --------------------------------------------------------------------------
 
+    @property
+    def is_learning(self) -> bool:
+        """This backward, or the next one, teaches how often each parameter fires."""
+        return self.record is None
+
     def begin(self, *, early: bool) -> None:
         """A backward begins.
 
@@ -165,8 +179,12 @@ class GradientCollector:
             layer.final = False
             layer.closed = False
             layer.remaining = -1
-            if early and self.record is not None and self.record.early[index]:
+            if not early:
+                continue
+            if self.record is not None and self.record.early[index]:
                 layer.remaining = sum(self.record.expected[index])
+            elif self.record is None and self._recall is not None:
+                layer.remaining = len(layer.fired)
 
     def _hook(
         self, layer: LayerGradient, index: int, slot: ParameterSlot
@@ -185,17 +203,33 @@ class GradientCollector:
         if not self.in_backward:
             self._on_begin()
         if layer.final or layer.closed:
-            self._refuse_late(layer, index, slot)
+            if self.record is None and self._recall is not None:
+                self._take_back(layer)
+            else:
+                self._refuse_late(layer, index, slot)
         self._take(layer, index, slot, gradient)
         # zero_grad() and create_graph must not reach a gradient that is on its way.
         parameter.grad = None
         layer.fired[index] += 1
         self._clock += 1
         layer.last_firing = self._clock
+        if self.record is None and layer.fired[index] > 1:
+            layer.remaining = -1  # once more than once: not before the end of this backward
         layer.remaining -= 1
         if layer.remaining == 0:
             layer.final = True
-            self._advance()
+            if self.record is None:
+                self._close(layer)
+            else:
+                self._advance()
+
+    def _take_back(self, layer: LayerGradient) -> None:
+        """The first backward took this layer for complete, and it was not."""
+        assert self._recall is not None
+        self._recall(layer)
+        layer.final = False
+        layer.closed = False
+        layer.remaining = -1
 
     def _take(
         self, layer: LayerGradient, index: int, slot: ParameterSlot, gradient: torch.Tensor

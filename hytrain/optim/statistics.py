@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from hytrain import _C
 from hytrain.errors import HyTrainError
 from hytrain.kernels.norm import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
@@ -52,8 +53,12 @@ class StatisticsRecorder:
 
     def record(
         self, pipeline: UpdatePipeline, outcome: Outcome | None, *, step: int, gpu_fraction: float
-    ) -> None:
-        """Reads the worker's and the compute stream's figures since the last call."""
+    ) -> _C.WorkerStatistics:
+        """Reads the worker's and the compute stream's figures since the last call.
+
+        Returns:
+            The worker's.
+        """
         now = time.perf_counter()
         worker = pipeline.cpu.worker.take_statistics()
         update = worker.kernel_ns / 1e9
@@ -74,6 +79,7 @@ class StatisticsRecorder:
             skipped=outcome is not None and outcome.skip,
         )
         self._last_time = now
+        return worker
 
     def latest(self) -> StepStatistics:
         """The last step's figures.

@@ -9,17 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hytrain._deepspeed import ZeROOptimizer
-from hytrain.errors import AbortedBackwardError, EngineClosedError, UnsupportedError
+from hytrain.errors import (
+    AbortedBackwardError,
+    ConfigError,
+    EngineClosedError,
+    UnsupportedError,
+)
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.gradients import GradientCollector, LayerGradient, late_policy
 from hytrain.optim.hyper import HyperReader
+from hytrain.optim.placement import PlacementManager
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 
@@ -48,13 +54,11 @@ class StepSettings:
         reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
             between micro-batches a rank keeps its shard only.
         overlap_forward: step() returns before the last layers are updated.
-        gpu_fraction: the share of layers whose placement is the GPU, for statistics.
     """
 
     unscale: float
     reduce_every_backward: bool
     overlap_forward: bool
-    gpu_fraction: float
 
 
 def _graph_task() -> int:
@@ -74,6 +78,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         hyper: HyperReader,
         settings: StepSettings,
         engine: EngineView,
+        placement: PlacementManager,
     ) -> None:
         """
         Args:
@@ -83,12 +88,15 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             hyper: reader of hyper-parameters.
             settings: see :class:`StepSettings`.
             engine: see :class:`EngineView`.
+            placement: measures steps and moves layers.
         """
         super().__init__()
         self.optimizer = basic_optimizer
         self.pipeline = pipeline
         self.collectives = collectives
         self.settings = settings
+        self.placement = placement
+        self.timer = placement.timer
         self._hyper = hyper
         self._engine = engine
         self.steps = [0] * len(basic_optimizer.param_groups)
@@ -114,6 +122,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 order, early, pipeline.streams.device
             ),
             on_begin=self._begin_unannounced,
+            recall=self._recall if self._may_recall else None,
             late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
         )
 
@@ -200,12 +209,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._was_reduced |= self._is_reducing
         if self._is_reducing and is_boundary:
             self._begin_step()
+            self.placement.begin_backward()
         collector.begin(early=self._is_reducing)
 
     def _begin_step(self) -> None:
         """Snapshots the hyper-parameters that this step's updates begin with."""
         self._step_begun = True
-        self.pipeline.begin_step(self.settings.unscale, self._read_hyper())
+        # A first backward may send layers too early; what it sends must overwrite no weights.
+        self.pipeline.begin_step(
+            self.settings.unscale,
+            self._read_hyper(),
+            hold=self._may_recall and self.collector.is_learning,
+        )
 
     def _read_hyper(self) -> tuple[Any, ...]:
         return self._hyper.read(self.param_groups, [step + 1 for step in self.steps])
@@ -247,6 +262,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             gradient.held = None
         if self._step_begun:
             self._send(state, shard)
+            self.placement.gradient(state.index)
         else:
             gradient.held = shard
 
@@ -254,6 +270,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
         self.pipeline.send(state, shard)
+
+    @property
+    def _may_recall(self) -> bool:
+        """Whether a first backward may send layers that it may have to take back."""
+        # Other ranks would have to recall the same ones; a direct commit cannot be taken back.
+        return self.collectives.world_size == 1 and not self.pipeline.norm.settings.direct
+
+    def _recall(self, gradient: LayerGradient) -> None:
+        state = self.pipeline.layers[gradient.layout.index]
+        if state.sent:
+            self.timer.invalidate()
+            self._withdraw(state)
 
     def _withdraw(self, state: LayerState) -> None:
         self.collector.layers[state.index].held = self.pipeline.withdraw(state)
@@ -264,13 +292,25 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """The layer's weights are about to be read."""
         self._clean_up_aborted()
         if state.sent and not self.collector.in_backward:
+            self.timer.invalidate()
             self._withdraw(state)
+        self.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
         self.pipeline.wait(state)
+        self.timer.wait_ends(state.index)
+
+    def layer_entered(self, state: LayerState) -> None:
+        """A module that uses the layer's weights begins its forward."""
+        self.timer.enter(state.index)
 
     def begin_forward(self) -> None:
         """The model's forward begins: an aborted backward is cleaned up."""
         self._check_open()
         self._clean_up_aborted()
+        self.timer.begin_forward()
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        self.timer.end_forward()
 
     def _clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.
@@ -349,6 +389,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collector.complete(consume=True)
         self._send_held()
         self.pipeline.launch_outcome()
+        self.placement.end_backward()
         outcome = self.pipeline.finish_step(self._read_hyper())
         self._step_begun = False
         self._was_reduced = False
@@ -374,12 +415,24 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._global_grad_norm = (
             self.pipeline.norm.norm_tensor() if outcome is None else outcome.norm
         )
-        self.statistics.record(
+        worker = self.statistics.record(
             self.pipeline,
             outcome,
             step=max(self.steps, default=0),
-            gpu_fraction=self.settings.gpu_fraction,
+            gpu_fraction=self.pipeline.num_gpu_layers / len(self.pipeline.layers),
         )
+        self.placement.end_step(outcome, worker)
+
+    def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
+        """Places layers by hand, between two steps; see :class:`PlacementManager`.
+
+        Raises:
+            ConfigError: a step is under way, or the number is not in [0, 1] or does not fit.
+        """
+        self._check_open()
+        if self._step_begun or any(state.sent for state in self.pipeline.layers):
+            raise ConfigError("layers are re-placed between steps only: call this after step()")
+        self.placement.set_gpu_fraction(value)
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took; see :class:`~hytrain.optim.statistics.StepStatistics`."""

@@ -22,7 +22,7 @@ mean of a clipped and an unclipped step.
 
 A prediction is not monotone in the worker's times: a job that ends a little later may find another
 gradient there, of a layer that forward needs earlier, or fall behind the decision and need no
-second job. On a model of equal blocks that is below 1 % of the step.
+second job. On transformers it is a matter of a second pass of one layer at most.
 
 :func:`predict` walks all candidates at once, :func:`predict_one` is its slow twin.
 """

@@ -17,12 +17,17 @@ from hytrain import _C
 _CPU_DIR = Path("/sys/devices/system/cpu")
 _SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _FALLBACK_LLC_BYTES = 32 * 2**20
-# (limit, usage) of cgroup version 2, then 1.
+# (limit, usage, statistics) of cgroup version 2, then 1.
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory.current",
+        "/sys/fs/cgroup/memory.stat",
+    ),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
     ),
 )
 
@@ -64,15 +69,23 @@ def last_level_cache_bytes() -> int:
 def available_host_bytes() -> int:
     """Host memory that this process can still take: the machine's or the cgroup's, the smaller."""
     available = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_FILES:
+    for limit_file, usage_file, statistics_file in _CGROUP_FILES:
         try:
             limit = Path(limit_file).read_text().strip()
             usage = int(Path(usage_file).read_text())
+            statistics = Path(statistics_file).read_text()
         except OSError:
             continue
         if limit != "max":
+            usage -= _reclaimable_bytes(statistics)
             available = min(available, max(0, int(limit) - usage))
     return available
+
+
+def _reclaimable_bytes(memory_stat: str) -> int:
+    """Cached files that a cgroup's usage counts and its kernel drops when memory is wanted."""
+    entries = dict(line.split(maxsplit=1) for line in memory_stat.splitlines() if " " in line)
+    return int(entries.get("total_inactive_file", entries.get("inactive_file", "0")))
 
 
 def package_version(name: str) -> str | None:

@@ -23,13 +23,16 @@ class Device {
 
     // Makes the device usable from the calling thread.
     virtual void attach_thread() = 0;
-    virtual EventHandle create_event() = 0;
+    // A timed event can be asked for the time between its record and another's.
+    virtual EventHandle create_event(bool timed) = 0;
     virtual void destroy_event(EventHandle event) noexcept = 0;
     virtual void record(EventHandle event, Lane lane) = 0;
     // Work queued on the lane from now on waits for the event's latest record.
     virtual void lane_wait(Lane lane, EventHandle event) = 0;
     // True when the latest record has completed (or there was none).
     virtual bool is_complete(EventHandle event) = 0;
+    // Between the latest records of two timed events, both complete.
+    virtual std::int64_t elapsed_ns(EventHandle begin, EventHandle end) = 0;
     virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
     // Waits for the copies queued so far and ends the lanes; nothing may be queued any more. On
     // CUDA the owner of the streams does it.

@@ -8,6 +8,10 @@
 //   drop            the step is skipped: the new gradient is forgotten, the old weights published
 //   submit_withdraw the step is not taken yet: the gradient returns to the device, likewise
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
+//
+// Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
+// first; a layer that arrives has nothing pending. The weights stay where they are, so nobody's
+// forward waits for a move.
 #pragma once
 
 #include <atomic>
@@ -28,13 +32,18 @@
 
 namespace hytrain {
 
-// A fixed-size piece of one parameter group's run within a layer's shard.
-struct Chunk {
+// A shard's fp32 state: master weights and moments, on the host or on the device.
+struct StateArrays {
     float* p = nullptr;
     float* m = nullptr;
     float* v = nullptr;
+    StateArrays at(std::size_t offset) const { return {p + offset, m + offset, v + offset}; }
+};
+
+// A fixed-size piece of one parameter group's run within a layer's shard.
+struct Chunk {
     std::size_t n = 0;
-    std::size_t shard_offset = 0;  // elements from the start of the layer's gradient shard
+    std::size_t shard_offset = 0;  // elements from the start of the layer's shard
     void* weights = nullptr;       // the training copy on the device
     DType weights_dtype = DType::kFloat32;
     int group = 0;       // index into StepRecord::hyper
@@ -49,7 +58,17 @@ struct StepRecord {
     bool operator==(const StepRecord& other) const;
 };
 
-enum class Pass { kUpdate, kDirect, kPreview, kCommit, kPublish, kDrop, kWithdraw };
+enum class Pass {
+    kUpdate,
+    kDirect,
+    kPreview,
+    kCommit,
+    kPublish,
+    kDrop,
+    kWithdraw,
+    kLeave,   // the layer's state moves to the device
+    kArrive,  // and back
+};
 
 struct Job {
     Pass pass = Pass::kUpdate;
@@ -59,6 +78,9 @@ struct Job {
     EventHandle gradient_ready = kNoEvent;
     const void* sum_of_squares = nullptr;  // device: one float64, or none
     char* withdraw_to = nullptr;           // device: where kWithdraw returns the gradient
+    StateArrays device_state;              // kLeave's destination, kArrive's source
+    StateArrays host_state;                // kArrive's destination
+    EventHandle moved = kNoEvent;          // kLeave records it behind its last copy
     StepRecord record;
     // The worker's, under its mutex.
     bool picked = false;     // its gradient is being fetched
@@ -74,6 +96,9 @@ struct JobSpan {
     std::int64_t begin_ns = 0;
     std::int64_t end_ns = 0;
     std::int64_t kernel_ns = 0;
+    std::int64_t wait_gradient_ns = 0;
+    bool final = false;      // the step's outcome was known when it began
+    bool committed = false;  // a gradient of an earlier step was committed along
 };
 
 struct WorkerStatistics {
@@ -83,6 +108,11 @@ struct WorkerStatistics {
     std::int64_t issue_ns = 0;          // handing copies to the device
     std::int64_t elements = 0;          // elements passed over
     std::int64_t jobs = 0;
+    // Time that the copies themselves took on their lanes, and what they carried.
+    std::int64_t to_host_ns = 0;
+    std::int64_t to_host_bytes = 0;
+    std::int64_t to_device_ns = 0;
+    std::int64_t to_device_bytes = 0;
 };
 
 class UpdateWorker {
@@ -92,14 +122,17 @@ class UpdateWorker {
     ~UpdateWorker();
 
     // -- Set-up, before start() ------------------------------------------------------------
-    // Pinned slots for gradients; returns the class's index. `count` includes the ring's spares.
-    int add_slot_class(char* base, std::size_t slot_bytes, int count);
-    // Buffers that carry the outgoing copy, and one pinned float64 a layer.
-    void set_outgoing(char* base, std::size_t slot_bytes, int count);
+    // A pool of equally large pinned slots for gradients; returns its index.
+    int add_slot_class(std::size_t slot_bytes);
     // `ready` is recorded when a job of the layer has been issued; kNoEvent: the worker makes one.
+    // `norm_slot` is a pinned float64; `state` is empty for a layer whose state is on the device.
     int add_layer(std::string name, DType gradient_dtype, EventHandle ready, double* norm_slot,
-                  std::vector<Chunk> chunks);
+                  const StateArrays& state, std::vector<Chunk> chunks);
     void start();
+    // More pinned memory, at any time: slots of a class, which keep pending gradients and take new
+    // ones; or, for kOutgoing, buffers of `bytes` that carry the training copy and moving state.
+    static constexpr int kOutgoing = -1;
+    void add_slots(int slot_class, char* base, std::size_t bytes, int count);
     // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
     bool in_own_process() const;
@@ -108,6 +141,9 @@ class UpdateWorker {
     // Previews stop once this rank's own sum of squares exceeds the limit (they would be wasted).
     void begin_step(double sum_of_squares_limit);
     void submit(Job job);
+    // Queues the move of a layer's state (kLeave, kArrive) behind all jobs so far and before all
+    // later ones. The step must be final. Waits for weights do not wait for moves.
+    void submit_move(Job job);
     // Removes a layer's update that has not begun; its gradient may be released after wait().
     bool cancel_update(int layer);
     // The step's outcome is known. Returns the number of layers that must be previewed again.
@@ -119,6 +155,9 @@ class UpdateWorker {
     // As wait_issued, and until the copies have completed.
     void wait_complete(int layer);
     void wait_all();
+    // Until the copies of a layer's moves have been issued (leaving) or completed (arriving).
+    void wait_moved(int layer);
+    bool is_moving(int layer);
     // True once the layer's gradient has left the device (its memory may be reused).
     bool is_fetched(int layer);
     bool has_pending(int layer);
@@ -135,13 +174,21 @@ class UpdateWorker {
         DType gradient_dtype = DType::kFloat32;
         EventHandle ready = kNoEvent;
         double* norm_slot = nullptr;
+        StateArrays state;
         std::vector<Chunk> chunks;
         std::optional<StepRecord> pending;
         bool tentative = false;  // pending belongs to a step that is not final
         bool held = false;       // tentative and not previewed
         StepRecord previewed;
-        int outstanding = 0;
+        int outstanding = 0;  // jobs that the weights depend on
+        int moving = 0;       // moves of the state
         bool fetched = true;
+    };
+    // A piece of a layer's state on its way to the host.
+    struct StatePiece {
+        std::size_t buffer = 0;
+        float* destination = nullptr;
+        std::size_t bytes = 0;
     };
     // One chunk of a picked job, in processing order.
     struct Work {
@@ -150,12 +197,20 @@ class UpdateWorker {
         int slot = -1;
         bool last = false;
     };
-    struct SlotClass {
-        char* base = nullptr;
+    // Pinned buffers of one size, each with the events around its latest copy.
+    struct Buffers {
         std::size_t bytes = 0;
-        std::vector<EventHandle> events;
+        std::vector<char*> addresses;
+        std::vector<EventHandle> begins;
+        std::vector<EventHandle> ends;
+    };
+    struct SlotClass {
+        Buffers slots;
         std::vector<int> free;
-        char* address(int slot) const { return base + static_cast<std::size_t>(slot) * bytes; }
+    };
+    struct Growth {
+        int slot_class = 0;
+        Buffers buffers;
     };
 
     void run();
@@ -168,8 +223,17 @@ class UpdateWorker {
     void run_pass(Layer& layer, Chunk& chunk, const Work& work);
     void run_update(const Layer& layer, Chunk& chunk, int slot);
     void run_direct(const Layer& layer, Chunk& chunk, int slot);
-    void run_publish(const Chunk& chunk);
+    void run_commit(const Layer& layer, Chunk& chunk);
+    void run_publish(const Layer& layer, const Chunk& chunk);
     void return_gradient(const Layer& layer, const Chunk& chunk, const Job& job);
+    void send_state(const Layer& layer, const Chunk& chunk, const Job& job);
+    void fetch_state(const Chunk& chunk, const Job& job);
+    void land_piece(const StatePiece& piece);
+    void absorb_growth();
+    void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
+    void arrived(const Layer& layer, const Chunk& chunk, int slot);
+    std::size_t take_outgoing();
+    void send_outgoing(std::size_t buffer, void* destination, std::size_t bytes);
     GradientStep gradient_step(const Layer& layer, const Chunk& chunk, int slot,
                                const StepRecord& record) const;
     template <typename Function>
@@ -189,7 +253,8 @@ class UpdateWorker {
     int num_threads_;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
-    SlotClass outgoing_;
+    Buffers outgoing_;
+    std::vector<std::int64_t> outgoing_sent_;  // bytes of each buffer's latest copy to the device
     std::vector<EventHandle> own_events_;
     std::size_t next_outgoing_ = 0;
 
@@ -205,6 +270,8 @@ class UpdateWorker {
     double running_sum_ = 0.0;
     WorkerStatistics statistics_;  // of the jobs that have finished
     std::vector<JobSpan> spans_;
+    std::vector<Growth> growth_;
+    std::atomic<bool> has_growth_{false};
 
     // The worker's own.
     std::deque<Work> active_;

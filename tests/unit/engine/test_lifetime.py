@@ -72,7 +72,8 @@ def test_destroy_leaves_no_thread_and_no_pinned_memory(when: str, gpu_fraction: 
             config=make_config(gpu_fraction=gpu_fraction, clipping=1e-3),
         )
     assert num_threads() > before
-    arena = engine.optimizer.pipeline.cpu.arena
+    arenas = engine.optimizer.pipeline.cpu.pinned._arenas
+    assert arenas
     for number in range(0 if when == "unused" else 3):
         loss = engine(**inputs(number))
         if when == "in_backward" and number == 2:
@@ -86,8 +87,8 @@ def test_destroy_leaves_no_thread_and_no_pinned_memory(when: str, gpu_fraction: 
     engine.destroy()
     engine.destroy()  # twice is once
     assert num_threads() == before
-    assert arena._export is None
-    assert arena._mapping.closed
+    assert all(arena._export is None for arena in arenas)
+    assert all(arena._mapping.closed for arena in arenas)
 
 
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)

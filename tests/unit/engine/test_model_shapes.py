@@ -43,14 +43,16 @@ RECOMPUTE = ["none", "reentrant", "not_reentrant", "nested"]
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_each_block_once(gpu_fraction: float, recompute: str) -> None:
     early = train_and_compare(Shaped([0, 1, 2, 3], recompute), gpu_fraction=gpu_fraction)
-    # The first backward counts; in the later ones every layer leaves before its end.
-    assert early == [0, 6, 6, 6, 6]
+    # In every backward, the first one too, all layers leave before its end.
+    assert early == [6, 6, 6, 6, 6]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_blocks_used_more_than_once(gpu_fraction: float, recompute: str) -> None:
     model = Shaped([0, 1, 1, 2, 0, 3, 1], recompute)
     early = train_and_compare(model, gpu_fraction=gpu_fraction)
+    # The first backward may send a block too early; then it takes it back until the end.
+    assert early[0] < 6 or recompute == "none"
     assert early[1:] == [6] * 4
 
 
@@ -147,7 +149,7 @@ def test_a_parameter_frozen_later_and_thawed(gpu_fraction: float) -> None:
 
     early = train_and_compare(model, gpu_fraction=gpu_fraction, steps=6, before=freeze, twin=twin)
     # Block 0 comes before "before" in backward: what is behind it waits for it.
-    assert early == [0, 6, 4, 4, 6, 6]
+    assert early == [6, 6, 4, 4, 6, 6]
 
 
 def test_a_model_without_a_stack(gpu_fraction: float) -> None:

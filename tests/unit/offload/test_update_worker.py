@@ -45,8 +45,13 @@ class Bench:
         num_chunks = sum(-(-size // CHUNK) for size in sizes)
         self.arena = Arena(64 * 1024 + num_chunks * CHUNK * 8, CPU)
         slots = num_chunks + 3
-        self.worker.add_slot_class(self.arena.take(slots * CHUNK * 2), CHUNK * 2, slots)
-        self.worker.set_outgoing(self.arena.take(3 * CHUNK * 2), CHUNK * 2, 3)
+        number = self.worker.add_slot_class(CHUNK * 2)
+        # In two parts: memory that comes later is as good.
+        for count in (slots - 2, 2):
+            base = self.arena.take(count * CHUNK * 2)
+            self.worker.add_slots(number, base, CHUNK * 2, count)
+        base = self.arena.take(3 * CHUNK * 2)
+        self.worker.add_slots(self.worker.outgoing, base, CHUNK * 2, 3)
         self.layers = [self._layer(index, size) for index, size in enumerate(sizes)]
         self.worker.start()
 
@@ -59,9 +64,6 @@ class Bench:
         layer = Layer(index, size, p, m, v, weights, (p.clone(), m.clone(), v.clone()))
         chunks = [
             _C.Chunk(
-                p=p.data_ptr() + 4 * at,
-                m=m.data_ptr() + 4 * at,
-                v=v.data_ptr() + 4 * at,
                 n=min(CHUNK, size - at),
                 shard_offset=at,
                 weights=weights.data_ptr() + 2 * at,
@@ -71,7 +73,9 @@ class Bench:
             )
             for at in range(0, size, CHUNK)
         ]
-        self.worker.add_layer(f"layer {index}", _C.DType.bfloat16, 0, self.arena.take(8), chunks)
+        state = _C.StateArrays(p.data_ptr(), m.data_ptr(), v.data_ptr())
+        norm = self.arena.take(8)
+        self.worker.add_layer(f"layer {index}", _C.DType.bfloat16, 0, norm, state, chunks)
         return layer
 
     def close(self) -> None:

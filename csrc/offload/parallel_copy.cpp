@@ -1,0 +1,25 @@
+#include "hytrain/parallel_copy.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hytrain {
+
+void parallel_copy(void* destination, const void* source, std::size_t bytes, int num_threads) {
+    // Whole cache lines a thread, and nothing so small that starting threads costs more.
+    constexpr std::size_t kLine = 64;
+    constexpr std::size_t kLeast = 1U << 18U;
+    const std::size_t most = std::max<std::size_t>(1, bytes / kLeast);
+    const int threads = static_cast<int>(
+        std::min<std::size_t>(most, static_cast<std::size_t>(std::max(1, num_threads))));
+    const std::size_t share = (bytes / static_cast<std::size_t>(threads) / kLine + 1) * kLine;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int i = 0; i < threads; ++i) {
+        const std::size_t begin = std::min(bytes, static_cast<std::size_t>(i) * share);
+        const std::size_t end = std::min(bytes, begin + share);
+        std::memcpy(static_cast<char*>(destination) + begin,
+                    static_cast<const char*>(source) + begin, end - begin);
+    }
+}
+
+}  // namespace hytrain

@@ -1,0 +1,186 @@
+// What the update worker does with a chunk: the optimizer's passes and the copies around them.
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "hytrain/update_worker.h"
+
+namespace hytrain {
+
+namespace {
+
+std::int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+}  // namespace
+
+template <typename Function>
+void UpdateWorker::timed(Function function) {
+    const std::int64_t begin = now_ns();
+    function();
+    const std::int64_t taken = now_ns() - begin;
+    job_statistics_.kernel_ns += taken;
+    span_.kernel_ns += taken;
+}
+
+GradientStep UpdateWorker::gradient_step(const Layer& layer, const Chunk& chunk, int slot,
+                                         const StepRecord& record) const {
+    if (slot < 0) throw std::logic_error("a pending gradient has no slot");
+    GradientStep step;
+    step.gradient = slots_[static_cast<std::size_t>(chunk.slot_class)]
+                        .slots.addresses[static_cast<std::size_t>(slot)];
+    step.dtype = layer.gradient_dtype;
+    step.scale = record.scale;
+    step.hyper = record.hyper.at(static_cast<std::size_t>(chunk.group));
+    return step;
+}
+
+void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
+    switch (work.job->pass) {
+        case Pass::kUpdate:
+            run_update(layer, chunk, work.slot);
+            break;
+        case Pass::kDirect:
+            run_direct(layer, chunk, work.slot);
+            break;
+        case Pass::kPreview: {
+            const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
+            const StateArrays s = layer.state.at(chunk.shard_offset);
+            const Outgoing out = next_outgoing(chunk);
+            timed([&] { adam_preview(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+            send(chunk, out);
+            break;
+        }
+        case Pass::kCommit:
+            run_commit(layer, chunk);
+            break;
+        case Pass::kPublish:
+            run_publish(layer, chunk);
+            break;
+        case Pass::kDrop:
+            release_slot(chunk);
+            run_publish(layer, chunk);
+            break;
+        case Pass::kWithdraw:
+            return_gradient(layer, chunk, *work.job);
+            release_slot(chunk);
+            run_publish(layer, chunk);
+            break;
+        case Pass::kLeave:
+            run_commit(layer, chunk);
+            send_state(layer, chunk, *work.job);
+            break;
+        case Pass::kArrive:
+            fetch_state(chunk, *work.job);
+            break;
+    }
+    job_statistics_.elements += static_cast<std::int64_t>(chunk.n);
+}
+
+void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
+    const GradientStep current = gradient_step(layer, chunk, slot, current_);
+    const StateArrays s = layer.state.at(chunk.shard_offset);
+    const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
+    if (previous_) {
+        const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
+        timed([&] {
+            if (holding_) {
+                adam_commit(s.p, s.m, s.v, chunk.n, previous, out, num_threads_);
+            } else {
+                adam_commit_then_preview(s.p, s.m, s.v, chunk.n, previous, current, out,
+                                         num_threads_);
+            }
+        });
+    } else if (!holding_) {
+        timed([&] { adam_preview(s.p, s.m, s.v, chunk.n, current, out, num_threads_); });
+    }
+    // Slots are swapped, not copied: the new gradient is the pending one from here on.
+    release_slot(chunk);
+    chunk.slot = slot;
+    if (!holding_) send(chunk, out);
+}
+
+void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
+    const GradientStep step = gradient_step(layer, chunk, slot, current_);
+    const StateArrays s = layer.state.at(chunk.shard_offset);
+    const Outgoing out = next_outgoing(chunk);
+    timed([&] { adam_commit(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
+    send(chunk, out);
+}
+
+// Applies what is pending, if anything is.
+void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
+    if (!previous_) return;
+    const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
+    const StateArrays s = layer.state.at(chunk.shard_offset);
+    timed([&] { adam_commit(s.p, s.m, s.v, chunk.n, step, Outgoing{}, num_threads_); });
+    release_slot(chunk);
+}
+
+void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {
+    const Outgoing out = next_outgoing(chunk);
+    const float* p = layer.state.at(chunk.shard_offset).p;
+    timed([&] { adam_publish(p, chunk.n, out, num_threads_); });
+    send(chunk, out);
+}
+
+void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const Job& job) {
+    if (chunk.slot < 0) throw std::logic_error("a withdrawn gradient has no slot");
+    const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
+    const EventHandle event = slots.ends[static_cast<std::size_t>(chunk.slot)];
+    const std::size_t size = size_of(layer.gradient_dtype);
+    // Whoever used that device memory before must be done with it.
+    device_->lane_wait(Lane::kToDevice, job.gradient_ready);
+    device_->copy(Lane::kToDevice, job.withdraw_to + chunk.shard_offset * size,
+                  slots.addresses[static_cast<std::size_t>(chunk.slot)], chunk.n * size);
+    device_->record(event, Lane::kToDevice);
+    // The slot is released next: the copy out of it must have completed.
+    wait_event(event);
+}
+
+// The next outgoing buffer, once the copy that last used it has left it.
+std::size_t UpdateWorker::take_outgoing() {
+    if (outgoing_.addresses.empty()) throw std::logic_error("there are no outgoing buffers");
+    const std::size_t buffer = next_outgoing_++ % outgoing_.addresses.size();
+    job_statistics_.wait_outgoing_ns += wait_event(outgoing_.ends[buffer]);
+    if (outgoing_sent_[buffer] != 0) {
+        job_statistics_.to_device_ns +=
+            device_->elapsed_ns(outgoing_.begins[buffer], outgoing_.ends[buffer]);
+        job_statistics_.to_device_bytes += std::exchange(outgoing_sent_[buffer], 0);
+    }
+    return buffer;
+}
+
+Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
+    // Stored through the cache: the copy engine reads the buffer soon after.
+    return Outgoing{outgoing_.addresses[take_outgoing()], chunk.weights_dtype, false};
+}
+
+void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
+    delay();
+    const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.addresses.size();
+    if (out.data != outgoing_.addresses[buffer]) throw std::logic_error("not the latest buffer");
+    send_outgoing(buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype));
+}
+
+void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::size_t bytes) {
+    const std::int64_t begin = now_ns();
+    device_->record(outgoing_.begins[buffer], Lane::kToDevice);
+    device_->copy(Lane::kToDevice, destination, outgoing_.addresses[buffer], bytes);
+    device_->record(outgoing_.ends[buffer], Lane::kToDevice);
+    outgoing_sent_[buffer] = static_cast<std::int64_t>(bytes);
+    job_statistics_.issue_ns += now_ns() - begin;
+}
+
+void UpdateWorker::release_slot(Chunk& chunk) {
+    if (chunk.slot < 0) return;
+    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(chunk.slot);
+    chunk.slot = -1;
+}
+
+}  // namespace hytrain

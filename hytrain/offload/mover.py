@@ -1,0 +1,104 @@
+"""Moves a layer's optimizer state between host and device while training goes on.
+
+A layer moves between two steps, when its last update is final. Its training copy stays where it
+is, so no forward waits for a move; the layer's next update does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.layers.state import LayerState
+from hytrain.offload.cpu_updater import CpuUpdater, native_state
+from hytrain.offload.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What must live until the worker is done with a move."""
+
+    layer: LayerState
+    old_state: tuple[torch.Tensor, ...]
+    gradient: torch.Tensor | None
+
+
+class LayerMover:
+    """Re-places layers; the worker carries the bytes."""
+
+    def __init__(self, cpu: CpuUpdater, streams: Streams) -> None:
+        self._cpu = cpu
+        self._streams = streams
+        self._moves: list[_Move] = []
+
+    def to_gpu(self, layer: LayerState) -> None:
+        """A CPU-placed layer is updated on the device from the next step on.
+
+        What is pending is committed on the host first, by the kernel that previewed it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for the state; nothing has changed.
+        """
+        self._cpu.wait_moved(layer)
+        flat = torch.empty(3 * layer.shard_size, dtype=torch.float32, device=self._streams.device)
+        free = self._streams.new_event()
+        if layer.state_ready is None:
+            layer.state_ready = self._streams.new_event()
+        self._keep(layer)
+        layer.placement = "gpu"
+        layer.set_state(flat)
+        self._cpu.submit_leave(layer, native_state(layer), free)
+        layer.moving = True
+
+    def to_cpu(self, layer: LayerState) -> None:
+        """A GPU-placed layer is updated on the host from the next step on.
+
+        Raises:
+            MemoryError: the host has no room for the state or its pinned gradient; nothing has
+                changed.
+        """
+        self.wait(layer)
+        self._cpu.make_room([layer])
+        flat = torch.zeros(3 * layer.shard_size, dtype=torch.float32)
+        ready = self._streams.record_update()
+        device = native_state(layer)
+        self._keep(layer)
+        layer.placement = "cpu"
+        layer.set_state(flat)
+        self._cpu.submit_arrive(layer, native_state(layer), device, ready)
+        layer.moving = True
+
+    def _keep(self, layer: LayerState) -> None:
+        # The gradient of the step just made may still be on its way to the host.
+        old = (layer.master, layer.exp_avg, layer.exp_avg_sq)
+        self._moves.append(_Move(layer, old, layer.gradient))
+        layer.gradient = None
+
+    def wait(self, layer: LayerState) -> None:
+        """Before a GPU-placed layer's state is used on the update stream."""
+        if not layer.moving:
+            return
+        self._cpu.wait_moved(layer)
+        self._streams.update_waits(layer.state_ready)
+        layer.moving = False
+        self.release()
+
+    @property
+    def elements_leaving_device(self) -> int:
+        """Elements of shards whose old state on the device has not been given back."""
+        return sum(m.layer.shard_size for m in self._moves if m.layer.placement == "cpu")
+
+    def release(self) -> None:
+        """Lets go of state that has left its old place."""
+        still: list[_Move] = []
+        for move in self._moves:
+            if self._cpu.is_moving(move.layer):
+                still.append(move)
+            elif move.layer.placement == "cpu":
+                move.layer.moving = False
+        self._moves = still
+
+    def close(self) -> None:
+        """Lets go of everything; the worker has been closed."""
+        self._moves.clear()

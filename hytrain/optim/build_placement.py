@@ -1,0 +1,149 @@
+"""The placement that a job starts with, and what will change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.config import HyTrainConfig
+from hytrain.layers.state import LayerState
+from hytrain.offload.controller import ControllerSettings, PlacementController
+from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.threads import ThreadChoice
+from hytrain.optim.placement import MemorySettings, PlacementManager
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.placement.costs import LayerBytes
+from hytrain.placement.memory import Bounds, check_fits
+from hytrain.placement.records import Decision
+from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.profile.cost_estimator import CostEstimator, InitialRates
+from hytrain.profile.memory_probe import MemoryProbe, Reserves
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Where the layers are to begin with.
+
+    Attributes:
+        num_gpu: how many of the first layers' state is on the GPU.
+        layer_bytes: sizes of the layers' shards.
+        memory: what the budget depends on.
+        decision: for the record.
+    """
+
+    num_gpu: int
+    layer_bytes: tuple[LayerBytes, ...]
+    memory: MemorySettings
+    decision: Decision
+
+
+def plan_placement(
+    states: Sequence[LayerState],
+    config: HyTrainConfig,
+    ranks_on_host: int,
+    cpu: CpuSettings,
+    collectives: ShardCollectives,
+    device: torch.device,
+) -> PlacementPlan:
+    """Decides, before any optimizer state is allocated, where it goes.
+
+    A fixed ``gpu_fraction`` is taken as it is. Otherwise the first step runs at the smallest k that
+    fits: activations are not known yet.
+
+    Raises:
+        MemoryBudgetError: the state fits in no split of GPU and host (solved k only).
+    """
+    layer_bytes = tuple(
+        LayerBytes(
+            state.name,
+            state.shard_size,
+            state.gradient_dtype.itemsize,
+            max(segment.dtype.itemsize for segment in state.layout.segments),
+        )
+        for state in states
+    )
+    memory = MemorySettings(
+        reserves=Reserves(
+            config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
+        ),
+        gpu_base=_known_gpu_bytes(states, collectives.world_size, device),
+        ranks_on_host=ranks_on_host,
+        staging_bytes=staging_bytes(states, cpu),
+    )
+    limits = MemoryProbe(layer_bytes, device).limits(
+        memory.reserves, memory.gpu_base, 0, ranks_on_host
+    )
+    # Nobody allocates before all ranks of the host have seen what it has.
+    collectives.all_reduce(torch.zeros(1, device=device))
+    if config.gpu_fraction == "solve":
+        allowed = check_fits(
+            layer_bytes, limits, memory.staging_bytes, num_ranks=collectives.world_size
+        )
+        num_gpu = allowed.min_gpu_layers
+        reason = (
+            "before the first step, when times and activations are not known: the fewest GPU "
+            f"layers that fit, {num_gpu} of {len(states)}"
+        )
+    else:
+        allowed = Bounds.unlimited(len(states))
+        num_gpu = round(config.gpu_fraction * len(states))
+        reason = f"gpu_fraction is {config.gpu_fraction}"
+    decision = Decision(
+        step=0,
+        gpu_layers_before=num_gpu,
+        gpu_layers_target=num_gpu,
+        num_layers=len(states),
+        reason=reason,
+        predicted_seconds=None,
+        measured_seconds=None,
+        closed_form_k=None,
+        bounds=allowed,
+        costs=None,
+        layer_bytes=layer_bytes,
+        limits=limits,
+        staging_bytes=memory.staging_bytes,
+    )
+    return PlacementPlan(num_gpu, layer_bytes, memory, decision)
+
+
+def _known_gpu_bytes(states: Sequence[LayerState], num_ranks: int, device: torch.device) -> int:
+    """What the GPU needs beside state, as far as it is known before the first step."""
+    if device.type != "cuda":
+        return 0
+    known = torch.cuda.memory_allocated(device)
+    if num_ranks > 1:
+        # The first backward learns the order of the layers and keeps all gradients until its end.
+        known += sum(state.layout.size * state.gradient_dtype.itemsize for state in states)
+    return known
+
+
+def build_placement(
+    plan: PlacementPlan, pipeline: UpdatePipeline, config: HyTrainConfig, threads: ThreadChoice
+) -> PlacementManager:
+    """What measures the steps and moves layers, for a pipeline placed by the plan."""
+    device = pipeline.streams.device
+    solver = config.solver
+    solves = config.gpu_fraction == "solve"
+    cpu_rate = threads.seconds_per_parameter
+    if solver.alpha is not None:
+        gpu_rate = solver.alpha * cpu_rate
+    else:
+        gpu_rate = gpu_seconds_per_parameter(device, pipeline.layers[0].gradient_dtype)
+    controller = PlacementController(
+        pipeline.layers,
+        plan.layer_bytes,
+        pipeline.mover,
+        ControllerSettings(solver.method, solver.alpha, solver.interval, plan.memory.staging_bytes),
+        plan.decision,
+        solves=solves,
+    )
+    estimator = CostEstimator(
+        plan.layer_bytes,
+        config.offload.chunk_elements,
+        InitialRates(cpu_rate, gpu_rate),
+        updates_overlap=device.type == "cuda",
+    )
+    return PlacementManager(pipeline, plan.layer_bytes, controller, estimator, plan.memory)

@@ -1,0 +1,124 @@
+"""The sizes of a model that nobody has built yet, from its transformers configuration.
+
+The model is made on torch's meta device, where weights have shapes and no memory, and cut as
+:mod:`hytrain.optim.build` cuts it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
+from hytrain.layers.discovery import find_layers
+from hytrain.layers.layout import LayerLayout, lay_out
+from hytrain.layers.partition import partition
+from hytrain.offload.slots import plan_slots
+from hytrain.placement.costs import LayerBytes
+from hytrain.placement.outlook import ModelSizes, TrainingForm
+
+
+def read_model_sizes(
+    path: Path, config: HyTrainConfig, form: TrainingForm, *, num_ranks: int, rank: int
+) -> ModelSizes:
+    """The layers of a model as one rank will hold them.
+
+    Args:
+        path: a transformers ``config.json``, or the folder that holds one.
+        config: how the model is cut.
+        form: dtypes, and whether gradients wait.
+        num_ranks: ranks that share the state.
+        rank: whose shards.
+
+    Raises:
+        ConfigError: the file is no transformers configuration, transformers is not installed, or
+            the section does not fit the model or the ranks.
+    """
+    if rank >= num_ranks:
+        raise ConfigError(f"--rank {rank} of --ranks {num_ranks}: ranks count from 0")
+    model = _build(path).to(getattr(torch, form.dtype))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = find_layers(model, trained, config.layers.block_class)
+    layouts = lay_out(found, {id(p): 0 for p in trained}, num_ranks)
+    table = partition([layout.size for layout in layouts], num_ranks, config.shard_fractions)
+    gradient_dtype: torch.dtype | None = None
+    if form.gradient_dtype is not None:
+        gradient_dtype = getattr(torch, form.gradient_dtype)
+    layers: list[LayerBytes] = []
+    gradient_bytes: list[int] = []
+    outgoing_bytes: list[int] = []
+    for layout in layouts:
+        begin, end = table.shard(layout.index, rank)
+        weights_dtype = _widest(layout)
+        itemsize = (gradient_dtype or weights_dtype).itemsize
+        layers.append(LayerBytes(layout.name, end - begin, itemsize, weights_dtype.itemsize))
+        for span in layout.chunks(begin, end, config.offload.chunk_elements):
+            gradient_bytes.append((span.end - span.begin) * itemsize)
+            outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)
+    plan = plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not form.is_direct)
+    return ModelSizes(
+        source=str(path),
+        layers=tuple(layers),
+        parameters=tuple(layout.numel for layout in layouts),
+        training_copy_bytes=_bytes([*model.parameters(), *model.buffers()]),
+        staging_bytes=plan.staging_bytes,
+        num_ranks=num_ranks,
+        rank=rank,
+    )
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this process's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _widest(layout: LayerLayout) -> torch.dtype:
+    return max((segment.dtype for segment in layout.segments), key=lambda dtype: dtype.itemsize)
+
+
+def _build(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"--model needs transformers, which cannot be imported ({error}): "
+            "pip install hytrain[train]"
+        ) from error
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read --model {file} ({error.strerror}): give a transformers config.json or "
+            "the folder that holds one"
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--model {file} is not a transformers config ({type(error).__name__}: {error}): it "
+            'must be a JSON object with a "model_type" that transformers knows'
+        ) from error
+    # A configuration does not tell what is trained with it; the heads from the likeliest on.
+    refusals: list[str] = []
+    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
+        try:
+            with torch.device("meta"):
+                return getattr(transformers, name).from_config(config)
+        except ValueError as error:
+            refusals.append(f"{name}: {str(error).splitlines()[0]}")
+    raise ConfigError(
+        f"--model {file} describes no language model that transformers can build: "
+        + "; ".join(refusals)
+    )

@@ -1,0 +1,162 @@
+"""Measures the real steps and lets the controller place the layers by what it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hytrain import _C
+from hytrain.errors import ConfigError
+from hytrain.kernels.norm import Outcome
+from hytrain.offload.controller import PlacementController
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
+from hytrain.placement.records import Decision
+from hytrain.profile.cost_estimator import CostEstimator
+from hytrain.profile.memory_probe import MemoryProbe, Reserves
+from hytrain.profile.step_timer import StepTimer
+
+_PROBE_STEPS = 3
+"""The first steps, all of whose allocations are followed."""
+_PROBE_EVERY = 20
+_LIMITS_EVERY = 10
+"""Steps. Asking for what memory there is takes some tenths of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What the memory budget depends on, fixed for a run.
+
+    Attributes:
+        reserves: what stays free.
+        gpu_base: GPU bytes known to be needed before anything has been measured.
+        ranks_on_host: ranks that share what the host has left.
+        staging_bytes: pinned staging on the host.
+    """
+
+    reserves: Reserves
+    gpu_base: int
+    ranks_on_host: int
+    staging_bytes: int
+
+
+class PlacementManager:
+    """Follows every step of an optimizer; moves layers where the controller decides so."""
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        layer_bytes: Sequence[LayerBytes],
+        controller: PlacementController,
+        estimator: CostEstimator,
+        memory: MemorySettings,
+    ) -> None:
+        self._pipeline = pipeline
+        self._bytes = list(layer_bytes)
+        self.controller = controller
+        self._estimator = estimator
+        self._memory = memory
+        self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
+        pipeline.observer = self.timer
+        self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
+        self._probing = False
+        self._limits: MemoryLimits | None = None
+        self._steps = 0
+
+    # -- through a step ------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The last micro-batch's backward begins."""
+        self.timer.begin_backward()
+        steps = self._steps
+        self._probing = self._probe.wanted and (
+            steps < _PROBE_STEPS or steps % _PROBE_EVERY == 0 or self._limits is None
+        )
+        if self._probing:
+            self._probe.begin_backward()
+
+    def gradient(self, index: int) -> None:
+        """A layer's final gradient has been handed over."""
+        self.timer.gradient(index)
+        if self._probing:
+            self._probe.gradient(index)
+
+    def end_backward(self) -> None:
+        """Every layer's has; the outcome is being computed. The time to think: nobody waits."""
+        self.timer.end_backward()
+        estimator, controller = self._estimator, self.controller
+        estimator.add_samples(self.timer.take())
+        estimator.add_spans(self._pipeline.cpu.worker.take_spans())
+        if controller.is_settled and estimator.step_seconds is not None:
+            controller.measured(estimator.step_seconds)
+        if not controller.is_due(self._steps):
+            return
+        costs = estimator.costs()
+        if costs is not None:
+            controller.consider(self._steps, costs, self._current_limits())
+
+    def _current_limits(self) -> MemoryLimits:
+        if self._limits is None or self._steps % _LIMITS_EVERY == 0:
+            self._limits = self._probe.limits(
+                self._memory.reserves,
+                self._memory.gpu_base,
+                self._host_held(),
+                self._memory.ranks_on_host,
+            )
+        return self._limits
+
+    def _host_held(self) -> int:
+        here = self._bytes[self.controller.num_gpu_layers :]
+        return state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
+
+    def end_step(self, outcome: Outcome | None, statistics: _C.WorkerStatistics) -> None:
+        """The step is final: layers may move."""
+        self.timer.end_step()
+        self._estimator.add_copies(statistics)
+        if outcome is None or not outcome.skip:
+            clipped = outcome is not None and outcome.coefficient < 1.0
+            self._estimator.add_outcome(clipped=clipped)
+        controller = self.controller
+        if self._probing:
+            moving = STATE_BYTES * self._pipeline.mover.elements_leaving_device
+            self._probe.end_step(controller.num_gpu_layers, moving)
+            self._limits = None
+        self._steps += 1
+        controller.act(self._steps)
+        if not controller.is_settled:
+            self._limits = None
+
+    # -- by hand -------------------------------------------------------------------------------
+
+    def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
+        """Places the first ``round(value * L)`` layers on the GPU, or lets the solver decide.
+
+        Raises:
+            ConfigError: the number is not in [0, 1].
+            MemoryBudgetError: the placement does not fit.
+        """
+        controller = self.controller
+        if value == "solve":
+            controller.solves = True
+            return
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f'gpu_fraction must be "solve" or a number in [0, 1], got {value}')
+        number = round(value * len(self._bytes))
+        limits = self._current_limits()
+        allowed = check_fits(self._bytes, limits, self._memory.staging_bytes)
+        if not allowed.allow(number):
+            raise ConfigError(
+                f"gpu_fraction {value} means {number} of {len(self._bytes)} layers, but between "
+                f"{allowed.min_gpu_layers} and {allowed.max_gpu_layers} fit in memory: choose one "
+                "of these, or smaller reserves"
+            )
+        controller.solves = False
+        controller.order(self._steps, number, f"gpu_fraction {value} was set")
+        controller.act(self._steps, at_once=True)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All decisions so far, the one before the first step included."""
+        return self.controller.decisions

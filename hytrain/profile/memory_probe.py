@@ -1,0 +1,118 @@
+"""What memory this rank may use, and what the steps need beside the optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.memory import STATE_BYTES
+from hytrain.profile.machine import available_host_bytes
+
+_GIB = 1 << 30
+_GPU_RESERVE_SHARE = 0.04
+_HOST_RESERVE_SHARE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Reserves:
+    """Bytes that stay free; None: a share of what there is."""
+
+    gpu: int | None = None
+    host: int | None = None
+
+
+def usable_gpu_bytes(device: torch.device) -> int | None:
+    """GPU memory that this process may take in all, with what it has; None without a GPU.
+
+    The allocator's own limit (``torch.cuda.set_per_process_memory_fraction``) counts.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free + torch.cuda.memory_reserved(device)
+    return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+
+class MemoryProbe:
+    """Follows what is allocated on the GPU as backward goes down the layers.
+
+    A sample is taken as each layer's gradient is handed over. What is neither state nor a gradient
+    that waits on the GPU is the base that any placement needs.
+    """
+
+    def __init__(self, layers: Sequence[LayerBytes], device: torch.device) -> None:
+        self._layers = list(layers)
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._at: dict[int, int] = {}
+        self._begin = 0
+        self.base_at: tuple[int, ...] = ()
+        """Bytes in use while each layer's backward runs, beside state and waiting gradients of
+        GPU-placed layers; empty before the first measurement."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether samples have a meaning here: asking the allocator takes a while."""
+        return self._is_cuda
+
+    def begin_backward(self) -> None:
+        """The last micro-batch's backward begins."""
+        self._at.clear()
+        self._begin = torch.cuda.memory_allocated(self._device)
+
+    def gradient(self, index: int) -> None:
+        """A layer's gradient has been handed over."""
+        self._at[index] = torch.cuda.memory_allocated(self._device)
+
+    def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
+        """All gradients of the step are there.
+
+        Args:
+            gpu_layers: how many of the first layers' state is on the GPU.
+            moving_bytes: state of layers that have left, not yet given back.
+        """
+        if len(self._at) != len(self._layers):
+            return
+        state = STATE_BYTES * sum(layer.parameters for layer in self._layers[:gpu_layers])
+        state += moving_bytes
+        # What a layer's backward allocates and frees in between shows in the peak alone.
+        peak = torch.cuda.max_memory_allocated(self._device)
+        transient = max(0, peak - max(self._begin, *self._at.values()))
+        waiting = 0
+        base = [0] * len(self._layers)
+        for index in reversed(range(len(self._layers))):
+            if index < gpu_layers:
+                layer = self._layers[index]
+                waiting += layer.parameters * layer.gradient_itemsize
+            base[index] = max(0, self._at[index] + transient - state - waiting)
+        base[-1] = max(base[-1], self._begin + transient - state)
+        self.base_at = tuple(base)
+        self._at.clear()
+
+    def limits(self, reserves: Reserves, gpu_base: int, host_held: int, ranks: int) -> MemoryLimits:
+        """What there is now.
+
+        Args:
+            reserves: what stays free.
+            gpu_base: what is known to be needed on the GPU before anything has been measured.
+            host_held: host bytes that this rank's layers hold already.
+            ranks: ranks that share what the host has left.
+        """
+        gpu = usable_gpu_bytes(self._device)
+        host = available_host_bytes() // ranks + host_held
+        gpu_reserve, host_reserve = reserves.gpu, reserves.host
+        if gpu_reserve is None:
+            gpu_reserve = max(_GIB, int((gpu or 0) * _GPU_RESERVE_SHARE))
+        if host_reserve is None:
+            host_reserve = max(_GIB, int(host * _HOST_RESERVE_SHARE))
+        return MemoryLimits(
+            gpu=gpu,
+            gpu_reserve=gpu_reserve,
+            gpu_base=max(self.base_at) if self.base_at else gpu_base,
+            host=host,
+            host_reserve=host_reserve,
+            gpu_base_at=self.base_at,
+        )

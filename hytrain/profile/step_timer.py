@@ -1,0 +1,276 @@
+"""What each layer takes on the real steps: marks on the compute stream, read when they are old.
+
+A mark is a CUDA event (on a CPU: a reading of the clock). Nothing here waits: a step's marks are
+read once all of them have completed, which they have by the end of the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step's times on the compute stream, in seconds.
+
+    Attributes:
+        forward: of each layer in the step's first micro-batch, waits for weights not counted.
+        cpu_wait: forward stood still for weights from the worker.
+        gpu_wait: forward stood still for updates on the GPU.
+        between: from the end of the first forward to the begin of the last backward.
+        backward: of each layer in the last micro-batch.
+        tail: from the end of the last backward to the begin of the next forward.
+        gpu_update: of each layer whose update ran on the GPU.
+        seconds: the whole step.
+    """
+
+    forward: list[float]
+    cpu_wait: float
+    gpu_wait: float
+    between: float
+    backward: list[float]
+    tail: float
+    gpu_update: dict[int, float]
+    seconds: float
+
+
+_Mark = torch.cuda.Event | float
+
+
+class Clock:
+    """Marks in time on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> _Mark:
+        """A mark behind everything queued on the current stream so far."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_past(self, mark: _Mark) -> bool:
+        """Whether the device has come to the mark."""
+        return not isinstance(mark, torch.cuda.Event) or mark.query()
+
+    def seconds(self, begin: _Mark, end: _Mark) -> float:
+        """From mark to mark, both past."""
+        if isinstance(begin, torch.cuda.Event):
+            assert isinstance(end, torch.cuda.Event)
+            return begin.elapsed_time(end) / 1e3
+        assert not isinstance(end, torch.cuda.Event)
+        return end - begin
+
+    def release(self, mark: _Mark) -> None:
+        """The mark is not read any more."""
+        if isinstance(mark, torch.cuda.Event):
+            self._free.append(mark)
+
+
+_Kind = Literal["enter", "wait_cpu", "wait_gpu", "ready"]
+
+
+@dataclass(slots=True)
+class _Recording:
+    """The marks of one step, in the order they were made."""
+
+    forward: list[tuple[_Kind, int, _Mark]] = field(default_factory=list)
+    forward_end: _Mark | None = None
+    backward_begin: _Mark | None = None
+    gradients: list[tuple[int, _Mark]] = field(default_factory=list)
+    backward_end: _Mark | None = None
+    updates_begin: _Mark | None = None
+    updates: list[tuple[int, _Mark]] = field(default_factory=list)
+    next_begin: _Mark | None = None
+    valid: bool = True
+
+    def marks(self) -> list[_Mark]:
+        """All of them; the next step's first one belongs to the next step."""
+        single = (self.forward_end, self.backward_begin, self.backward_end, self.updates_begin)
+        return [
+            *(mark for _, _, mark in self.forward),
+            *(mark for _, mark in self.gradients),
+            *(mark for _, mark in self.updates),
+            *(mark for mark in single if mark is not None),
+        ]
+
+
+class StepTimer:
+    """Collects marks through a step and turns complete steps into samples.
+
+    A step that was not an ordinary one (the model was evaluated in between, a backward was
+    repeated, not every layer was seen) gives no sample.
+    """
+
+    MAX_OPEN = 4
+    """Steps whose marks may wait to be read; older ones are given up."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self._num_layers = num_layers
+        self._clock = Clock(device)
+        self._current = _Recording()
+        self._in_forward = False
+        self._entered = [False] * num_layers
+        self._done: deque[_Recording] = deque()
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        current = self._current
+        if not torch.is_grad_enabled() or current.backward_begin is not None:
+            current.valid = False
+            return
+        if current.forward_end is not None:
+            return  # another micro-batch
+        if self._in_forward and len(current.forward) == 1:
+            return  # told twice
+        if current.forward:
+            current.valid = False  # a forward that did not end
+        self._in_forward = True
+        self._entered = [False] * self._num_layers
+        first = self._clock.mark()
+        current.forward.append(("ready", -1, first))
+        if self._done and self._done[-1].next_begin is None:
+            self._done[-1].next_begin = first
+
+    def wait_begins(self, index: int, *, on_cpu: bool) -> None:
+        """The compute stream is about to wait for a layer's weights."""
+        if self._in_forward:
+            kind: _Kind = "wait_cpu" if on_cpu else "wait_gpu"
+            self._current.forward.append((kind, index, self._clock.mark()))
+
+    def wait_ends(self, index: int) -> None:
+        """It has waited."""
+        if self._in_forward:
+            self._current.forward.append(("ready", index, self._clock.mark()))
+
+    def enter(self, index: int) -> None:
+        """A layer's forward begins."""
+        if self._in_forward and not self._entered[index]:
+            self._entered[index] = True
+            self._current.forward.append(("enter", index, self._clock.mark()))
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        if self._in_forward:
+            self._in_forward = False
+            self._current.forward_end = self._clock.mark()
+
+    # -- backward and step ---------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The last micro-batch's backward begins."""
+        self._in_forward = False
+        if self._current.backward_begin is not None:
+            self._current.valid = False
+        self._current.backward_begin = self._clock.mark()
+
+    def gradient(self, index: int) -> None:
+        """A layer's gradient is final and handed over."""
+        self._current.gradients.append((index, self._clock.mark()))
+
+    def end_backward(self) -> None:
+        """step() was called and every gradient is handed over."""
+        self._current.backward_end = self._clock.mark()
+
+    def updates_begin(self) -> None:
+        """Updates on the device follow, on the current stream."""
+        self._current.updates_begin = self._clock.mark()
+
+    def layer_updated(self, index: int) -> None:
+        """One of them is queued."""
+        self._current.updates.append((index, self._clock.mark()))
+
+    def invalidate(self) -> None:
+        """The current step is no ordinary one."""
+        self._current.valid = False
+
+    def end_step(self) -> None:
+        """The step is final; the next forward's begin will end it."""
+        self._in_forward = False
+        self._done.append(self._current)
+        self._current = _Recording()
+        while len(self._done) > self.MAX_OPEN:
+            self._give_back(self._done.popleft())
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def take(self) -> list[StepSample]:
+        """Samples of the steps that are complete by now, oldest first."""
+        samples: list[StepSample] = []
+        while self._done:
+            recording = self._done[0]
+            if recording.next_begin is None or not self._clock.is_past(recording.next_begin):
+                break
+            if recording.updates and not self._clock.is_past(recording.updates[-1][1]):
+                break
+            sample = self._sample(recording)
+            if sample is not None:
+                samples.append(sample)
+            # Its end is the next one's begin, and stays.
+            self._done.popleft()
+            self._give_back(recording)
+        return samples
+
+    def _give_back(self, recording: _Recording) -> None:
+        for mark in recording.marks():
+            self._clock.release(mark)
+
+    def _sample(self, recording: _Recording) -> StepSample | None:
+        r, seconds = recording, self._clock.seconds
+        if (
+            not r.valid
+            or r.forward_end is None
+            or r.backward_begin is None
+            or r.backward_end is None
+            or r.next_begin is None
+            or sorted(index for index, _ in r.gradients) != list(range(self._num_layers))
+        ):
+            return None
+        forward = [0.0] * self._num_layers
+        waits = {"wait_cpu": 0.0, "wait_gpu": 0.0}
+        ends = [*(mark for _, _, mark in r.forward[1:]), r.forward_end]
+        inside = -1
+        for (kind, index, mark), end in zip(r.forward, ends, strict=True):
+            if kind == "enter":
+                inside = index
+            if kind in waits:
+                waits[kind] += seconds(mark, end)
+            elif inside >= 0:
+                forward[inside] += seconds(mark, end)
+            else:
+                forward[0] += seconds(mark, end)  # before any layer
+        backward = [0.0] * self._num_layers
+        before = r.backward_begin
+        for index, mark in r.gradients:
+            backward[index] = seconds(before, mark)
+            before = mark
+        gpu_update: dict[int, float] = {}
+        if r.updates_begin is not None:
+            begin = r.updates_begin
+            for index, mark in r.updates:
+                gpu_update[index] = seconds(begin, mark)
+                begin = mark
+        tail = seconds(r.backward_end, r.next_begin)
+        if not isinstance(r.backward_end, torch.cuda.Event):
+            tail -= sum(gpu_update.values())  # a CPU's one thread does these in between
+        return StepSample(
+            forward=forward,
+            cpu_wait=waits["wait_cpu"],
+            gpu_wait=waits["wait_gpu"],
+            between=seconds(r.forward_end, r.backward_begin),
+            backward=backward,
+            tail=max(0.0, tail),
+            gpu_update=gpu_update,
+            seconds=seconds(r.forward[0][2], r.next_begin),
+        )

@@ -1,0 +1,337 @@
+"""What is said about decisions: the steps that count, the numbers in tables, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.placement_runs import (
+    NUM_LAYERS,
+    costs,
+    decision,
+    step_line,
+    text_of,
+    typical_run,
+)
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
+from hytrain.placement.chart import draw_chart
+from hytrain.placement.costs import LayerBytes
+from hytrain.placement.errors import PlacementError
+from hytrain.placement.explanation import (
+    candidate_rows,
+    candidates_text,
+    closed_form_layers,
+    costs_text,
+    explain_run,
+    explained,
+    layer_groups,
+    run_json,
+)
+from hytrain.placement.history import read_history
+from hytrain.placement.outlook import (
+    ModelSizes,
+    Rates,
+    config_words,
+    estimate_costs,
+    expected_decision,
+    explain_model,
+    memory_limits,
+    model_json,
+    read_form,
+)
+
+GIB = 1024**3
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def test_the_first_steps_after_a_change_do_not_count() -> None:
+    history = read_history(text_of(typical_run()))
+    assert [s.step for s in history.steps if not s.is_steady] == [1, 2, 3, 11, 12, 13]
+    first, second = history.measured_after(0), history.measured_after(1)
+    assert first is not None
+    assert second is not None
+    assert (first.seconds, first.num_steps) == (0.55, 7)
+    assert (second.seconds, second.num_steps) == (0.35, 7)
+    assert history.measured_at(5) is None
+
+
+def test_a_decision_to_stay_does_not_end_the_steps_of_the_one_before() -> None:
+    records = typical_run()
+    records.insert(-3, decision(18, 13, 13, measured=costs()).metrics_record())
+    history = read_history(text_of(records))
+    moved = history.measured_after(1)
+    assert moved is not None
+    assert moved.num_steps == 7
+    assert history.last_move is history.decisions[1]
+    assert "The last move was after step 10: from 0 to 13" in explain_run(history)
+
+
+def test_steps_with_another_k_do_not_count() -> None:
+    records = [decision(0, 0, 13, measured=costs()).metrics_record()]
+    records += [step_line(n, 5.0, 6) for n in range(1, 9)]  # the move takes its time
+    records += [step_line(n, 0.35, 13) for n in range(9, 14)]
+    measured = read_history(text_of(records)).measured_after(0)
+    assert measured is not None
+    assert (measured.seconds, measured.num_steps) == (0.35, 2)
+
+
+def test_steps_without_k_have_the_decisions() -> None:
+    records = typical_run()
+    for record in records:
+        record.pop("k", None)
+    history = read_history(text_of(records))
+    assert {s.gpu_layers for s in history.steps if s.step <= 10} == {0}
+    assert {s.gpu_layers for s in history.steps if s.step > 10} == {13}
+
+
+def test_half_a_line_at_the_end_is_ignored() -> None:
+    text = text_of(typical_run())
+    whole = read_history(text)
+    half = read_history(text + text.splitlines()[1][:40])
+    assert half == whole
+    assert read_history(text + text.splitlines()[1][:40] + "\n") == whole
+
+
+def test_half_a_line_elsewhere_is_an_error_with_its_number() -> None:
+    parts = text_of(typical_run()).splitlines(keepends=True)
+    with pytest.raises(PlacementError, match="line 3 is not JSON"):
+        read_history("".join([*parts[:2], '{"step": 2, "lo\n', *parts[2:]]))
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_repeats() -> None:
+    records = typical_run()
+    records.append(decision(10, 0, 15, measured=costs()).metrics_record())
+    records += [step_line(n, 0.36, 15) for n in range(11, 16)]
+    history = read_history(text_of(records))
+    assert [d.gpu_layers_target for d in history.decisions] == [0, 15]
+    assert [s.step for s in history.steps] == list(range(1, 16))
+    assert history.measured_at(13) is None
+
+
+def test_ranks_are_kept_apart() -> None:
+    records = typical_run()
+    records.insert(1, {**decision(0, 0, 2).metrics_record(), "rank": 1})
+    records.insert(12, {**decision(10, 2, 20, measured=costs()).metrics_record(), "rank": 1})
+    first, second = read_history(text_of(records)), read_history(text_of(records), 1)
+    assert first.ranks == second.ranks == (0, 1)
+    assert first.newest.gpu_layers_target == 13
+    assert second.newest.gpu_layers_target == 20
+    measured = second.measured_at(20)  # rank 0's step times, not its k
+    assert measured is not None
+    assert measured.num_steps == 7
+    assert "Rank 1 of the 2" in explain_run(second)
+    with pytest.raises(PlacementError, match="no decision of rank 2.*rank 0, 1"):
+        read_history(text_of(records), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (text_of([step_line(1, 0.5, 0)]), "no placement decision .*1 of them"),
+        ("", "no placement decision"),
+        ('{"loss": 1}\n{"loss": 2}\n', 'line 1 is not an object with a "step"'),
+        ('{"step": 1, "placement": 5}\n', '"placement" must be an object'),
+        ('{"step": 1, "placement": {"step": 1}}\n', "not a record of a placement decision"),
+        ('{"step": 1, "rank": "a", "placement": null}\n', '"placement" must be'),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        read_history(text)
+
+
+# -- a run -------------------------------------------------------------------------------------
+
+
+def test_rows_hold_prediction_measurement_and_error() -> None:
+    history = read_history(text_of(typical_run()))
+    newest = explained(history)
+    rows = candidate_rows(newest, history.measured_at)
+    assert [row.gpu_layers for row in rows] == list(range(NUM_LAYERS + 1))
+    chosen = rows[13]
+    assert chosen.is_chosen
+    assert sum(row.is_chosen for row in rows) == 1
+    assert chosen.predicted_seconds == pytest.approx(newest.predicted_seconds)
+    assert chosen.error == pytest.approx(chosen.predicted_seconds / 0.35 - 1.0)
+    assert (rows[0].measured_seconds, rows[1].measured_seconds) == (0.55, None)
+    assert [row.fits for row in rows] == [newest.bounds.allow(row.gpu_layers) for row in rows]
+    assert not rows[-1].fits
+    closed = closed_form_layers(newest)
+    assert [row.gpu_layers for row in rows if row.is_closed_form] == [closed]
+
+
+def test_equal_neighbours_are_one_group() -> None:
+    groups = layer_groups(costs())
+    assert [(g.num_layers, g.mean.parameters) for g in groups] == [
+        (1, 98_000_000),
+        (24, 113_000_000),
+        (1, 99_000_000),
+    ]
+    assert groups[1].mean.backward == pytest.approx(0.0089)
+    assert groups[1].mean.name == "layer 1 .. layer 24"
+
+
+def test_clipped_passes_are_shown_where_steps_are_clipped() -> None:
+    assert "preview" not in costs_text(costs())
+    assert "preview" in costs_text(costs(0.25))
+    assert "25.0%" in costs_text(costs(0.25))
+
+
+def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
+    text = explain_run(read_history(text_of(typical_run())))
+    assert "After step 10: from 0 to 13 of 26 layers on the GPU (k = 0.5)." in text
+    assert "measured afterwards: 0.350 s (median of 7 steps)" in text
+    assert "24 x 113.0 M: forward 4.4 ms, backward 8.9 ms, CPU update 22.6 ms" in text
+    for words in ("t_B", "t_U", "alpha", "clipped share", "<- chosen", "<- closed form"):
+        assert words in text
+    assert "host: waiting gradients, pinned" in text
+    assert "Fits: 0 to 15 of 26" in text
+
+
+def test_a_run_that_has_measured_nothing_yet() -> None:
+    history = read_history(text_of([decision(0, 0, 0).metrics_record()]))
+    text = explain_run(history)
+    assert "Before the first step: stays at 0 of 26" in text
+    assert "not measured yet" in text
+    assert "Nothing yet" in text
+    assert run_json(history)["costs"] is None
+
+
+def test_a_decisions_own_measurement_stands_in_for_missing_steps() -> None:
+    record = decision(10, 0, 13, measured=costs(), measured_seconds=0.4).metrics_record()
+    text = explain_run(read_history(text_of([record])))
+    assert "measured afterwards: 0.400 s" in text
+
+
+def test_json_has_the_same() -> None:
+    history = read_history(text_of(typical_run()))
+    result = json.loads(json.dumps(run_json(history), allow_nan=False))
+    assert result["gpu_layers"] == 13
+    assert [d["gpu_layers_target"] for d in result["decisions"]] == [0, 13]
+    assert result["decisions"][1]["measured_seconds"] == 0.35
+    assert len(result["candidates"]) == NUM_LAYERS + 1
+    assert result["costs"]["backward_seconds"] == pytest.approx(costs().backward_seconds)
+    assert [group["num_layers"] for group in result["costs"]["groups"]] == [1, 24, 1]
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    history = read_history(text_of(typical_run()))
+    newest = explained(history)
+    assert newest.costs is not None
+    rows = candidate_rows(newest, history.measured_at)
+    path = tmp_path / "k.png"
+    draw_chart(path, rows, newest.costs)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5000
+    with pytest.raises(ConfigError, match="cannot write"):
+        draw_chart(tmp_path / "missing" / "k.png", rows, newest.costs)
+
+
+# -- before any run ----------------------------------------------------------------------------
+
+
+def _words(section: dict[str, object], **rest: object) -> str:
+    config = {"hytrain": section, **rest}
+    parsed = HyTrainConfig.from_deepspeed(config)
+    assert parsed is not None
+    return config_words(parsed, read_form(config), None)
+
+
+def test_words_tell_what_decides_k() -> None:
+    assert "gpu_fraction is fixed at 0.5" in _words({"gpu_fraction": 0.5})
+    assert '"pipeline"' in _words({})
+    closed = _words({"solver": {"method": "closed_form", "alpha": 0.04, "interval": 10}})
+    assert '"closed_form"' in closed
+    assert "given: 0.04" in closed
+    assert "every 10 steps" in closed
+    reserved = _words({"solver": {"gpu_memory_reserve_bytes": 3 * GIB}})
+    assert "GPU 3.00 GiB" in reserved
+    ignored = _words({"gpu_fraction": 0.5, "solver": {"method": "closed_form"}})
+    assert "Without effect: solver.method" in ignored
+
+
+def test_words_tell_whether_clipping_is_direct() -> None:
+    unchecked = {"enabled": True, "check_grad_overflow": False}
+    assert "Clipping: direct" in _words({}, bf16=unchecked)
+    assert "Clipping: at 0.5; no overflow check. Exact" in _words(
+        {}, bf16=unchecked, gradient_clipping=0.5
+    )
+    assert "Clipping: none; a step with inf or NaN is skipped" in _words({}, bf16={"enabled": True})
+    assert "the trainer fills in" in _words({}, gradient_clipping="auto")
+
+
+def test_words_tell_ranks_and_shares() -> None:
+    assert "Ranks: unknown here" in _words({})
+    assert "Ranks: 2 by shard_fractions" in _words({"shard_fractions": [0.7, 0.3]})
+
+
+@pytest.mark.parametrize(
+    "config", [{"bf16": True}, {"gradient_clipping": "much"}, {"zero_optimization": {"stage": "x"}}]
+)
+def test_wrong_values_of_the_configuration_are_named(config: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(config)) if "zero" not in str(config) else "s"):
+        read_form(config)
+
+
+def _sizes(num_ranks: int = 1) -> ModelSizes:
+    whole = (98_000_000, *[113_000_000] * 24, 98_000_000)
+    return ModelSizes(
+        source="a model",
+        layers=tuple(LayerBytes(f"layer {i}", n // num_ranks) for i, n in enumerate(whole)),
+        parameters=whole,
+        training_copy_bytes=2 * sum(whole),
+        staging_bytes=GIB // 4,
+        num_ranks=num_ranks,
+        rank=0,
+    )
+
+
+def test_an_estimate_follows_from_the_rates() -> None:
+    sizes, rates = _sizes(num_ranks=2), Rates(gpu_tflops=100.0, tokens=1000, cpu_gparams_per_s=2.0)
+    found = estimate_costs(sizes, rates, accumulation=3, chunk_elements=1 << 24)
+    compute = 6 * sum(sizes.parameters) * 1000 / 100e12
+    assert found.forward_seconds == pytest.approx(compute / 3)
+    assert found.backward_seconds == pytest.approx(compute * 2 / 3)
+    assert found.between == pytest.approx(2 * compute)
+    assert found.cpu_seconds == pytest.approx(sum(sizes.parameters) / 2 / 2e9)
+
+
+def test_the_expected_choice_is_the_solvers_or_the_fixed_one() -> None:
+    sizes, rates = _sizes(), Rates()
+    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
+    solved, fixed = HyTrainConfig(), HyTrainConfig(gpu_fraction=0.5)
+    limits = memory_limits(solved, sizes, 139 * GIB, 128 * GIB)
+    assert limits.gpu_reserve == int(0.04 * 139 * GIB)
+    chosen = expected_decision(solved, sizes, limits, found)
+    assert 8 < chosen.gpu_layers_target < 18
+    assert expected_decision(fixed, sizes, limits, found).gpu_layers_target == 13
+    text = explain_model(chosen, sizes, rates)
+    assert "An estimate, not a measurement" in text
+    assert "measured s" not in text
+    assert "Activations are not counted" in text
+    assert model_json(chosen, sizes, rates)["is_estimate"] is True
+
+
+def test_what_fits_nowhere_is_explained() -> None:
+    sizes, rates, config = _sizes(), Rates(), HyTrainConfig()
+    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
+    limits = memory_limits(config, sizes, 20 * GIB, 10 * GIB)
+    chosen = expected_decision(config, sizes, limits, found)
+    text = explain_model(chosen, sizes, rates)
+    assert "A run would be refused" in text
+    assert "What would make it fit" in text
+    assert "<- chosen" not in text
+
+
+def test_a_fixed_number_that_does_not_fit_is_told() -> None:
+    sizes, rates, config = _sizes(), Rates(), HyTrainConfig(gpu_fraction=1.0)
+    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
+    limits = memory_limits(config, sizes, 20 * GIB, 128 * GIB)
+    chosen = expected_decision(config, sizes, limits, found)
+    assert "26, does not fit" in explain_model(chosen, sizes, rates)
+    assert "no" in candidates_text(candidate_rows(chosen, lambda _: None)).splitlines()[-2]

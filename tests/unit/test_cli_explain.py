@@ -1,0 +1,228 @@
+"""`hytrain explain`: which file is which, what is printed, the picture, errors on one line."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.placement_runs import NUM_LAYERS, decision, step_line, text_of, typical_run
+
+from hytrain import cli
+
+Capture = pytest.CaptureFixture[str]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+# Per block: 4 * 64^2 attention, 3 * 64 * 128 feed-forward, two norms of 64.
+BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text_of(typical_run()) + '{"step": 21, "lo')
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ds_config.json"
+    text = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "hytrain": {}}
+    path.write_text(json.dumps(text, indent=2))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def _error(capsys: Capture, *arguments: object) -> str:
+    """What a refused command says: one line on stderr, nothing on stdout."""
+    assert cli.main(["explain", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("hytrain: ")
+    return captured.err
+
+
+# -- a metrics file ----------------------------------------------------------------------------
+
+
+def test_a_run_is_explained_and_drawn(metrics: Path, capsys: Capture) -> None:
+    assert cli.main(["explain", str(metrics)]) == 0
+    text = capsys.readouterr().out
+    assert "from 0 to 13 of 26 layers" in text
+    assert "<- chosen" in text
+    picture = metrics.with_name("metrics.placement.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_all_that_reaches_stdout(metrics: Path, tmp_path: Path, capsys: Capture) -> None:
+    picture = tmp_path / "k.png"
+    assert cli.main(["explain", str(metrics), "--json", "--png", str(picture)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["kind"] == "metrics"
+    assert len(result["candidates"]) == NUM_LAYERS + 1
+    assert picture.stat().st_size > 5000
+
+
+def test_no_picture_on_request(metrics: Path) -> None:
+    assert cli.main(["explain", str(metrics), "--no-png"]) == 0
+    assert not list(metrics.parent.glob("*.png"))
+
+
+def test_a_file_of_one_line_is_a_metrics_file(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text_of([decision(0, 0, 0).metrics_record()]))
+    assert cli.main(["explain", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "Before the first step" in captured.out
+    assert "nothing has been measured yet" in captured.err
+
+
+def test_without_matplotlib_only_a_wanted_picture_is_an_error(
+    metrics: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError("No module named 'matplotlib'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert cli.main(["explain", str(metrics)]) == 0
+    assert "pip install hytrain[train]" in capsys.readouterr().err
+    assert cli.main(["explain", str(metrics), "--png", str(metrics.parent / "k.png")]) == 2
+    assert "pip install hytrain[train]" in capsys.readouterr().err
+
+
+def test_ranks(metrics: Path, capsys: Capture) -> None:
+    other = {**decision(0, 3, 4).metrics_record(), "rank": 1}
+    metrics.write_text(text_of([*typical_run(), other]))
+    assert cli.main(["explain", str(metrics), "--rank", "1", "--no-png"]) == 0
+    text = capsys.readouterr().out
+    assert "Rank 1 of the 2" in text
+    assert "from 3 to 4 of 26" in text
+    assert "rank 0, 1" in _error(capsys, metrics, "--rank", 2)
+
+
+def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "file"
+    assert "No such file" in _error(capsys, path)
+    assert "directory" in _error(capsys, tmp_path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not text" in _error(capsys, path)
+    for text, words in (
+        ("", "neither JSON"),
+        ("# Title\n", "neither JSON"),
+        ('{\n  "hytrain": {},\n}\n', "neither JSON (Expecting property name"),
+        ("[1, 2]", "JSON list"),
+        (text_of([step_line(1, 0.5, 0)]), "no placement decision"),
+        ('{"loss": 1}\n{"loss": 2}\n', "line 1"),
+        ('{"train_batch_size": 8}', 'no section "hytrain"'),
+        ('{"hytrian": {}}', 'rename "hytrian"'),
+        ('{"hytrain": {"gpu_fractoin": 1}}', 'did you mean "gpu_fraction"'),
+    ):
+        path.write_text(text)
+        assert words in _error(capsys, path)
+
+
+def test_options_of_a_configuration_are_refused(metrics: Path, capsys: Capture) -> None:
+    assert "--ranks, --tokens: for a DeepSpeed" in _error(
+        capsys, metrics, "--ranks", 2, "--tokens", 100
+    )
+
+
+# -- a configuration ---------------------------------------------------------------------------
+
+
+def test_a_configuration_alone_gives_words(config: Path, capsys: Capture) -> None:
+    assert cli.main(["explain", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert 'gpu_fraction is "solve"' in text
+    assert "Ranks: unknown" in text
+    assert not list(config.parent.glob("*.png"))
+    assert cli.main(["explain", str(config), "--json", "--ranks", "4"]) == 0
+    assert any("Ranks: 4" in line for line in json.loads(capsys.readouterr().out)["words"])
+    assert "--gpu-memory, --tokens: needs --model" in _error(
+        capsys, config, "--gpu-memory", 10, "--tokens", 5
+    )
+
+
+def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Capture) -> None:
+    arguments = ["--model", str(model), "--json", "--gpu-memory", "8", "--host-memory", "16"]
+    assert cli.main(["explain", str(config), *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["is_estimate"] is True
+    assert result["parameters"] == 2 * 256 * 64 + 3 * BLOCK + 64
+    assert result["limits"]["gpu"] == 8 * 1024**3
+    assert result["limits"]["gpu_base"] >= 2 * result["parameters"]
+    groups = result["costs"]["groups"]
+    assert [group["num_layers"] for group in groups] == [1, 3, 1]
+    assert groups[1]["parameters"] == BLOCK
+    assert groups[1]["forward"] == pytest.approx(2 * BLOCK * 8192 / 440e12)
+    assert [row["gpu_layers"] for row in result["candidates"]] == list(range(6))
+
+
+def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture) -> None:
+    arguments = ["--model", str(model / "config.json"), "--ranks", "2", "--host-memory", "16"]
+    assert cli.main(["explain", str(config), *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["limits"]["host"] == 8 * 1024**3
+    assert result["costs"]["groups"][1]["parameters"] == BLOCK // 2
+    assert "ranks count from 0" in _error(capsys, config, *arguments, "--rank", 2)
+
+
+def test_the_text_says_that_it_is_an_estimate(
+    config: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    picture = tmp_path / "estimate.png"
+    arguments = ["--model", str(model), "--gpu-memory", "8", "--host-memory", "16"]
+    arguments += ["--gpu-tflops", "50", "--png", str(picture)]
+    assert cli.main(["explain", str(config), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "An estimate, not a measurement: from 50 TFLOP/s" in text
+    assert "GPU: there is" in text
+    assert picture.stat().st_size > 5000
+
+
+def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture) -> None:
+    assert "No such file" in _error(capsys, config, "--model", model / "other.json")
+    (model / "config.json").write_text('{"model_type": "no-such-model"}')
+    assert "not a transformers config" in _error(capsys, config, "--model", model)
+    (model / "config.json").write_text("[]")
+    assert "not a transformers config" in _error(capsys, config, "--model", model)
+
+
+def test_without_transformers_the_extra_is_named(
+    config: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install hytrain[train]" in _error(capsys, config, "--model", model)
+
+
+def test_a_metrics_file_needs_no_torch(metrics: Path) -> None:
+    code = (
+        "import sys; from hytrain import cli; "
+        f"cli.main(['explain', {str(metrics)!r}, '--no-png']); "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
