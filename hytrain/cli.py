@@ -308,6 +308,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         rates,
         accumulation=form.accumulation,
         chunk_elements=section.offload.chunk_elements,
+        alpha=section.solver.alpha,
     )
     limits = outlook.memory_limits(section, sizes, *_memory(arguments))
     decision = outlook.expected_decision(section, sizes, limits, costs)
@@ -330,10 +331,15 @@ def _rates(arguments: argparse.Namespace) -> Any:
 
 def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:
     """The rank's GPU and its part of the host, in bytes."""
-    from hytrain.optim.model_sizes import gpu_bytes
-    from hytrain.profile.machine import available_host_bytes
+    import torch
 
-    gpu = gpu_bytes() if arguments.gpu_memory is None else int(arguments.gpu_memory * _GIB)
+    from hytrain.profile.machine import available_host_bytes
+    from hytrain.profile.memory_probe import usable_gpu_bytes
+
+    if arguments.gpu_memory is not None:
+        gpu: int | None = int(arguments.gpu_memory * _GIB)
+    else:
+        gpu = usable_gpu_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)

@@ -73,13 +73,6 @@ def read_model_sizes(
     )
 
 
-def gpu_bytes() -> int | None:
-    """Memory of this process's GPU; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.mem_get_info()[1])
-
-
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

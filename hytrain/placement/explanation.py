@@ -9,7 +9,7 @@ from typing import Any
 
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.history import UNSTEADY_STEPS, History, Median, moves_layers
-from hytrain.placement.memory import gpu_peak_bytes, host_bytes, table
+from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes, table
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 
@@ -62,7 +62,7 @@ def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[Candidat
     """A row for each number of GPU layers, 0..L."""
     num_layers = decision.num_layers
     candidates = predict(decision.costs).candidates if decision.costs is not None else None
-    closed = closed_form_layers(decision)
+    closed, fitting = closed_form_layers(decision), fitting_bounds(decision)
     rows: list[CandidateRow] = []
     for number in range(num_layers + 1):
         candidate = candidates[number] if candidates is not None else None
@@ -80,7 +80,7 @@ def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[Candidat
                 bound=None if candidate is None else candidate.bound,
                 gpu_bytes=gpu_peak_bytes(decision.layer_bytes, decision.limits, number),
                 host_bytes=host_bytes(decision.layer_bytes, number, decision.staging_bytes),
-                fits=decision.bounds.allow(number),
+                fits=fitting.allow(number),
                 measured_seconds=None if measured is None else measured.seconds,
                 measured_steps=0 if measured is None else measured.num_steps,
                 error=error,
@@ -89,6 +89,13 @@ def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[Candidat
             )
         )
     return rows
+
+
+def fitting_bounds(decision: Decision) -> Bounds:
+    """What fits; worked out where the decision did not ask, as with a fixed ``gpu_fraction``."""
+    if decision.bounds != Bounds.unlimited(decision.num_layers):
+        return decision.bounds
+    return bounds(decision.layer_bytes, decision.limits, decision.staging_bytes)
 
 
 def closed_form_layers(decision: Decision) -> int | None:
@@ -184,7 +191,7 @@ def decision_json(
         "reason": decision.reason,
         "costs": None if decision.costs is None else _costs_json(decision.costs),
         "candidates": [asdict(row) for row in rows],
-        "bounds": asdict(decision.bounds),
+        "bounds": asdict(fitting_bounds(decision)),
         "limits": asdict(decision.limits),
         "staging_bytes": decision.staging_bytes,
         "memory": [
@@ -366,12 +373,12 @@ def _marks(row: CandidateRow) -> str:
 
 def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
     """What fits, and the bytes of some numbers of GPU layers."""
-    bounds = decision.bounds
-    if bounds.fits:
-        words = f"Fits: {bounds.min_gpu_layers} to {bounds.max_gpu_layers}"
-        words += f" of {bounds.num_layers} layers on the GPU."
+    fitting = fitting_bounds(decision)
+    if fitting.fits:
+        words = f"Fits: {fitting.min_gpu_layers} to {fitting.max_gpu_layers}"
+        words += f" of {fitting.num_layers} layers on the GPU."
     else:
-        words = f"No number of the {bounds.num_layers} layers on the GPU fits."
+        words = f"No number of the {fitting.num_layers} layers on the GPU fits."
     cells = table(decision.layer_bytes, decision.limits, decision.staging_bytes, gpu_layers)
     return f"{words}\n{cells}"
 

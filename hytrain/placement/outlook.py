@@ -32,6 +32,7 @@ LEAST_RESERVE = 1 * _GIB
 
 GPU_UPDATES_PER_SECOND = 150e9
 """Parameters that the GPU's Adam updates in a second; the H200's, its memory's speed decides."""
+_FIXED = "gpu_fraction is fixed"
 # The passes' speeds on one machine relative to commit_then_preview, in parameters.
 _COMMIT_SPEED = 4.47 / 4.19
 _PREVIEW_SPEED = 5.67 / 4.19
@@ -47,7 +48,6 @@ class TrainingForm:
         clipping: the threshold; 0 for none, None where "auto" leaves it to the trainer.
         check_overflow: whether an inf or NaN skips the step.
         accumulation: micro-batches a step.
-        stage: of ZeRO.
     """
 
     dtype: str
@@ -55,7 +55,6 @@ class TrainingForm:
     clipping: float | None
     check_overflow: bool
     accumulation: int
-    stage: int
 
     @property
     def is_direct(self) -> bool:
@@ -122,7 +121,6 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
         clipping=None if clipping == "auto" else _number("gradient_clipping", clipping),
         check_overflow=check,
         accumulation=_accumulation(config),
-        stage=int(_number("stage", _section(config, "zero_optimization").get("stage", 0))),
     )
 
 
@@ -179,14 +177,16 @@ def _placement_words(config: HyTrainConfig) -> str:
     if isinstance(config.gpu_fraction, float):
         words = (
             f"Placement: gpu_fraction is fixed at {config.gpu_fraction:g}: that share of the "
-            "layers, counted from the first, is updated on the GPU; nothing is solved."
+            "layers, counted from the first, is updated on the GPU; nothing is solved, and whether "
+            "it fits is not checked."
         )
         return words + _ignored_words(solver)
     every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
     if solver.method == "pipeline":
         how = (
             'by "pipeline": the step is predicted for every number of GPU layers from measured '
-            "times, and the shortest is taken; within 1 % of it, the fewest GPU layers"
+            "times, and the shortest is taken; within 1 % of it, the fewest GPU layers; layers "
+            "move where the gain pays for the move"
         )
     else:
         alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
@@ -196,13 +196,16 @@ def _placement_words(config: HyTrainConfig) -> str:
         )
     lines = [
         f'Placement: gpu_fraction is "solve": the number of GPU layers is solved {every}, {how}.',
-        "The first step runs with the fewest layers on the GPU that memory allows; layers move "
-        "where the gain pays for the move.",
+        "The first step runs with the fewest layers on the GPU that memory allows, since times and "
+        "activations are not known before it.",
         f"Reserves: GPU {_reserve_words(solver.gpu_memory_reserve_bytes, GPU_RESERVE_SHARE)}, "
         f"host {_reserve_words(solver.host_memory_reserve_bytes, HOST_RESERVE_SHARE)} stay free.",
     ]
     if solver.method == "pipeline" and solver.alpha is not None:
-        lines.append(f'"solver.alpha" ({solver.alpha:g}) only changes the closed form.')
+        lines.append(
+            f'"solver.alpha" ({solver.alpha:g}) stands for the speed of GPU updates until one has '
+            "been measured."
+        )
     return "\n".join(lines)
 
 
@@ -259,10 +262,15 @@ def memory_limits(
         host_bytes: that the rank may take.
     """
     solver = config.solver
+    base = sizes.training_copy_bytes
+    if sizes.num_ranks > 1:
+        # The first backward learns the order of the layers and keeps all gradients until its end.
+        whole = zip(sizes.parameters, sizes.layers, strict=True)
+        base += sum(parameters * layer.gradient_itemsize for parameters, layer in whole)
     return MemoryLimits(
         gpu=gpu_bytes,
         gpu_reserve=_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0, GPU_RESERVE_SHARE),
-        gpu_base=sizes.training_copy_bytes,
+        gpu_base=base,
         host=host_bytes,
         host_reserve=_reserve(solver.host_memory_reserve_bytes, host_bytes, HOST_RESERVE_SHARE),
     )
@@ -273,12 +281,24 @@ def _reserve(given: int | None, total: int, share: float) -> int:
 
 
 def estimate_costs(
-    sizes: ModelSizes, rates: Rates, *, accumulation: int, chunk_elements: int
+    sizes: ModelSizes,
+    rates: Rates,
+    *,
+    accumulation: int,
+    chunk_elements: int,
+    alpha: float | None = None,
 ) -> StepCosts:
     """A step's costs from bare rates: a guess, good for orders of magnitude.
 
     A layer computes 6 operations a parameter and token, a third of them forward. Attention and
     recomputation are left out, communication between ranks too; no step is clipped.
+
+    Args:
+        sizes: the model's.
+        rates: what else is known.
+        accumulation: micro-batches a step.
+        chunk_elements: see :class:`~hytrain.placement.costs.StepCosts`.
+        alpha: GPU over CPU update time; None: from the usual speed of GPU updates.
     """
     layers: list[LayerCosts] = []
     for shard, parameters in zip(sizes.layers, sizes.parameters, strict=True):
@@ -296,7 +316,9 @@ def estimate_costs(
                 cpu_commit=update / _COMMIT_SPEED,
                 cpu_preview=update / _PREVIEW_SPEED,
                 to_device=copy * shard.weights_itemsize,
-                gpu_update=shard.parameters / GPU_UPDATES_PER_SECOND,
+                gpu_update=(
+                    shard.parameters / GPU_UPDATES_PER_SECOND if alpha is None else alpha * update
+                ),
             )
         )
     micro_batch = sum(layer.forward + layer.backward for layer in layers)
@@ -318,7 +340,7 @@ def expected_decision(
     num_layers = len(sizes.layers)
     alpha = costs.alpha if config.solver.alpha is None else config.solver.alpha
     if isinstance(config.gpu_fraction, float):
-        target, reason = round(config.gpu_fraction * num_layers), "gpu_fraction is fixed"
+        target, reason = round(config.gpu_fraction * num_layers), _FIXED
     elif fit.fits:
         solution = solve(costs, config.solver.method, fit, alpha=alpha)
         target, reason = solution.gpu_layers, solution.reason
@@ -354,10 +376,13 @@ def explain_model(decision: Decision, sizes: ModelSizes, rates: Rates) -> str:
         own = sum(layer.parameters for layer in sizes.layers)
         of_rank = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
     target, num_layers = decision.gpu_layers_target, decision.num_layers
-    if decision.bounds.fits:
+    if decision.bounds.fits or decision.reason == _FIXED:
         memory = memory_text(decision, _columns_of(decision))
         if not decision.bounds.allow(target):
-            memory += f"\nThe fixed number of GPU layers, {target}, does not fit."
+            memory += (
+                f"\nThe fixed number of GPU layers, {target}, does not fit: the run would start "
+                "and take the reserve, or run out of memory."
+            )
     else:
         memory = _refusal(decision, sizes)
     memory += (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from hytrain.placement.explanation import (
     run_json,
 )
 from hytrain.placement.history import read_history
+from hytrain.placement.memory import Bounds
 from hytrain.placement.outlook import (
     ModelSizes,
     Rates,
@@ -125,7 +127,7 @@ def test_ranks_are_kept_apart() -> None:
     assert measured is not None
     assert measured.num_steps == 7
     assert "Rank 1 of the 2" in explain_run(second)
-    with pytest.raises(PlacementError, match="no decision of rank 2.*rank 0, 1"):
+    with pytest.raises(PlacementError, match=r"no decision of rank 2.*rank 0, 1"):
         read_history(text_of(records), 2)
 
 
@@ -163,6 +165,13 @@ def test_rows_hold_prediction_measurement_and_error() -> None:
     assert not rows[-1].fits
     closed = closed_form_layers(newest)
     assert [row.gpu_layers for row in rows if row.is_closed_form] == [closed]
+
+
+def test_what_fits_is_worked_out_where_the_decision_did_not_ask() -> None:
+    fixed = replace(decision(0, 20, 20), bounds=Bounds.unlimited(NUM_LAYERS))
+    rows = candidate_rows(fixed, lambda _: None)
+    assert [row.gpu_layers for row in rows if row.fits] == list(range(16))
+    assert rows[20].is_chosen
 
 
 def test_equal_neighbours_are_one_group() -> None:
@@ -271,11 +280,12 @@ def test_words_tell_ranks_and_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"bf16": True}, {"gradient_clipping": "much"}, {"zero_optimization": {"stage": "x"}}]
+    ("key", "value"),
+    [("bf16", True), ("gradient_clipping", "much"), ("gradient_accumulation_steps", [2])],
 )
-def test_wrong_values_of_the_configuration_are_named(config: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(config)) if "zero" not in str(config) else "s"):
-        read_form(config)
+def test_wrong_values_of_the_configuration_are_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}" must be'):
+        read_form({key: value})
 
 
 def _sizes(num_ranks: int = 1) -> ModelSizes:
@@ -299,6 +309,14 @@ def test_an_estimate_follows_from_the_rates() -> None:
     assert found.backward_seconds == pytest.approx(compute * 2 / 3)
     assert found.between == pytest.approx(2 * compute)
     assert found.cpu_seconds == pytest.approx(sum(sizes.parameters) / 2 / 2e9)
+    given = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24, alpha=0.1)
+    assert given.alpha == pytest.approx(0.1)
+
+
+def test_several_ranks_need_room_for_all_gradients_of_the_first_backward() -> None:
+    config = HyTrainConfig()
+    one, two = (memory_limits(config, _sizes(n), 139 * GIB, 128 * GIB).gpu_base for n in (1, 2))
+    assert two - one == 2 * sum(_sizes().parameters)
 
 
 def test_the_expected_choice_is_the_solvers_or_the_fixed_one() -> None:
@@ -333,5 +351,6 @@ def test_a_fixed_number_that_does_not_fit_is_told() -> None:
     found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
     limits = memory_limits(config, sizes, 20 * GIB, 128 * GIB)
     chosen = expected_decision(config, sizes, limits, found)
-    assert "26, does not fit" in explain_model(chosen, sizes, rates)
-    assert "no" in candidates_text(candidate_rows(chosen, lambda _: None)).splitlines()[-2]
+    assert "26, does not fit: the run would start" in explain_model(chosen, sizes, rates)
+    last = candidates_text(candidate_rows(chosen, lambda _: None)).splitlines()[-2]
+    assert last.split()[8:] == ["no", "<-", "chosen"]
