@@ -11,7 +11,7 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.norm import Outcome
 from hytrain.offload.controller import PlacementController
 from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
 from hytrain.placement.records import Decision
 from hytrain.profile.cost_estimator import CostEstimator
@@ -155,6 +155,10 @@ class PlacementManager:
         controller.solves = False
         controller.order(self._steps, number, f"gpu_fraction {value} was set")
         controller.act(self._steps, at_once=True)
+
+    def costs(self) -> StepCosts | None:
+        """What the last steps took; None before enough of them."""
+        return self._estimator.costs()
 
     @property
     def decisions(self) -> list[Decision]:

@@ -44,7 +44,6 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"solver": {"alpha": 0.0}}, r"hytrain\.solver\.alpha"),
     ({"solver": {"interval": 0}}, r"hytrain\.solver\.interval"),
     ({"solver": {"reserve": 1}}, r"hytrain\.solver\.reserve: unknown key"),
-    ({}, r'"hytrain\.gpu_fraction" is not given.*not available'),
     ({"gpu_fraction": 1.01}, r"hytrain\.gpu_fraction = 1\.01: must be a number in \[0, 1\]"),
     ({"gpu_fraction": -0.1}, r"hytrain\.gpu_fraction = -0\.1: must be a number in \[0, 1\]"),
     ({"gpu_fraction": float("nan")}, r"hytrain\.gpu_fraction = nan"),

@@ -188,7 +188,7 @@ def test_close_in_the_middle_of_everything() -> None:
 def test_a_layer_without_chunks_is_refused() -> None:
     worker = _C.UpdateWorker.on_host(1, 0, 0)
     with pytest.raises(ValueError, match="has no chunks"):
-        worker.add_layer("empty", _C.DType.float32, 0, 0, [])
+        worker.add_layer("empty", _C.DType.float32, 0, 0, _C.StateArrays(), [])
 
 
 def test_statistics_count_each_pass() -> None:

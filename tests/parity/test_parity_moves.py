@@ -1,0 +1,87 @@
+"""Parity while layers move between host and device at random, with delays at every hand-off.
+
+A move changes no number: on a CPU, where both sides update with the same kernel, every layer is
+bitwise the serial loop's, whatever moved when. On a GPU the two kernels may differ in the last
+bit, so there the bound of torch.optim.AdamW holds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
+from support.engines import device, environment
+from support.parity import Case, expected_outcomes, torch_states, train
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(300)]
+
+CASES = [
+    Case("llama", 0.5, "never", 1, "bf16"),
+    Case("llama", 0.0, "sometimes", 4, "fp32"),
+    Case("gpt2", 1.0, "sometimes", 1, "bf16"),
+    Case("vit", 0.5, "always", 1, "fp32"),
+]
+
+
+def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], None]:
+    """Re-places layers at a share of the places where that is allowed; ``moved`` says how many."""
+    rng = random.Random(seed)
+
+    def disturb(engine: Any) -> None:
+        optimizer = engine.optimizer
+        between = not optimizer._step_begun and not any(s.sent for s in optimizer.layer_states)
+        if between and not optimizer.collector.in_backward and rng.random() < share:
+            before = optimizer.pipeline.num_gpu_layers
+            engine.set_gpu_fraction(rng.random())
+            moved.append(optimizer.pipeline.num_gpu_layers - before)
+
+    return disturb
+
+
+def check_moves(case: Case, seed: int, share: float) -> None:
+    moved: list[int] = []
+    run = train(case, random_moves(seed, share, moved))
+    assert sum(abs(number) for number in moved) > case.steps / 4, "hardly any layer has moved"
+    found = [outcome for outcome in run.outcomes if outcome is not None]
+    assert_clipping(run, found)
+    for ours, theirs in zip(found, expected_outcomes(run), strict=True):
+        assert ours.norm == pytest.approx(theirs.norm, rel=1e-12)
+    if device().type == "cpu":
+        assert_bitwise_serial(run, found)
+    assert_close_to_torch(run, torch_states(run))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layers_that_move(case: Case, seed: int) -> None:
+    check_moves(case, seed, 0.4)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_layers_that_move_with_delays(case: Case, seed: int) -> None:
+    with environment("HYTRAIN_DELAYS", f"{seed}:400"):
+        check_moves(case, seed, 0.7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(device().type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layers_that_move_on_a_gpu(case: Case, seed: int) -> None:
+    from test_parity_gpu import stream_delays
+
+    delays, moves = stream_delays(seed), random_moves(seed, 0.5, [])
+
+    def disturb(engine: Any) -> None:
+        delays(engine)
+        moves(engine)
+
+    with environment("HYTRAIN_DELAYS", f"{seed}:300"):
+        run = train(case, disturb)
+    found = [outcome for outcome in run.outcomes if outcome is not None]
+    assert_clipping(run, found)
+    assert_close_to_torch(run, torch_states(run))
