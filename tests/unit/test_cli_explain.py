@@ -226,3 +226,13 @@ def test_a_metrics_file_needs_no_torch(metrics: Path) -> None:
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_leaves_early_is_no_error(metrics: Path) -> None:
+    command = [sys.executable, "-m", "hytrain", "explain", str(metrics), "--no-png"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
