@@ -22,6 +22,8 @@ class _Move:
     layer: LayerState
     old_state: tuple[torch.Tensor, ...]
     gradient: torch.Tensor | None
+    event: torch.cuda.Event | None
+    """The worker has its handle only."""
 
 
 class LayerMover:
@@ -45,7 +47,7 @@ class LayerMover:
         free = self._streams.new_event()
         if layer.state_ready is None:
             layer.state_ready = self._streams.new_event()
-        self._keep(layer)
+        self._keep(layer, free)
         layer.placement = "gpu"
         layer.set_state(flat)
         self._cpu.submit_leave(layer, native_state(layer), free)
@@ -63,16 +65,16 @@ class LayerMover:
         flat = torch.zeros(3 * layer.shard_size, dtype=torch.float32)
         ready = self._streams.record_update()
         device = native_state(layer)
-        self._keep(layer)
+        self._keep(layer, ready)
         layer.placement = "cpu"
         layer.set_state(flat)
         self._cpu.submit_arrive(layer, native_state(layer), device, ready)
         layer.moving = True
 
-    def _keep(self, layer: LayerState) -> None:
+    def _keep(self, layer: LayerState, event: torch.cuda.Event | None) -> None:
         # The gradient of the step just made may still be on its way to the host.
         old = (layer.master, layer.exp_avg, layer.exp_avg_sq)
-        self._moves.append(_Move(layer, old, layer.gradient))
+        self._moves.append(_Move(layer, old, layer.gradient, event))
         layer.gradient = None
 
     def wait(self, layer: LayerState) -> None:
