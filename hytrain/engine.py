@@ -58,6 +58,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 "optimizer=torch.optim.AdamW(...)"
             )
         self._guards = LayerGuards(self._model, self.optimizer)
+        self._unblock_throughput_timer(kwargs["config"])
         _close_at_exit(self)
 
     hytrain_config: HyTrainConfig
@@ -66,6 +67,16 @@ class HyTrainEngine(DeepSpeedEngine):
     @property
     def _model(self) -> nn.Module:
         return cast(nn.Module, self.module)  # DeepSpeed does not say so
+
+    def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
+        """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
+
+        Updates on the GPU could not run beside the next forward then, and the host would have
+        nothing queued. A configuration that asks for it by name gets it.
+        """
+        asked = config.get("timers", {}).get("throughput", {})
+        if "synchronized" not in asked:
+            self.tput_timer.config.synchronized = False
 
     # -- construction --------------------------------------------------------------------------
 

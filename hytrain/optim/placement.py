@@ -21,6 +21,9 @@ from hytrain.profile.step_timer import StepTimer
 _PROBE_STEPS = 3
 """The first steps, all of whose allocations are followed."""
 _PROBE_EVERY = 20
+_MEASURE_ALL = 8
+_MEASURE_EVERY = 4
+"""Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
 _LIMITS_EVERY = 10
 """Steps. Asking for what memory there is takes some tenths of a millisecond."""
 
@@ -64,6 +67,7 @@ class PlacementManager:
         self._probing = False
         self._limits: MemoryLimits | None = None
         self._steps = 0
+        self._measured_since = 0
 
     # -- through a step ------------------------------------------------------------------------
 
@@ -97,6 +101,13 @@ class PlacementManager:
         if costs is not None:
             controller.consider(self._steps, costs, self._current_limits())
 
+    def _measures_next(self) -> bool:
+        """Every step until the placement has settled and been measured, then every fourth."""
+        if self._steps < _MEASURE_ALL or not self.controller.is_settled:
+            self._measured_since = 0
+        self._measured_since += 1
+        return self._measured_since <= _MEASURE_ALL or self._steps % _MEASURE_EVERY == 0
+
     def _current_limits(self) -> MemoryLimits:
         if self._limits is None or self._steps % _LIMITS_EVERY == 0:
             self._limits = self._probe.limits(
@@ -113,7 +124,6 @@ class PlacementManager:
 
     def end_step(self, outcome: Outcome | None, statistics: _C.WorkerStatistics) -> None:
         """The step is final: layers may move."""
-        self.timer.end_step()
         self._estimator.add_copies(statistics)
         if outcome is None or not outcome.skip:
             clipped = outcome is not None and outcome.coefficient < 1.0
@@ -124,6 +134,7 @@ class PlacementManager:
             self._probe.end_step(controller.num_gpu_layers, moving)
             self._limits = None
         self._steps += 1
+        self.timer.end_step(measure_next=self._measures_next())
         controller.act(self._steps)
         if not controller.is_settled:
             self._limits = None

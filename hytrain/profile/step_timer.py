@@ -91,11 +91,14 @@ class _Recording:
     updates_begin: _Mark | None = None
     updates: list[tuple[int, _Mark]] = field(default_factory=list)
     next_begin: _Mark | None = None
+    owns_next: bool = False
     valid: bool = True
 
     def marks(self) -> list[_Mark]:
-        """All of them; the next step's first one belongs to the next step."""
-        single = (self.forward_end, self.backward_begin, self.backward_end, self.updates_begin)
+        """All of them; the next step's first one belongs to the next step, if that has marks."""
+        single = [self.forward_end, self.backward_begin, self.backward_end, self.updates_begin]
+        if self.owns_next:
+            single.append(self.next_begin)
         return [
             *(mark for _, _, mark in self.forward),
             *(mark for _, mark in self.gradients),
@@ -108,7 +111,8 @@ class StepTimer:
     """Collects marks through a step and turns complete steps into samples.
 
     A step that was not an ordinary one (the model was evaluated in between, a backward was
-    repeated, not every layer was seen) gives no sample.
+    repeated, not every layer was seen) gives no sample, and neither does one that
+    :meth:`end_step` was told to leave out.
     """
 
     MAX_OPEN = 4
@@ -118,6 +122,7 @@ class StepTimer:
         self._num_layers = num_layers
         self._clock = Clock(device)
         self._current = _Recording()
+        self._measures = True
         self._in_forward = False
         self._entered = [False] * num_layers
         self._done: deque[_Recording] = deque()
@@ -127,6 +132,11 @@ class StepTimer:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         current = self._current
+        if not self._measures:
+            if self._done and self._done[-1].next_begin is None:
+                self._done[-1].next_begin = self._clock.mark()
+                self._done[-1].owns_next = True
+            return
         if not torch.is_grad_enabled() or current.backward_begin is not None:
             current.valid = False
             return
@@ -170,6 +180,8 @@ class StepTimer:
 
     def begin_backward(self) -> None:
         """The last micro-batch's backward begins."""
+        if not self._measures:
+            return
         self._in_forward = False
         if self._current.backward_begin is not None:
             self._current.valid = False
@@ -177,28 +189,38 @@ class StepTimer:
 
     def gradient(self, index: int) -> None:
         """A layer's gradient is final and handed over."""
-        self._current.gradients.append((index, self._clock.mark()))
+        if self._measures:
+            self._current.gradients.append((index, self._clock.mark()))
 
     def end_backward(self) -> None:
         """step() was called and every gradient is handed over."""
-        self._current.backward_end = self._clock.mark()
+        if self._measures:
+            self._current.backward_end = self._clock.mark()
 
     def updates_begin(self) -> None:
         """Updates on the device follow, on the current stream."""
-        self._current.updates_begin = self._clock.mark()
+        if self._measures:
+            self._current.updates_begin = self._clock.mark()
 
     def layer_updated(self, index: int) -> None:
         """One of them is queued."""
-        self._current.updates.append((index, self._clock.mark()))
+        if self._measures:
+            self._current.updates.append((index, self._clock.mark()))
 
     def invalidate(self) -> None:
         """The current step is no ordinary one."""
         self._current.valid = False
 
-    def end_step(self) -> None:
-        """The step is final; the next forward's begin will end it."""
+    def end_step(self, *, measure_next: bool = True) -> None:
+        """The step is final; the next forward's begin will end it.
+
+        Args:
+            measure_next: whether to put marks into the next step.
+        """
         self._in_forward = False
-        self._done.append(self._current)
+        if self._measures:
+            self._done.append(self._current)
+        self._measures = measure_next
         self._current = _Recording()
         while len(self._done) > self.MAX_OPEN:
             self._give_back(self._done.popleft())
