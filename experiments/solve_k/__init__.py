@@ -1,0 +1,1 @@
+"""k solved at run time, beside every fixed k."""

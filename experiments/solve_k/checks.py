@@ -1,0 +1,292 @@
+"""The claims of this experiment, each decided from measured parts. Plain data, no torch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+
+from experiments.offload_step import records
+from experiments.offload_step.checks import Check, host_bytes
+from experiments.offload_step.checks import measured as offload_measured
+from experiments.offload_step.checks import step_seconds as offload_seconds
+from experiments.offload_step.parts import REFERENCE
+from experiments.offload_step.records import Json
+from experiments.solve_k.points import errors, largest_error
+from experiments.solve_k.summary import (
+    measured_points,
+    reference_seconds,
+    solved_errors,
+    step_by_layers,
+)
+
+NEAR_BEST = 1.01
+"""Steps up to this times the best are as good; the fewest GPU layers among them set the memory."""
+
+OTHERS = (("zero2_offload", "ZeRO-2 offload", 4.5), ("fsdp2", "FSDP2", 4.0))
+"""Label in offload_step, name, and how many times as long it must take."""
+
+
+def all_records(parts: Iterable[Json], part: str) -> list[Json]:
+    """The processes of a part that left a result, whole or not."""
+    return [
+        record
+        for each in parts
+        if each["part"] == part
+        for record in each["records"]
+        if record["result"] is not None
+    ]
+
+
+def results(parts: Iterable[Json], part: str, label: str | None = None) -> list[Json]:
+    """The results of a part's processes which came as far as timing the solved k."""
+    return [
+        record["result"]
+        for record in all_records(parts, part)
+        if "solved" in record["result"] and label in (None, record["entry"]["label"])
+    ]
+
+
+def solved_seconds(result: Json) -> float:
+    """At the solved k: the median of the solving run and of the fixed points at the same k."""
+    layers = result["solved"]["gpu_layers"]
+    fixed = [p["step_seconds"] for p in measured_points(result) if p["gpu_layers"] == layers]
+    return statistics.median([result["solved"]["step_seconds"], *fixed])
+
+
+def over_best(result: Json) -> float | None:
+    """The solved k's step over that of the best fixed one."""
+    steps = step_by_layers(result)
+    return solved_seconds(result) / min(steps.values()) if steps else None
+
+
+def memory_over_needed(result: Json) -> float | None:
+    """Peak GPU memory at the solved k over that of the fewest GPU layers that are near the best."""
+    steps, solved = step_by_layers(result), result["solved"]["gpu_layers"]
+    peaks = {p["gpu_layers"]: p["gpu"].get("peak_allocated_bytes") for p in measured_points(result)}
+    if not steps:
+        return None
+    limit = NEAR_BEST * min(steps.values())
+    enough = min(layers for layers, seconds in steps.items() if seconds <= limit)
+    ours, needed = peaks.get(solved), peaks.get(enough)
+    return None if ours is None or needed is None else ours / needed
+
+
+def error_matrix(result: Json) -> dict[int, tuple[int, float]]:
+    """GPU layers at which costs were taken -> where the prediction from them is off by most."""
+    measured = step_by_layers(result)
+    found: dict[int, tuple[int, float]] = {}
+    for point in measured_points(result):
+        if point["predicted_seconds"]:
+            worst = largest_error(errors(point["predicted_seconds"], measured))
+            if worst is not None:
+                found[point["gpu_layers"]] = worst
+    return dict(sorted(found.items()))
+
+
+def clipping_known_errors(result: Json) -> dict[int, float]:
+    """Errors of the predictions that were told how often the point's own steps were clipped."""
+    return {
+        point["gpu_layers"]: point["predicted_for_its_clipping"] / point["step_seconds"] - 1.0
+        for point in measured_points(result)
+        if point.get("predicted_for_its_clipping")
+    }
+
+
+def _most(found: dict[int, float] | None) -> float | None:
+    worst = largest_error(found or {})
+    return None if worst is None else abs(worst[1])
+
+
+def _check(
+    claim: str,
+    values: Sequence[float | None],
+    limit: float | None,
+    *,
+    at_least: bool = False,
+    part: str,
+    ceiling: float | None = None,
+) -> Check:
+    """Decided by the worst of the values."""
+    known = [value for value in values if value is not None]
+    worst = (min(known) if at_least else max(known)) if known else None
+    return Check(
+        claim=claim, value=worst, limit=limit, at_least=at_least, part=part, ceiling=ceiling
+    )
+
+
+def sweep_checks(parts: Sequence[Json], offload: Sequence[Json]) -> list[Check]:
+    """The solved k beside the fixed ones, and beside other systems."""
+    found = results(parts, "sweep")
+    over_limit = []
+    for result in found:
+        limit = reference_seconds(result)
+        over_limit.append(None if limit is None else solved_seconds(result) / limit)
+    matrix = [abs(e) for result in found for _, e in error_matrix(result).values()]
+    checks = [
+        _check("sweep: step at the solved k / best fixed k", [over_best(r) for r in found], 1.03,
+               part="sweep"),
+        _check("sweep: GPU memory at the solved k / at the smallest k within 1 % of the best",
+               [memory_over_needed(r) for r in found], 1.0, part="sweep"),
+        _check("sweep: step at the solved k / forward and backward only", over_limit, 1.08,
+               part="sweep"),
+        _check("sweep: the same, the aim", over_limit, 1.06, part="sweep"),
+        _check("sweep: largest prediction error, costs taken at the solved k",
+               [_most(solved_errors(r)) for r in found], 0.10, part="sweep"),
+        _check("sweep: the same, told how often each point was clipped",
+               [_most(clipping_known_errors(r)) for r in found], None, part="sweep"),
+        _check("sweep: largest prediction error, costs taken at any k", matrix, None,
+               part="sweep"),
+        _check("sweep: step at the closed form's k / best fixed k",
+               [closed_form_over_best(r) for r in found], None, part="sweep"),
+    ]  # fmt: skip
+    for label, name, times in OTHERS:
+        ratios, ceilings = [], []
+        for part in offload:
+            theirs, limit = offload_seconds(part, label), offload_seconds(part, REFERENCE)
+            if theirs is not None and found:
+                ratios.append(theirs / max(solved_seconds(result) for result in found))
+                ceilings += [] if limit is None else [theirs / limit]
+        checks.append(
+            _check(
+                f"sweep: {name}'s time, of another run / hytrain's",
+                ratios,
+                times,
+                at_least=True,
+                part="sweep",
+                ceiling=min(ceilings) if ceilings else None,
+            )
+        )
+    return checks
+
+
+def closed_form_over_best(result: Json) -> float | None:
+    """The fixed step nearest to the closed form's k, over the best one."""
+    steps, published = step_by_layers(result), result.get("closed_form")
+    if not steps or not published:
+        return None
+    nearest = min(steps, key=lambda layers: abs(layers - published["gpu_layers"]))
+    return steps[nearest] / min(steps.values())
+
+
+def out_of_memory(record: Json) -> float:
+    """Allocations that failed in a process, and the process itself if it ended so."""
+    result = record["result"]
+    counts = [result[key]["allocator"].get("num_ooms", 0) for key in ("solved", "followed")
+              if key in result]  # fmt: skip
+    return float(max([*counts, record["status"] == records.OUT_OF_MEMORY]))
+
+
+def cap_use(result: Json) -> float | None:
+    """Peak GPU memory under the cap, over what the reserve leaves of the cap."""
+    timed, stage = result["solved"], result["settling"]
+    if "followed" in result:
+        timed, stage = result["followed"], result["following"]
+    peak, total = timed["gpu"].get("peak_allocated_bytes"), result.get("gpu_total_bytes")
+    cap = result.get("cap")
+    if peak is None or not total or not cap:
+        return None
+    return peak / (cap * total - stage["decisions"][-1]["gpu_reserve_bytes"])
+
+
+def by_cap(found: Sequence[Json]) -> list[tuple[float, int]]:
+    """(cap, GPU layers), the smallest cap first; 1.0 is no cap."""
+    levels = []
+    for result in found:
+        if "following" in result:
+            levels.append((1.0, result["solved"]["gpu_layers"]))
+        if result.get("cap") is not None:
+            timed = result.get("followed", result["solved"])
+            levels.append((result["cap"], timed["gpu_layers"]))
+    return sorted(levels)
+
+
+def cap_checks(parts: Sequence[Json]) -> list[Check]:
+    """Whether k follows the cap, out of memory never."""
+    found = results(parts, "caps")
+    capped = [result for result in found if result.get("cap") is not None]
+    levels = by_cap(capped)
+    free = max((n for cap, n in levels if cap == 1.0), default=None)
+    unmoved = None
+    if len(levels) > 1:
+        steps = itertools.pairwise(levels)
+        unmoved = float(sum(b[1] < a[1] or (b[1] == a[1] != free) for a, b in steps))
+    followed = [
+        result["followed"]["gpu_layers"] / max(1, result["solved"]["gpu_layers"])
+        for result in capped
+        if "followed" in result
+    ]
+    failed = [out_of_memory(record) for record in all_records(parts, "caps")]
+    return [
+        _check("caps: allocations that failed, or processes out of memory", failed, 0.0,
+               part="caps"),
+        _check("caps: levels at which k does not grow with the cap", [unmoved], 0.0, part="caps"),
+        _check("caps: peak GPU memory / cap less reserve", [cap_use(r) for r in capped], 1.0,
+               part="caps"),
+        _check("caps: GPU layers after lowering the cap / before", followed, 0.99, part="caps"),
+    ]  # fmt: skip
+
+
+def few_cores_checks(parts: Sequence[Json]) -> list[Check]:
+    """k on a host with few cores."""
+    checks, rise = [], []
+    for record in all_records(parts, "few_cores"):
+        if "solved" in record["result"]:
+            label = record["entry"]["label"]
+            claim = f"few cores, {label}: step at the solved k / best fixed k"
+            value = over_best(record["result"])
+            checks.append(_check(claim, [value], 1.10, part="few_cores"))
+            threads = record["entry"]["options"]["threads"][0]
+            rise.append((threads, record["result"]["solved"]["gpu_layers"]))
+    rise.sort(reverse=True)
+    all_cores = [result["solved"]["gpu_layers"] for result in results(parts, "sweep")]
+    counts = [*all_cores[:1], *(layers for _, layers in rise)]
+    grown = [b - a for a, b in itertools.pairwise(counts)]
+    claim = "few cores: GPU layers gained by each loss of cores"
+    return [*checks, _check(claim, grown, 0.0, at_least=True, part="few_cores")]
+
+
+def big_checks(parts: Sequence[Json]) -> list[Check]:
+    """Models that neither side could hold."""
+    ten = [result["solved"]["tflops"] for result in results(parts, "ten_b")]
+    # Of several searched sizes the largest that trained counts.
+    largest = sorted(results(parts, "largest"), key=lambda result: result["num_parameters"])[-1:]
+    billions = [result["num_parameters"] / 1e9 for result in largest]
+    shares = [
+        None if (limit := reference_seconds(result)) is None else limit / solved_seconds(result)
+        for result in largest
+    ]
+    return [
+        _check("10 B: TFLOP/s", ten, 300.0, at_least=True, part="ten_b"),
+        _check("largest: billion parameters", billions, 15.0, at_least=True, part="largest"),
+        _check("largest: share of the speed of forward and backward only", shares, 0.75,
+               at_least=True, part="largest"),
+    ]  # fmt: skip
+
+
+def check_all(parts: Sequence[Json], offload: Sequence[Json] = ()) -> list[Check]:
+    """Every claim.
+
+    Args:
+        parts: of this experiment.
+        offload: parts of offload_step that have the other systems' times.
+    """
+    return [
+        *sweep_checks(parts, offload),
+        *cap_checks(parts),
+        *few_cores_checks(parts),
+        *big_checks(parts),
+    ]
+
+
+def others_host_bytes(offload: Iterable[Json]) -> dict[str, float]:
+    """Host bytes a parameter that another system took there, beyond the bare process."""
+    found: dict[str, float] = {}
+    for part in offload:
+        bare = offload_measured(part, REFERENCE)
+        base = host_bytes(bare[0]) if bare else 0
+        for label, name, _ in OTHERS:
+            for result in offload_measured(part, label):
+                value = (host_bytes(result) - base) / result["num_parameters"]
+                found[name] = max(found.get(name, 0.0), value)
+    return found

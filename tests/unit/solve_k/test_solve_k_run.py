@@ -1,0 +1,140 @@
+"""The real path through measuring processes, on the CPU at toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.offload_step import records
+from experiments.offload_step.records import Entry, Json
+from experiments.solve_k import run
+from experiments.solve_k.metrics import metrics_lines
+from experiments.solve_k.parts import Settings, entries_of
+from experiments.solve_k.plans import lowered_cap, predicted_here
+from experiments.solve_k.summary import measured_points, summary
+from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.placement.history import read_history
+from hytrain.placement.prediction import predict
+
+GIB = 2**30
+
+ARGUMENTS = [
+    *["--part", "sweep", "--device", "cpu", "--model", "toy", "--layers", "4"],
+    *["--batch", "2", "--seq", "16", "--least-settling", "12"],
+]
+
+SETTINGS = Settings(
+    clip=1.0,
+    caps=(),
+    few_threads=(1,),
+    layers=4,
+    checkpointing="part",
+    section={},
+    least_settling=12,
+    host_floor_gib=0.01,
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def part(out: Path) -> Json:
+    """A sweep, a process that breaks half-way, and a checkpointed model on one core."""
+    options = run.parse([*ARGUMENTS, "--out", str(out)])
+    sweep = entries_of("sweep", SETTINGS)[0]
+    broken = Entry(
+        label="broken",
+        system="hytrain",
+        clip=1.0,
+        options={**sweep.options, "section": {"gpu_fractoin": 1}},
+    )
+    big = entries_of("largest", SETTINGS)[0]
+    big.options["cores"] = 1
+    returned = run.run_part(options, [sweep, broken, big], "a command")
+    written = records.read_json(out / "part_sweep.json")
+    # As a file has it: tuples are lists there.
+    assert written == json.loads(json.dumps(returned))
+    return written
+
+
+def test_the_sweep_measures_every_fixed_k_and_the_limit_twice(part: Json) -> None:
+    record = part["records"][0]
+    assert record["status"] == records.OK, record["log"]
+    result = record["result"]
+    assert result["reference"]["step_seconds"] > 0
+    assert result["reference_again"]["step_seconds"] > 0
+    assert result["settling"]["is_settled"]
+    solved = result["solved"]["gpu_layers"]
+    assert {p["gpu_layers"] for p in measured_points(result)} == {0, 1, 2, 3, 4, 5, 6}
+    assert result["points"][-1]["gpu_layers"] == solved
+    assert "left_out" not in result
+
+
+def test_predictions_are_made_at_every_point(part: Json) -> None:
+    result = part["records"][0]["result"]
+    for point in measured_points(result):
+        costs = StepCosts.from_json(point["costs"])
+        assert point["predicted_seconds"] == list(predict(costs).step_seconds)
+    assert len(result["solved"]["predicted_seconds"]) == 7
+
+
+def test_the_metrics_can_be_explained(part: Json, out: Path) -> None:
+    history = read_history((out / "sweep_sweep" / "metrics.jsonl").read_text())
+    assert len(history.decisions) == len(part["records"][0]["result"]["settling"]["decisions"])
+    # The first steps with a k do not count as steady; eight were timed.
+    assert history.measured_at(6) is not None
+
+
+def test_what_a_broken_process_measured_is_kept(part: Json) -> None:
+    record = part["records"][1]
+    assert record["status"] == records.FAILED
+    assert record["result"]["reference"]["step_seconds"] > 0
+    assert "gpu_fractoin" in record["result"]["error"]
+    assert any("gpu_fractoin" in line for line in record["log"])
+
+
+def test_a_large_model_runs_checkpointed_on_few_cores(part: Json) -> None:
+    record = part["records"][2]
+    assert record["status"] == records.OK, record["log"]
+    result = record["result"]
+    assert result["checkpointing"]
+    assert len(result["cores"]) == 1
+    assert result["solved"]["plain_tflops"] > 0
+    assert result["host_available_least_bytes"] > 0
+    assert set(result["host"]) == {"before building", "engine built", "k solved"}
+
+
+def test_the_summary_has_a_line_for_each_point(part: Json) -> None:
+    text = "\n".join(summary(part))
+    assert "broken: failed" in text
+    assert text.count("  fixed ") == len(measured_points(part["records"][0]["result"]))
+
+
+def test_a_lowered_cap_leaves_room_for_less_state() -> None:
+    timed = {"gpu": {"peak_allocated_bytes": 60 * GIB}}
+    assert lowered_cap(timed, 30 * GIB, 100 * GIB) == pytest.approx(0.5)
+
+
+def test_a_prediction_can_be_told_how_often_is_clipped() -> None:
+    layer = LayerCosts("a", 4, 0.1, 0.2, 0.0, 1.0, 1.0, 1.0, 0.0, 0.01)
+    timed = {"costs": StepCosts((layer,), tail=0.1).to_json()}
+    unclipped = predicted_here(timed, {"clipped_share": 0.0, "gpu_layers": 0})
+    clipped = predicted_here(timed, {"clipped_share": 1.0, "gpu_layers": 0})
+    assert unclipped is not None
+    assert clipped is not None
+    assert clipped > unclipped
+    assert predicted_here(timed, {"clipped_share": None, "gpu_layers": 0}) is None
+    assert predicted_here(timed, {"refused": "does not fit"}) is None
+
+
+def test_steps_follow_the_decision_that_they_were_made_under() -> None:
+    row = {"step": 3, "step_seconds": 0.1, "gpu_fraction": 0.5, "update_seconds": 0.2}
+    assert metrics_lines([], [{**row, "step": 4}, row]) == [
+        {"step": 3, "step_s": 0.1, "k": 0.5},
+        {"step": 4, "step_s": 0.1, "k": 0.5},
+    ]
