@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 from typing import Any, cast
 
 import torch
 
+from hytrain.offload.host_memory import PAGE, map_anonymous
+
 logger = logging.getLogger(__name__)
 
-_PAGE = mmap.PAGESIZE
 _MAX_REGISTER = 64 << 30
 """Bytes. Very large single registrations fail on some drivers."""
 
@@ -32,9 +32,9 @@ class Arena:
         Raises:
             MemoryError: the mapping is refused.
         """
-        self.num_bytes = -(-max(num_bytes, 1) // _PAGE) * _PAGE
+        self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
         try:
-            self._mapping = mmap.mmap(-1, self.num_bytes)
+            self._mapping = map_anonymous(self.num_bytes)
         except OSError as error:
             raise MemoryError(
                 f"host memory for {self.num_bytes / 2**30:.2f} GiB of gradients and staging cannot "

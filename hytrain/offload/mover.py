@@ -12,6 +12,7 @@ import torch
 
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
+from hytrain.offload.host_memory import host_zeros
 from hytrain.offload.streams import Streams
 
 
@@ -62,7 +63,7 @@ class LayerMover:
         """
         self.wait(layer)
         self._cpu.make_room([layer])
-        flat = torch.zeros(3 * layer.shard_size, dtype=torch.float32)
+        flat = host_zeros(3 * layer.shard_size)
         ready = self._streams.record_update()
         device = native_state(layer)
         self._keep(layer, ready)

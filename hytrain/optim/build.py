@@ -18,6 +18,7 @@ from hytrain.layers.partition import PartitionTable, partition
 from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
+from hytrain.offload.host_memory import host_zeros
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
@@ -166,8 +167,11 @@ def _allocate_state(state: LayerState) -> None:
 
     Zeros on the host are mapped, not written: the kernel's threads touch them first.
     """
-    device = state.storage.runs[0][2].device if state.placement == "gpu" else torch.device("cpu")
-    state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
+    if state.placement == "gpu":
+        device = state.storage.runs[0][2].device
+        state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
+    else:
+        state.set_state(host_zeros(3 * state.shard_size))
     refresh_master(state)
 
 
