@@ -21,6 +21,7 @@ from hytrain.checkpoint.engine_state import (
     client_state_of,
     pack_model_states,
     restore_engine,
+    stored_decisions,
 )
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
@@ -327,6 +328,7 @@ class HyTrainEngine(DeepSpeedEngine):
         begin_window(self)
         if not load_module_only:
             restore_engine(self, stored, with_scheduler=load_lr_scheduler_states)
+            optimizer.placement.resume(self.global_steps, stored_decisions(stored))
         client_state = client_state_of(
             stored,
             module_only=load_module_only,
@@ -338,7 +340,7 @@ class HyTrainEngine(DeepSpeedEngine):
     def _model_states(self, client_state: Mapping[str, Any], no_frozen: bool) -> dict[str, Any]:
         module = self.module_state_dict(exclude_frozen_parameters=no_frozen)
         common = self._common_checkpoint_state(module, True, save_frozen_param=not no_frozen)
-        return pack_model_states(common, client_state)
+        return pack_model_states(common, client_state, self.placement_decisions())
 
     def _module_tensors(self) -> Mapping[str, Any]:
         """The module's state dict as it is, with nothing waited for: for names and shapes."""

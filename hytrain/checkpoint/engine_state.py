@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hytrain.checkpoint.universal import RESERVED_CLIENT_KEYS, UNIVERSAL_INFO, UNIVERSAL_VERSION
+from hytrain.checkpoint.universal import (
+    RECORD,
+    RESERVED_CLIENT_KEYS,
+    UNIVERSAL_INFO,
+    UNIVERSAL_VERSION,
+)
 from hytrain.errors import CheckpointError
+from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
 
 COUNTERS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 """Keys that a resumed run needs."""
 
-_NOT_CLIENT = {"module", *COUNTERS, "data_sampler", "random_ltd", UNIVERSAL_INFO}
+_NOT_CLIENT = {"module", *COUNTERS, "data_sampler", "random_ltd", UNIVERSAL_INFO, RECORD}
+
+PLACEMENT = "placement"
+_KEPT_DECISIONS = 50
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:
@@ -31,9 +40,27 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         )
 
 
-def pack_model_states(common: Mapping[str, Any], client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model states' file holds: DeepSpeed's own keys (``common``), then the client's."""
-    return {**common, UNIVERSAL_INFO: dict(UNIVERSAL_VERSION), **client_state}
+def pack_model_states(
+    common: Mapping[str, Any], client_state: Mapping[str, Any], decisions: Sequence[Decision]
+) -> dict[str, Any]:
+    """What the model states' file holds.
+
+    Args:
+        common: DeepSpeed's own keys.
+        client_state: the client's.
+        decisions: about k, on the rank that writes the file; the last ones are kept.
+    """
+    record = {PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]]}
+    info = {UNIVERSAL_INFO: dict(UNIVERSAL_VERSION), RECORD: record}
+    return {**common, **info, **client_state}
+
+
+def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
+    """The decisions about k that a checkpoint keeps; none in DeepSpeed's own."""
+    record = stored.get(RECORD)
+    if not isinstance(record, Mapping):
+        return []
+    return [Decision.from_json(entry) for entry in record.get(PLACEMENT, [])]
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:
@@ -68,7 +95,7 @@ def client_state_of(
     stored: Mapping[str, Any], *, module_only: bool, with_optimizer: bool, with_scheduler: bool
 ) -> dict[str, Any]:
     """The part of the model states that ``load_checkpoint`` returns, as DeepSpeed's does."""
-    own = {"module", UNIVERSAL_INFO} if module_only else set(_NOT_CLIENT)
+    own = {"module", UNIVERSAL_INFO, RECORD} if module_only else set(_NOT_CLIENT)
     if with_scheduler:
         own.add("lr_scheduler")
     if with_optimizer:

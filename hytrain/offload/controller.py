@@ -197,6 +197,12 @@ class PlacementController:
             )
         )
 
+    def resume(self, step: int, history: Sequence[Decision]) -> None:
+        """The decisions of this run follow on those of an earlier one."""
+        mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
+        self.decisions = [*history, *mine]
+        self._too_many = None
+
     def measured(self, seconds: float) -> None:
         """What the step takes with the last decision, once it is carried out."""
         if self.decisions[-1].measured_seconds is None:

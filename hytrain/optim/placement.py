@@ -76,7 +76,9 @@ class PlacementManager:
         self.timer.begin_backward()
         steps = self._steps
         self._probing = self._probe.wanted and (
-            steps < _PROBE_STEPS or steps % _PROBE_EVERY == 0 or self._limits is None
+            self._measured_since <= _PROBE_STEPS
+            or steps % _PROBE_EVERY == 0
+            or self._limits is None
         )
         if self._probing:
             self._probe.begin_backward()
@@ -166,6 +168,17 @@ class PlacementManager:
         controller.solves = False
         controller.order(self._steps, number, f"gpu_fraction {value} was set")
         controller.act(self._steps, at_once=True)
+
+    def resume(self, step: int, history: Sequence[Decision]) -> None:
+        """Training goes on from a checkpoint: steps are counted from there.
+
+        Args:
+            step: steps made so far.
+            history: decisions that the checkpoint keeps; they come before this run's.
+        """
+        self._steps = step
+        self._measured_since = 0
+        self.controller.resume(step, history)
 
     def costs(self) -> StepCosts | None:
         """What the last steps took; None before enough of them."""

@@ -49,6 +49,8 @@ class MemoryProbe:
         self._is_cuda = device.type == "cuda"
         self._at: dict[int, int] = {}
         self._begin = 0
+        self._peak = torch.cuda.max_memory_allocated(device) if self._is_cuda else 0
+        self._transient = 0
         self.base_at: tuple[int, ...] = ()
         """Bytes in use while each layer's backward runs, beside state and waiting gradients of
         GPU-placed layers; empty before the first measurement."""
@@ -78,9 +80,7 @@ class MemoryProbe:
             return
         state = STATE_BYTES * sum(layer.parameters for layer in self._layers[:gpu_layers])
         state += moving_bytes
-        # What a layer's backward allocates and frees in between shows in the peak alone.
-        peak = torch.cuda.max_memory_allocated(self._device)
-        transient = max(0, peak - max(self._begin, *self._at.values()))
+        transient = self._transient_bytes()
         waiting = 0
         base = [0] * len(self._layers)
         for index in reversed(range(len(self._layers))):
@@ -91,6 +91,18 @@ class MemoryProbe:
         base[-1] = max(base[-1], self._begin + transient - state)
         self.base_at = tuple(base)
         self._at.clear()
+
+    def _transient_bytes(self) -> int:
+        """What forward, loss and a layer's backward allocate and free between two samples.
+
+        It shows in the allocator's peak alone, which is the user's to reset. A peak that has not
+        risen since the last look is an older step's, with more layers on the GPU, or not a step's.
+        """
+        peak = torch.cuda.max_memory_allocated(self._device)
+        if peak > self._peak:
+            self._transient = max(0, peak - max(self._begin, *self._at.values()))
+        self._peak = peak
+        return self._transient
 
     def limits(self, reserves: Reserves, gpu_base: int, host_held: int, ranks: int) -> MemoryLimits:
         """What there is now.

@@ -207,3 +207,23 @@ def test_without_strictness_what_both_have_is_loaded(tmp_path: Path) -> None:
                 assert not tensors["exp_avg"].any()
                 assert torch.equal(now.weights[name], fresh.weights[name])
         train(engine, 2, 4)
+
+
+def test_decisions_about_k_are_kept(tmp_path: Path) -> None:
+    """A checkpoint tells where the layers were and why; a resumed run goes on from there."""
+    with engine_of(Run(gpu_fraction=0.0)) as engine:
+        train(engine, 0, 2)
+        engine.set_gpu_fraction(1.0)
+        train(engine, 2, 3)
+        engine.save_checkpoint(tmp_path, client_state={"mine": 1})
+        decisions = engine.placement_decisions()
+    assert [decision.gpu_layers_target for decision in decisions][0] == 0
+    assert decisions[-1].gpu_layers_target == decisions[-1].num_layers
+    with engine_of(Run(gpu_fraction=0.5)) as engine:
+        _, client_state = engine.load_checkpoint(tmp_path)
+        found = engine.placement_decisions()
+        assert found[: len(decisions)] == decisions
+        assert len(found) == len(decisions) + 1
+        assert (found[-1].step, found[-1].reason) == (3, "gpu_fraction is 0.5")
+        assert client_state == {"mine": 1} or "hytrain" not in client_state
+        train(engine, 3, 4)
