@@ -132,13 +132,11 @@ class StepTimer:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         current = self._current
-        if not self._measures:
-            if self._done and self._done[-1].next_begin is None:
-                self._done[-1].next_begin = self._clock.mark()
-                self._done[-1].owns_next = True
-            return
-        if not torch.is_grad_enabled() or current.backward_begin is not None:
-            current.valid = False
+        is_training = torch.is_grad_enabled() and current.backward_begin is None
+        if not self._measures or not is_training:
+            # The step before ends here all the same: an evaluation is no part of it.
+            self._close_last()
+            current.valid &= is_training
             return
         if current.forward_end is not None:
             return  # another micro-batch
@@ -152,6 +150,14 @@ class StepTimer:
         current.forward.append(("ready", -1, first))
         if self._done and self._done[-1].next_begin is None:
             self._done[-1].next_begin = first
+
+    def _close_last(self) -> bool:
+        """Ends the step before here with a mark of its own, if nothing has ended it."""
+        if not self._done or self._done[-1].next_begin is not None:
+            return False
+        self._done[-1].next_begin = self._clock.mark()
+        self._done[-1].owns_next = True
+        return True
 
     def wait_begins(self, index: int, *, on_cpu: bool) -> None:
         """The compute stream is about to wait for a layer's weights."""
@@ -185,6 +191,7 @@ class StepTimer:
         self._in_forward = False
         if self._current.backward_begin is not None:
             self._current.valid = False
+            self._clock.release(self._current.backward_begin)
         self._current.backward_begin = self._clock.mark()
 
     def gradient(self, index: int) -> None:
@@ -218,6 +225,8 @@ class StepTimer:
             measure_next: whether to put marks into the next step.
         """
         self._in_forward = False
+        if self._close_last():
+            self._done[-1].valid = False  # this step had no forward that could have ended it
         if self._measures:
             self._done.append(self._current)
         self._measures = measure_next
