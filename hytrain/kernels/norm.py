@@ -95,9 +95,19 @@ class GradientNorm:
         self.outcome = torch.zeros(2, dtype=torch.float32, device=device)
         """(scale, skip flag) of the step, for kernels that run before the host knows."""
 
-    def measure(self, layer: int, gradient: torch.Tensor) -> None:
-        """Sums the squares of this rank's shard of a layer, in the current stream."""
-        if self._device.type == "cuda":
+    def measure(
+        self, layer: int, gradient: torch.Tensor, squares: torch.Tensor | None = None
+    ) -> None:
+        """Sums the squares of this rank's shard of a layer, in the current stream.
+
+        Args:
+            layer: number of the layer.
+            gradient: the shard.
+            squares: float64 partial sums over the whole shard, where they are known.
+        """
+        if squares is not None:
+            torch.sum(squares, dim=0, out=self.sums[layer])
+        elif self._device.type == "cuda":
             if not _kernel_cache:
                 from hytrain.kernels.triton_kernels import sum_of_squares_kernel
 

@@ -104,14 +104,21 @@ class UpdatePipeline:
             shard.record_stream(torch.cuda.current_stream())
         return shard
 
-    def send(self, layer: LayerState, gradient: torch.Tensor) -> None:
+    def send(
+        self, layer: LayerState, gradient: torch.Tensor, squares: torch.Tensor | None = None
+    ) -> None:
         """Hands over a layer's final reduced gradient; its update may begin at once.
 
         The pipeline owns the gradient from here on.
+
+        Args:
+            layer: the layer.
+            gradient: this rank's shard.
+            squares: partial sums of its squares, where they are known.
         """
         layer.gradient = gradient
         layer.sent = True
-        self.norm.measure(layer.index, gradient)
+        self.norm.measure(layer.index, gradient, squares)
         # One event covers the gradient and its norm.
         self.streams.record_compute(layer.gradient_ready)
         if layer.placement == "cpu":

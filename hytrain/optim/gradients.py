@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import GradientOrderError
+from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.layers.layout import LayerLayout, ParameterSlot
 
 
@@ -32,6 +33,7 @@ class LayerGradient:
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
         closed: the gradient of the current backward has been reduced.
+        copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
     """
 
     layout: LayerLayout
@@ -44,6 +46,15 @@ class LayerGradient:
     last_firing: int = 0
     final: bool = False
     closed: bool = False
+    copier: GradientCopier | None = None
+    copied_whole: bool = False
+
+    @property
+    def squares(self) -> torch.Tensor | None:
+        """Partial sums of the squares of ``local``; None where they are not known."""
+        if self.copier is None or not self.copied_whole or not all(self.written):
+            return None
+        return self.copier.squares
 
 
 @dataclass(slots=True)
@@ -113,6 +124,7 @@ class GradientCollector:
         on_begin: Callable[[], None],
         recall: Callable[[LayerGradient], None] | None,
         late: LatePolicy,
+        sums_squares: bool,
     ) -> None:
         """
         Args:
@@ -125,6 +137,8 @@ class GradientCollector:
             recall: takes a layer's gradient of this backward back into ``held``, where the first
                 backward consumed it too early; None: the first backward consumes nothing early.
             late: what follows a gradient after its layer was taken for complete.
+            sums_squares: whether to sum a gradient's squares as it is copied (one rank: elsewhere
+                the reduced gradient's are wanted).
         """
         self.layers = [
             LayerGradient(
@@ -132,6 +146,10 @@ class GradientCollector:
             )
             for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
         ]
+        if sums_squares:
+            for layer in self.layers:
+                sizes = [slot.numel for slot in layer.layout.slots]
+                layer.copier = GradientCopier(sizes, device)
         self._device = device
         self._consume = consume
         self._agree = agree
@@ -237,15 +255,19 @@ class GradientCollector:
         if layer.local is None:
             layer.local = torch.empty(layer.layout.size, dtype=layer.dtype, device=self._device)
             layer.written = [False] * len(layer.written)
-        view = layer.local[slot.offset : slot.offset + slot.numel].view(gradient.shape)
+            layer.copied_whole = True
+        view = layer.local[slot.offset : slot.offset + slot.numel]
         with torch.no_grad():
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if layer.written[index]:
-                view.add_(gradient)
-            else:
+                view.view(gradient.shape).add_(gradient)
+                layer.copied_whole = False
+            elif layer.copier is not None:
                 # The first gradient is taken over: nothing is zeroed only to be added to.
-                view.copy_(gradient)
+                layer.copier.copy(index, gradient.detach(), view)
+            else:
+                view.view(gradient.shape).copy_(gradient)
         layer.written[index] = True
 
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
@@ -284,6 +306,7 @@ class GradientCollector:
         """Zeros where no gradient was written: padding, and parameters unused this time."""
         if layer.local is None:
             layer.local = torch.zeros(layer.layout.size, dtype=layer.dtype, device=self._device)
+            layer.copied_whole = False
             return
         for begin, end in layer.layout.gaps:
             layer.local[begin:end].zero_()

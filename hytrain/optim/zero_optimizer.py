@@ -124,6 +124,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             on_begin=self._begin_unannounced,
             recall=self._recall if self._may_recall else None,
             late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
+            sums_squares=collectives.world_size == 1 and not pipeline.norm.settings.direct,
         )
 
     # -- what DeepSpeed reads ------------------------------------------------------------------
@@ -256,20 +257,24 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         state = self.pipeline.layers[gradient.layout.index]
         local, gradient.local = gradient.local, None
         assert local is not None
+        squares = gradient.squares
         shard = self.pipeline.reduce(state, local)
         if gradient.held is not None:
             shard.add_(gradient.held)
             gradient.held = None
+            squares = None
         if self._step_begun:
-            self._send(state, shard)
+            self._send(state, shard, squares)
             self.placement.gradient(state.index)
         else:
             gradient.held = shard
 
-    def _send(self, state: LayerState, shard: torch.Tensor) -> None:
+    def _send(
+        self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
+    ) -> None:
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
-        self.pipeline.send(state, shard)
+        self.pipeline.send(state, shard, squares)
 
     @property
     def _may_recall(self) -> bool:
