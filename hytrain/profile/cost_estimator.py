@@ -77,9 +77,9 @@ class CostEstimator:
         self._samples: deque[StepSample] = deque(maxlen=_WINDOW)
         self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
-        self._passes: dict[_Kind, deque[tuple[float, int]]] = {
-            kind: deque(maxlen=3 * len(layers)) for kind in _TRAFFIC
-        }
+        self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in _TRAFFIC}
+        self._sums: dict[_Kind, tuple[float, int]] = {}
+        self._least = _LARGE_SHARE * float(np.median([layer.parameters for layer in layers]))
         self._gpu_rates: deque[float] = deque(maxlen=_WINDOW)
         self._to_host: deque[float] = deque(maxlen=_WINDOW)
         self._to_device: deque[float] = deque(maxlen=_WINDOW)
@@ -104,7 +104,7 @@ class CostEstimator:
             self._gpu_rates.append(min(rates))
 
     def add_spans(self, spans: Iterable[_C.JobSpan]) -> None:
-        """The worker's jobs, in the order they ended."""
+        """The worker's jobs since the last call, in the order they ended; one call a step."""
         for span in spans:
             seconds = (span.end_ns - span.begin_ns - span.wait_gradient_ns) / 1e9
             job = self._jobs.get(span.layer)
@@ -119,6 +119,11 @@ class CostEstimator:
                 job.preview = seconds
             elif span.job_pass in (_C.Pass.drop, _C.Pass.withdraw, _C.Pass.leave):
                 self._jobs.pop(span.layer, None)
+        for kind, (seconds, parameters) in list(self._sums.items()):
+            # A small layer alone tells nothing about the others.
+            if parameters >= self._least:
+                self._passes[kind].append(seconds / parameters)
+                del self._sums[kind]
 
     def _close(self, layer: int, job: _OpenJob) -> None:
         if job.preview is not None:
@@ -127,7 +132,8 @@ class CostEstimator:
             self._add("update" if job.preview is None else "commit", layer, job.update)
 
     def _add(self, kind: _Kind, layer: int, seconds: float) -> None:
-        self._passes[kind].append((seconds, self._layers[layer].parameters))
+        before, parameters = self._sums.get(kind, (0.0, 0))
+        self._sums[kind] = before + seconds, parameters + self._layers[layer].parameters
 
     def add_copies(self, statistics: _C.WorkerStatistics) -> None:
         """What copies took on their lanes."""
@@ -157,8 +163,7 @@ class CostEstimator:
     def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
         """Of one of the worker's passes; from another one's where it has not been seen."""
         if self._passes[kind]:
-            seconds, parameters = zip(*self._passes[kind], strict=True)
-            return sum(seconds) / max(1, sum(parameters))
+            return float(np.median(self._passes[kind]))
         for other in _TRAFFIC:
             if self._passes[other]:
                 return self.cpu_seconds_per_parameter(other) * _TRAFFIC[kind] / _TRAFFIC[other]
