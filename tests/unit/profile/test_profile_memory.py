@@ -1,0 +1,249 @@
+"""What memory there is, what the steps need of it, and the short calibrations at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hytrain.offload import threads
+from hytrain.placement.costs import LayerBytes
+from hytrain.profile import machine, memory_probe
+from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.profile.memory_probe import MemoryProbe, Reserves, usable_gpu_bytes
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+# -- the host ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Writes the files of a control group; the machine has 100 GiB left."""
+    available = SimpleNamespace(available=100 * GIB)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: available)
+
+    def write(version: int, limit: str, usage: int, statistics: str) -> None:
+        names = [f"{kind}{version}" for kind in ("limit", "usage", "stat")]
+        for name, text in zip(names, (limit, str(usage), statistics), strict=True):
+            (tmp_path / name).write_text(text + "\n")
+
+    files = tuple(
+        tuple(str(tmp_path / f"{kind}{version}") for kind in ("limit", "usage", "stat"))
+        for version in (2, 1)
+    )
+    monkeypatch.setattr(machine, "_CGROUP_FILES", files)
+    return write
+
+
+def test_without_a_control_group_the_machine_counts(cgroup: Any) -> None:
+    assert machine.available_host_bytes() == 100 * GIB
+
+
+def test_a_control_group_without_a_limit_does_not_count(cgroup: Any) -> None:
+    cgroup(2, "max", 7 * GIB, "inactive_file 0")
+    cgroup(1, str(2**63 - 4096), 7 * GIB, "total_inactive_file 0")
+    assert machine.available_host_bytes() == 100 * GIB
+
+
+@pytest.mark.parametrize(
+    ("version", "statistics"),
+    [
+        (2, "anon 1\nfile 8\ninactive_file {cache}\nactive_file 5"),
+        (1, "inactive_file 3\ntotal_cache 4\ntotal_inactive_file {cache}"),
+    ],
+)
+def test_cached_files_count_as_free(cgroup: Any, version: int, statistics: str) -> None:
+    cgroup(version, str(40 * GIB), 35 * GIB, statistics.format(cache=20 * GIB))
+    assert machine.available_host_bytes() == 25 * GIB
+
+
+def test_a_full_control_group_has_nothing_left(cgroup: Any) -> None:
+    cgroup(2, str(40 * GIB), 41 * GIB, "")
+    assert machine.available_host_bytes() == 0
+
+
+def test_the_machine_may_have_less_than_the_control_group_allows(cgroup: Any) -> None:
+    cgroup(2, str(400 * GIB), GIB, "inactive_file 0")
+    assert machine.available_host_bytes() == 100 * GIB
+
+
+# -- the budget --------------------------------------------------------------------------------
+
+LAYERS = [LayerBytes(f"layer {index}", 1000) for index in range(4)]
+
+
+def test_ranks_share_the_host_and_each_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: 80 * GIB)
+    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(5, 6), 0, 7 * GIB, 4)
+    assert limits.host == 27 * GIB
+    assert (limits.gpu, limits.gpu_reserve, limits.host_reserve) == (None, 5, 6)
+    assert limits.gpu_base_at == ()
+
+
+@pytest.mark.parametrize(("host", "reserve"), [(10 * GIB, GIB), (1000 * GIB, 30 * GIB)])
+def test_the_reserve_is_a_share_and_a_gib_at_least(
+    monkeypatch: pytest.MonkeyPatch, host: int, reserve: int
+) -> None:
+    monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: host)
+    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(), 0, 0, 1)
+    assert limits.host_reserve == reserve
+    assert limits.gpu_reserve == GIB
+
+
+class FakeAllocator:
+    """What torch.cuda says of memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = 0
+        self.peak = 0
+        self.reserved = 0
+        self.free, self.total, self.fraction = 0, 0, 1.0
+        for name, value in {
+            "memory_allocated": lambda _device: self.allocated,
+            "max_memory_allocated": lambda _device: self.peak,
+            "memory_reserved": lambda _device: self.reserved,
+            "mem_get_info": lambda _device: (self.free, self.total),
+            "get_per_process_memory_fraction": lambda _device: self.fraction,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    return FakeAllocator(monkeypatch)
+
+
+def test_usable_is_what_is_free_what_is_held_and_what_is_allowed(allocator: FakeAllocator) -> None:
+    assert usable_gpu_bytes(CPU) is None
+    allocator.free, allocator.total, allocator.reserved = 30, 100, 20
+    assert usable_gpu_bytes(GPU) == 50  # others hold the rest
+    allocator.fraction = 0.4
+    assert usable_gpu_bytes(GPU) == 40
+
+
+def probe_step(
+    probe: MemoryProbe, allocator: FakeAllocator, at: list[int], begin: int, peak: int, k: int
+) -> None:
+    allocator.allocated = begin
+    probe.begin_backward()
+    for index in reversed(range(len(at))):
+        allocator.allocated = at[index]
+        probe.gradient(index)
+    allocator.peak = max(allocator.peak, peak)
+    probe.end_step(k, 0)
+
+
+def test_the_base_is_what_is_neither_state_nor_waiting_gradient(allocator: FakeAllocator) -> None:
+    allocator.peak = 1000
+    probe = MemoryProbe(LAYERS, GPU)
+    assert probe.wanted
+    state, gradient = 2 * 12_000, 2_000
+    # Activations go as backward comes down; the gradients of the first two layers stay.
+    activations = [100, 200, 300, 400]
+    waiting = [2 * gradient, gradient, 0, 0]
+    at = [state + a + g for a, g in zip(activations, waiting, strict=True)]
+    probe_step(probe, allocator, at, begin=state + 500, peak=0, k=2)
+    assert probe.base_at == (100, 200, 300, 500)
+    # The peak shows what was allocated and freed in between.
+    probe_step(probe, allocator, at, begin=state + 500, peak=max(at) + 70, k=2)
+    assert probe.base_at == (170, 270, 370, 570)
+    # A step without every gradient tells nothing.
+    probe.begin_backward()
+    probe.gradient(3)
+    probe.end_step(2, 0)
+    assert probe.base_at == (170, 270, 370, 570)
+
+
+def test_state_on_its_way_out_is_no_base(allocator: FakeAllocator) -> None:
+    probe = MemoryProbe(LAYERS, GPU)
+    allocator.allocated = 24_000 + 7
+    probe.begin_backward()
+    for index in reversed(range(4)):
+        probe.gradient(index)
+    probe.end_step(1, 12_000)
+    assert probe.base_at == (0, 7, 7, 7)  # the first layer's is less than its own gradient
+
+
+def test_limits_go_by_the_measured_base(allocator: FakeAllocator) -> None:
+    allocator.free = allocator.total = 1000 * GIB
+    probe = MemoryProbe(LAYERS, GPU)
+    before = probe.limits(Reserves(host=0), 12345, 0, 1)
+    assert (before.gpu_base, before.gpu_base_at) == (12345, ())
+    assert before.gpu_reserve == 40 * GIB
+    probe_step(probe, allocator, [1, 2, 3, 4], begin=9, peak=0, k=0)
+    after = probe.limits(Reserves(host=0), 12345, 0, 1)
+    assert (after.gpu_base, after.gpu_base_at) == (9, (1, 2, 3, 9))
+
+
+# -- calibrations ------------------------------------------------------------------------------
+
+
+def test_the_update_is_timed_on_any_device() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 1e-12 < gpu_seconds_per_parameter(CPU, dtype) < 1e-6
+
+
+def timed_kernel(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]
+) -> tuple[list[int], dict[int, int]]:
+    """The kernel takes so long with so many threads; the first run of each takes far longer."""
+    now = [0.0]
+    runs: dict[int, int] = {}
+    order: list[int] = []
+
+    def kernel(*_state: object, out: torch.Tensor, num_threads: int) -> None:
+        runs[num_threads] = runs.get(num_threads, 0) + 1
+        order.append(num_threads)
+        now[0] += seconds[num_threads] * (1000.0 if runs[num_threads] == 1 else 1.0)
+
+    monkeypatch.setattr(threads, "commit_then_preview", kernel)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(threads, "_ELEMENTS", 1 << 10)
+    return order, runs
+
+
+def test_the_fewest_threads_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cores", lambda _ranks: 16)
+    order, _ = timed_kernel(monkeypatch, {8: 1.05, 10: 1.02, 12: 1.0, 15: 1.01})
+    choice = threads.choose_threads(1, None)
+    assert choice.num_threads == 10
+    assert choice.seconds_per_parameter == pytest.approx(1.02 / 1024)
+    assert order[:4] == [8, 10, 12, 15]  # in turns: a slow moment hits them all
+
+
+def test_a_given_count_is_timed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runs = timed_kernel(monkeypatch, {3: 2.0})
+    assert threads.choose_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024)
+    assert set(runs) == {3}
+
+
+@pytest.mark.parametrize(
+    ("mine", "everywhere", "ranks", "cores"),
+    [(16, 16, 1, 16), (16, 16, 4, 4), (4, 16, 4, 4), (2, 2, 4, 1), (8, 16, 4, 2)],
+)
+def test_ranks_divide_the_cores_that_they_share(
+    monkeypatch: pytest.MonkeyPatch, mine: int, everywhere: int, ranks: int, cores: int
+) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _pid: set(range(mine)))
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: everywhere)
+    assert threads.available_cores(ranks) == cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, [1]), (2, [2]), (4, [2, 3]), (16, [8, 10, 12, 15])]
+)
+def test_candidates_leave_a_core_free(cores: int, counts: list[int]) -> None:
+    assert threads.candidates(cores) == counts
+
+
+def test_the_real_kernel_is_timed() -> None:
+    choice = threads.choose_threads(1, 1)
+    assert choice.num_threads == 1
+    assert 1e-11 < choice.seconds_per_parameter < 1e-6
