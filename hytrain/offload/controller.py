@@ -77,8 +77,11 @@ class PlacementController:
         self._solved_with: tuple[StepCosts, Bounds] | None = None
         self._solution: Solution | None = None
         self.target = self.num_gpu_layers
-        self._too_many: int | None = None  # GPU layers for which there was no room
+        # Numbers of GPU layers for which one side turned out to have no room, until a later step.
+        self._too_many: int | None = None
         self._too_many_until = 0
+        self._too_few: int | None = None
+        self._too_few_until = 0
         self._settled = 0
         self._warned = False
         largest = max(layer.parameters for layer in self._bytes)
@@ -133,6 +136,11 @@ class PlacementController:
         if self._too_many is not None:
             most = min(allowed.max_gpu_layers, self._too_many - 1)
             allowed = replace(allowed, max_gpu_layers=most)
+        if self._too_few is not None and step >= self._too_few_until:
+            self._too_few = None
+        if self._too_few is not None:
+            fewest = max(allowed.min_gpu_layers, self._too_few + 1)
+            allowed = replace(allowed, min_gpu_layers=fewest)
         if allowed.fits:
             return allowed
         # Both sides are full. The placement at hand works as it is; the host would not hold more.
@@ -201,7 +209,7 @@ class PlacementController:
         """The decisions of this run follow on those of an earlier one."""
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
-        self._too_many = None
+        self._too_many = self._too_few = None
 
     def measured(self, seconds: float) -> None:
         """What the step takes with the last decision, once it is carried out."""
@@ -226,8 +234,8 @@ class PlacementController:
             if here < self.target:
                 if not self._move_to_gpu(self._layers[here], step):
                     return
-            else:
-                self._mover.to_cpu(self._layers[here - 1])
+            elif not self._move_to_cpu(self._layers[here - 1], step):
+                return
         self._mover.release()
 
     def _move_to_gpu(self, layer: LayerState, step: int) -> bool:
@@ -238,21 +246,44 @@ class PlacementController:
             return False
         return True
 
+    def _move_to_cpu(self, layer: LayerState, step: int) -> bool:
+        try:
+            self._mover.to_cpu(layer)
+        except MemoryError as error:
+            self._stay(layer, step, error)
+            return False
+        return True
+
     def _step_back(self, layer: LayerState, step: int) -> None:
         """There was no room for a layer's state: it and one more stay on the host."""
         here = self.num_gpu_layers
-        self._too_many = here + 1
-        self._too_many_until = step + _RETRY_STEPS
         # The allocator could not even serve this: the next forward needs some slack.
         last = self._solved_with
         fewest = (
             last[1].min_gpu_layers if last is not None else self.decisions[-1].bounds.min_gpu_layers
         )
+        most = max(here - 1, min(here, fewest), 0)
+        self._too_many = most + 1
+        self._too_many_until = step + _RETRY_STEPS
         self.order(
             step,
-            max(here - 1, min(here, fewest), 0),
+            most,
             f"the GPU had no room for the state of layer '{layer.name}' "
-            f"({STATE_BYTES * layer.shard_size} bytes): stepping back; {here + 1} layers are not "
-            f"tried again before step {self._too_many_until}",
+            f"({STATE_BYTES * layer.shard_size} bytes): stepping back; more than {most} layers are "
+            f"not tried again before step {self._too_many_until}",
+        )
+        logger.warning("%s", self.decisions[-1].reason)
+
+    def _stay(self, layer: LayerState, step: int, error: MemoryError) -> None:
+        """The host had no room for a layer's state: it stays on the GPU."""
+        here = self.num_gpu_layers
+        self._too_few = here - 1
+        self._too_few_until = step + _RETRY_STEPS
+        self.order(
+            step,
+            here,
+            f"the host had no room for the state of layer '{layer.name}' ({error}): it stays on "
+            f"the GPU; fewer than {here} layers there are not tried again before step "
+            f"{self._too_few_until}",
         )
         logger.warning("%s", self.decisions[-1].reason)

@@ -1,0 +1,404 @@
+"""The controller with a mover that moves nothing: what moves when, and what if it does not fit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from hytrain.offload.controller import ControllerSettings, PlacementController
+from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
+from hytrain.placement.memory import Bounds
+from hytrain.placement.records import Decision
+from hytrain.placement.solve import solve
+
+L = 20
+STEP_MOVES = math.ceil(L / 8)
+SIZE = 1_000_000
+STATE = 12 * SIZE
+PLENTY = MemoryLimits(gpu=None, gpu_reserve=0, gpu_base=0, host=10**12, host_reserve=0)
+
+
+class FakeMover:
+    """Re-places layers at once; refuses when told to."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.gpu_has_room_for = L
+        self.host_has_room_for = L
+        self.layers: list[Any] = []
+        self.releases = 0
+
+    def _number(self, place: str) -> int:
+        return sum(layer.placement == place for layer in self.layers)
+
+    def to_gpu(self, layer: Any) -> None:
+        if self._number("gpu") >= self.gpu_has_room_for:
+            raise torch.OutOfMemoryError("no room")
+        assert layer.placement == "cpu"
+        layer.placement = "gpu"
+        self.log.append(("gpu", layer.index))
+
+    def to_cpu(self, layer: Any) -> None:
+        if self._number("cpu") >= self.host_has_room_for:
+            raise MemoryError("host memory for 1.00 GiB cannot be mapped")
+        assert layer.placement == "gpu"
+        layer.placement = "cpu"
+        self.log.append(("cpu", layer.index))
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+class Bench:
+    """A controller over twenty equal layers, and what a step is made of."""
+
+    def __init__(
+        self,
+        begin: int = 0,
+        *,
+        method: Literal["pipeline", "closed_form"] = "pipeline",
+        interval: int = 1,
+        solves: bool = True,
+        alpha: float | None = None,
+    ) -> None:
+        self.layers = [
+            SimpleNamespace(
+                index=i, name=f"layer {i}", shard_size=SIZE, placement="gpu" if i < begin else "cpu"
+            )
+            for i in range(L)
+        ]
+        self.mover = FakeMover()
+        self.mover.layers = self.layers
+        layer_bytes = tuple(LayerBytes(layer.name, SIZE) for layer in self.layers)
+        first = Decision(
+            step=0,
+            gpu_layers_before=begin,
+            gpu_layers_target=begin,
+            num_layers=L,
+            reason="the first",
+            predicted_seconds=None,
+            measured_seconds=None,
+            closed_form_k=None,
+            bounds=Bounds.unlimited(L),
+            costs=None,
+            layer_bytes=layer_bytes,
+            limits=PLENTY,
+        )
+        layers: Any = self.layers
+        mover: Any = self.mover
+        self.controller = PlacementController(
+            layers,
+            layer_bytes,
+            mover,
+            ControllerSettings(method, alpha, interval, 0),
+            first,
+            solves=solves,
+        )
+        self.step = 0
+
+    @property
+    def here(self) -> int:
+        # The first ones, with no gap.
+        places = [layer.placement for layer in self.layers]
+        number = places.count("gpu")
+        assert places == ["gpu"] * number + ["cpu"] * (L - number)
+        assert self.controller.num_gpu_layers == number
+        return number
+
+    def run(self, costs: StepCosts, steps: int = 1, limits: MemoryLimits = PLENTY) -> list[int]:
+        """Steps; the number of GPU layers after each."""
+        seen: list[int] = []
+        for _ in range(steps):
+            if self.controller.is_due(self.step):
+                self.controller.consider(self.step, costs, limits)
+            self.step += 1
+            self.controller.act(self.step)
+            seen.append(self.here)
+        return seen
+
+
+def costs(cpu: float, backward: float = 1.0, gpu: float = 0.0001) -> StepCosts:
+    """A step whose CPU updates take ``cpu`` seconds in all, beside one of backward."""
+    layers = [
+        LayerCosts(
+            name=f"layer {i}",
+            parameters=SIZE,
+            forward=0.5 * backward / L,
+            backward=backward / L,
+            to_host=0.0,
+            cpu_update=cpu / L,
+            cpu_commit=cpu / L,
+            cpu_preview=cpu / L,
+            to_device=0.0,
+            gpu_update=gpu / L,
+        )
+        for i in range(L)
+    ]
+    return StepCosts(tuple(layers))
+
+
+def best(of: StepCosts, bounds: Bounds | None = None) -> int:
+    return solve(of, "pipeline", bounds or Bounds.unlimited(L)).gpu_layers
+
+
+SLOW, FAST = costs(4.0), costs(0.1)
+
+
+def limits_for(most: int = L, fewest: int = 0) -> MemoryLimits:
+    """Room for so many layers on the GPU, and for all but so many on the host."""
+    each = STATE + 2 * SIZE
+    return MemoryLimits(
+        gpu=most * each, gpu_reserve=0, gpu_base=0, host=(L - fewest) * each, host_reserve=0
+    )
+
+
+def test_the_cases_here_are_what_they_are_called() -> None:
+    assert best(SLOW) > L // 2
+    assert best(FAST) < 2
+
+
+def test_layers_move_in_order_and_few_a_step() -> None:
+    bench = Bench()
+    target = best(SLOW)
+    seen = bench.run(SLOW, 20)
+    assert seen[:4] == [0, 0, 0, 0]  # nothing is decided from the first steps
+    assert seen[-1] == target
+    gains = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    assert max(gains) == STEP_MOVES
+    assert [g for g in gains if g][:-1] == [STEP_MOVES] * (math.ceil(target / STEP_MOVES) - 1)
+    assert bench.mover.log == [("gpu", i) for i in range(target)]
+    bench.mover.log.clear()
+    bench.run(FAST, 20)
+    assert bench.here == best(FAST)
+    assert bench.mover.log == [("cpu", i) for i in reversed(range(best(FAST), target))]
+    assert bench.mover.releases == 40
+
+
+def test_every_decision_says_why() -> None:
+    bench = Bench()
+    bench.run(SLOW, 20)
+    first, second = bench.controller.decisions
+    assert first.reason == "the first"
+    assert (second.step, second.gpu_layers_before, second.gpu_layers_target) == (4, 0, best(SLOW))
+    assert second.reason.startswith("host-bound: CPU update 4 s > backward 1 s")
+    assert second.costs is SLOW
+    assert second.predicted_seconds is not None
+    assert second.measured_seconds is None
+    bench.controller.measured(1.25)
+    bench.controller.measured(9.0)  # the first after the moves
+    assert bench.controller.decisions[-1].measured_seconds == 1.25
+
+
+def test_it_is_not_asked_while_times_are_those_of_another_placement() -> None:
+    bench = Bench()
+    for _ in range(20):
+        if bench.controller.target != bench.here:
+            assert not bench.controller.is_due(bench.step)
+        bench.run(SLOW)
+    assert bench.controller.is_settled
+    bench.controller.order(bench.step, 0, "by hand")
+    bench.controller.act(bench.step, at_once=True)
+    assert bench.here == 0
+    settled: list[bool] = []
+    for step in range(5):
+        settled.append(bench.controller.is_settled)
+        bench.controller.act(step)
+    assert settled == [False] * 4 + [True]
+
+
+def test_a_gain_that_is_not_worth_a_move_is_left() -> None:
+    bench = Bench(begin=best(SLOW))
+    for factor in (0.99, 1.01, 1.005):
+        bench.run(costs(4.0 * factor), 6)
+    assert bench.mover.log == []
+    assert len(bench.controller.decisions) == 1
+
+
+def test_the_same_costs_are_not_solved_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hytrain.offload import controller
+
+    calls: list[StepCosts] = []
+
+    def counted(given: StepCosts, *rest: Any, **named: Any) -> Any:
+        calls.append(given)
+        return solve(given, *rest, **named)
+
+    monkeypatch.setattr(controller, "solve", counted)
+    bench = Bench(begin=best(SLOW))
+    bench.run(SLOW, 10)
+    bench.run(costs(4.0 * 1.001), 10)
+    assert calls == [SLOW]
+    bench.run(costs(4.0 * 1.05), 10)
+    assert len(calls) == 2
+    bench.run(costs(4.0 * 1.05), 10, limits_for(most=L - 1))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("interval", [1, 3, 7])
+def test_it_solves_every_interval(interval: int) -> None:
+    bench = Bench(interval=interval)
+    due: list[int] = []
+    for step in range(4, 40):
+        bench.controller._settled = 4
+        if bench.controller.is_due(step):
+            due.append(step)
+    assert due == [step for step in range(4, 40) if step % interval == 0]
+
+
+def test_what_is_fixed_is_not_solved_for() -> None:
+    bench = Bench(begin=7, solves=False)
+    bench.run(SLOW, 10)
+    assert bench.mover.log == []
+    bench.controller.solves = True
+    bench.run(SLOW, 10)
+    assert bench.here == best(SLOW)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.8])
+def test_the_closed_form_is_followed_as_it_is(alpha: float | None) -> None:
+    bench = Bench(begin=15, method="closed_form", alpha=alpha)
+    measured = costs(4.0, gpu=0.4)
+    share = (4.0 - 1.0) / ((1.0 + (0.1 if alpha is None else alpha)) * 4.0)
+    expected = math.floor(share * L + 0.5)
+    # One layer's difference is worth nothing to the pipeline's hysteresis.
+    bench.run(measured, 12)
+    assert bench.here == expected
+    assert bench.controller.decisions[-1].closed_form_k == pytest.approx(share)
+    bench.run(costs(3.8, gpu=0.38), 12)
+    share = (3.8 - 1.0) / ((1.0 + (0.1 if alpha is None else alpha)) * 3.8)
+    assert bench.here == math.floor(share * L + 0.5)
+
+
+# -- no room -----------------------------------------------------------------------------------
+
+
+def test_memory_bounds_the_target() -> None:
+    bench = Bench()
+    bench.run(SLOW, 12, limits_for(most=5))
+    assert bench.here == 5
+    assert "bounded by GPU memory" in bench.controller.decisions[-1].reason
+    bench.run(FAST, 12, limits_for(fewest=3))
+    assert bench.here == 3
+    bench.run(FAST, 12, limits_for(fewest=9))  # the host has less than there was: k rises
+    assert bench.here == 9
+
+
+def test_no_room_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.mover.gpu_has_room_for = 8
+    with caplog.at_level(logging.WARNING):
+        bench.run(SLOW, 10)
+    # It came to eight, and goes back by one: the next forward needs some room as well.
+    assert bench.here == 7
+    decision = bench.controller.decisions[-1]
+    assert decision.gpu_layers_target == 7
+    assert "the GPU had no room for the state of layer 'layer 8'" in decision.reason
+    assert "had no room" in caplog.text
+    refused_at = decision.step
+    # Nothing above is tried for 200 steps, whatever the solver would like.
+    seen = bench.run(SLOW, refused_at + 199 - bench.step)
+    assert set(seen) == {7}
+    assert len(bench.controller.decisions) == 3
+    # Then it is: in vain, or not.
+    seen = bench.run(SLOW, 20)
+    assert max(seen) == 8
+    assert seen[-1] == 7
+    assert "had no room" in bench.controller.decisions[-1].reason
+    bench.mover.gpu_has_room_for = L
+    bench.run(SLOW, 220)
+    assert bench.here == best(SLOW)
+
+
+def test_a_changed_load_moves_fewer_layers_below_the_bound() -> None:
+    bench = Bench()
+    bench.mover.gpu_has_room_for = 8
+    bench.run(SLOW, 20)
+    assert bench.here == 7
+    bench.run(FAST, 20)
+    assert bench.here == best(FAST)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_no_room_for_even_one_layer(room: int) -> None:
+    bench = Bench()
+    bench.mover.gpu_has_room_for = room
+    assert set(bench.run(SLOW, 100)) <= {0, 1}
+    assert bench.here == 0
+
+
+def test_no_step_back_below_what_the_host_can_hold() -> None:
+    bench = Bench(begin=8)
+    bench.mover.gpu_has_room_for = 8
+    limits = limits_for(fewest=8)
+    bench.run(SLOW, 50, limits)
+    assert bench.here == 8
+    assert bench.mover.log == []
+    assert "had no room" in bench.controller.decisions[-1].reason
+
+
+def test_both_sides_full(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(begin=6)
+    full = limits_for(most=5, fewest=8)
+    with caplog.at_level(logging.WARNING):
+        bench.run(SLOW, 10, full)
+        bench.run(FAST, 10, full)
+    assert bench.here == 6
+    assert bench.mover.log == []
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    text = warnings[0].getMessage()
+    assert "at least 8 layers on the GPU, the GPU has room for 5; training goes on with 6" in text
+    bench.run(FAST, 12)  # memory comes back
+    assert bench.here == best(FAST)
+
+
+def test_no_room_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(begin=14)
+    bench.mover.host_has_room_for = L - 9
+    with caplog.at_level(logging.WARNING):
+        bench.run(FAST, 12)
+    assert bench.here == 9  # the placement stays, training goes on
+    decision = bench.controller.decisions[-1]
+    assert (decision.gpu_layers_before, decision.gpu_layers_target) == (9, 9)
+    assert "the host had no room for the state of layer 'layer 8'" in decision.reason
+    assert "cannot be mapped" in decision.reason
+    assert "had no room" in caplog.text
+    refused_at = decision.step
+    seen = bench.run(FAST, refused_at + 199 - bench.step)
+    assert set(seen) == {9}
+    assert len(bench.controller.decisions) == 3
+    bench.run(SLOW, 20)  # the other way is open
+    assert bench.here == best(SLOW)
+    bench.mover.host_has_room_for = L
+    bench.run(FAST, 30)
+    assert bench.here == best(FAST)
+
+
+def test_no_room_on_either_side() -> None:
+    bench = Bench(begin=9)
+    bench.mover.gpu_has_room_for, bench.mover.host_has_room_for = 9, L - 9
+    for number in range(30):
+        bench.run(SLOW if number % 2 else FAST, 7)
+        assert bench.here == 9
+    assert bench.controller.is_settled
+
+
+def test_all_at_once_stops_where_there_is_no_room() -> None:
+    bench = Bench(begin=3, solves=False)
+    bench.mover.gpu_has_room_for, bench.mover.host_has_room_for = 12, L - 2
+    bench.controller.order(1, L, "by hand")
+    bench.controller.act(1, at_once=True)
+    assert bench.here == 12
+    bench.controller.act(2)
+    assert bench.here == 11
+    bench.controller.order(3, 0, "by hand")
+    bench.controller.act(3, at_once=True)
+    assert bench.here == 2
+    bench.controller.act(4)
+    assert bench.here == 2
+    assert bench.controller.target == 2
