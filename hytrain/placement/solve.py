@@ -193,8 +193,9 @@ def worth_moving(
         return False
     current = solution.predictions[current_gpu_layers].step_seconds
     gain = current - solution.predicted_seconds
-    if gain > WORTH_GAIN * current:
-        return gain * horizon_steps > abs(freed) * move_seconds_per_layer
+    pays = gain * horizon_steps > abs(freed) * move_seconds_per_layer
+    if gain > WORTH_GAIN * current and pays:
+        return True
     return freed >= max(2, math.ceil(0.1 * num_layers)) and -gain <= SAVING_COST * current
 
 

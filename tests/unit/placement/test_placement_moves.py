@@ -41,6 +41,7 @@ def solution(steps: list[float], choice: int, bounds: Bounds | None = None) -> S
         ([1.0, 1.0, 1.0], 2, 0, True),  # two are
         ([1.004, 1.0, 1.0], 2, 0, True),  # at 0.4 % of the step
         ([1.006, 1.0, 1.0], 2, 0, False),  # at 0.6 %
+        ([1.0, 1.0, 1.012], 2, 0, True),  # which is not dearer for winning some time as well
         ([1.0, 1.0, 1.0], 0, 2, False),  # the other way there is nothing to win
     ],
 )
