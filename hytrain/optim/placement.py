@@ -76,9 +76,7 @@ class PlacementManager:
         self.timer.begin_backward()
         steps = self._steps
         self._probing = self._probe.wanted and (
-            self._measured_since <= _PROBE_STEPS
-            or steps % _PROBE_EVERY == 0
-            or self._limits is None
+            self._measured_since <= _PROBE_STEPS or steps % _PROBE_EVERY == 0
         )
         if self._probing:
             self._probe.begin_backward()
@@ -93,7 +91,10 @@ class PlacementManager:
         """Every layer's has; the outcome is being computed. The time to think: nobody waits."""
         self.timer.end_backward()
         estimator, controller = self._estimator, self.controller
-        estimator.add_samples(self.timer.take())
+        samples = self.timer.take()
+        if any(estimator.is_news(sample) for sample in samples):
+            self._measured_since = 0
+        estimator.add_samples(samples)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
@@ -104,7 +105,7 @@ class PlacementManager:
             controller.consider(self._steps, costs, self._current_limits())
 
     def _measures_next(self) -> bool:
-        """Every step until the placement has settled and been measured, then every fourth."""
+        """Every step until times and placement have settled, then every fourth."""
         if self._steps < _MEASURE_ALL or not self.controller.is_settled:
             self._measured_since = 0
         self._measured_since += 1

@@ -21,6 +21,7 @@ _CLIP_WINDOW = 16
 _Kind = Literal["update", "commit", "preview"]
 _TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16}
 _LARGE_SHARE = 0.25
+_NEWS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,14 @@ class CostEstimator:
         for sample in samples:
             self._samples.append(sample)
             self._add_gpu_rate(sample)
+
+    def is_news(self, sample: StepSample) -> bool:
+        """Whether a step differs from the last ones by more than 5 % of a step."""
+        if not self._samples:
+            return True
+        new = _sums(sample)
+        old = np.median([_sums(known) for known in self._samples], axis=0)
+        return bool(np.abs(old - new).max() > _NEWS * old[-1])
 
     def _add_gpu_rate(self, sample: StepSample) -> None:
         largest = max(layer.parameters for layer in self._layers)
@@ -216,3 +225,7 @@ class CostEstimator:
             return sample.forward
         share = max(0.5, 1.0 - beside / total)
         return [seconds * share for seconds in sample.forward]
+
+
+def _sums(sample: StepSample) -> list[float]:
+    return [sum(sample.forward), sample.between, sum(sample.backward), sample.tail, sample.seconds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -168,7 +169,7 @@ def test_layers_move_in_order_and_few_a_step() -> None:
     seen = bench.run(SLOW, 20)
     assert seen[:4] == [0, 0, 0, 0]  # nothing is decided from the first steps
     assert seen[-1] == target
-    gains = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    gains = [b - a for a, b in pairwise(seen)]
     assert max(gains) == STEP_MOVES
     assert [g for g in gains if g][:-1] == [STEP_MOVES] * (math.ceil(target / STEP_MOVES) - 1)
     assert bench.mover.log == [("gpu", i) for i in range(target)]

@@ -317,3 +317,35 @@ def test_the_share_of_clipped_steps() -> None:
     assert shares[15] == 0.0
     assert shares[23] == 0.5
     assert shares[31] == 1.0
+
+
+# -- news --------------------------------------------------------------------------------------
+
+
+def test_the_first_sample_is_news() -> None:
+    estimator = make()
+    assert estimator.is_news(SAMPLE)
+    estimator.add_samples([SAMPLE])
+    assert not estimator.is_news(SAMPLE)
+
+
+@pytest.mark.parametrize("factor", [0.94, 1.06])
+@pytest.mark.parametrize("part", ["forward", "backward", "between", "tail", "seconds"])
+def test_a_part_that_changes_by_a_twentieth_of_the_step_is_news(part: str, factor: float) -> None:
+    estimator = make()
+    estimator.add_samples([SAMPLE] * 3)
+    old = getattr(SAMPLE, part)
+    delta = (factor - 1.0) * SAMPLE.seconds
+    new = [old[0] + delta, *old[1:]] if isinstance(old, list) else old + delta
+    assert estimator.is_news(replace(SAMPLE, **{part: new}))
+    little = [old[0] + 0.8 * delta, *old[1:]] if isinstance(old, list) else old + 0.8 * delta
+    assert not estimator.is_news(replace(SAMPLE, **{part: little}))
+
+
+def test_what_has_become_usual_is_no_news() -> None:
+    estimator = make()
+    estimator.add_samples([SAMPLE] * 5)
+    for _ in range(3):
+        assert estimator.is_news(scaled(2.0))
+        estimator.add_samples([scaled(2.0)])
+    assert not estimator.is_news(scaled(2.0))
