@@ -12,24 +12,11 @@ from options import OptionError, Options
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "ds_configs"
 _SCHEDULERS_WITH_TOTAL = ("WarmupCosineLR", "WarmupDecayLR")
-# With 70 % of the layers updated on the GPU it holds 2 bytes of weights, 2 of gradients and
-# 0.7 * 12 of optimizer state a parameter; activations need the rest of its memory.
-_SPLIT_BYTES_PER_PARAMETER = 12.4
-_SPLIT_MEMORY_SHARE = 0.6
 
 
-def choose_config(num_parameters: int, gpu_memory_bytes: int | None) -> Path:
-    """Pick one of ``ds_configs/`` for this hardware.
-
-    Args:
-        num_parameters: size of the model.
-        gpu_memory_bytes: memory of one GPU; None where there is no GPU.
-    """
-    if gpu_memory_bytes is None:
-        return CONFIG_DIR / "fp32_cpu.json"
-    needed = num_parameters * _SPLIT_BYTES_PER_PARAMETER
-    fits = needed <= _SPLIT_MEMORY_SHARE * gpu_memory_bytes
-    return CONFIG_DIR / ("zero2_split.json" if fits else "zero2_cpu_offload.json")
+def choose_config(*, on_gpu: bool) -> Path:
+    """Pick one of ``ds_configs/`` for this hardware; both solve for k while training."""
+    return CONFIG_DIR / ("zero2_solve.json" if on_gpu else "fp32_cpu.json")
 
 
 def read_config(path: Path) -> dict[str, Any]:

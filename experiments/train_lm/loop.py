@@ -11,7 +11,9 @@ from typing import Any
 import data
 import metrics
 import torch
+from decisions import DecisionLog, DecisionsReader, gather_records, no_decisions
 from options import OptionError, Options
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Returns the engine's statistics of the step it has just made; None without any.
 StatisticsReader = Callable[[], metrics.UpdateStatistics | None]
@@ -30,6 +32,7 @@ class Job:
     flops_per_token: int
     device: torch.device
     rank: int
+    read_decisions: DecisionsReader = no_decisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class Trainer:
         self._consumed = 0
         self._pending: _Pending | None = None
         self._is_main = job.rank == 0
+        self._decisions = DecisionLog(job.read_decisions)
 
     @property
     def metrics_path(self) -> Path:
@@ -81,7 +85,8 @@ class Trainer:
         with metrics.MetricsFile(self.metrics_path, keep_steps=self._step) as file:
             bar = metrics.progress_bar(first=self._step, steps=options.steps, disable=False)
             try:
-                self._train(file, bar)
+                with logging_redirect_tqdm():  # a decision is a line above the bar, not in it
+                    self._train(file, bar)
             finally:
                 bar.close()
         metrics.plot_loss(self.metrics_path, options.out / "loss.png")
@@ -97,11 +102,14 @@ class Trainer:
             # Reading a loss waits for its forward pass. The previous step's is read only now
             # that this step is launched, so that the device never idles for it.
             self._record(previous, file, bar)
+            self._record_decisions(file)
             self._pending = self._measure(loss, lr, time.perf_counter() - started)
             if options.save_every and self._step % options.save_every == 0:
                 self._drain(file, bar)
+                self._gather_decisions(file)
                 self._save()
         self._drain(file, bar)
+        self._gather_decisions(file)
         self._evaluate(file)
 
     def _train_step(self) -> tuple[torch.Tensor, float]:
@@ -172,6 +180,19 @@ class Trainer:
         pending, self._pending = self._pending, None
         self._record(pending, file, bar)
 
+    def _record_decisions(self, file: metrics.MetricsFile | None) -> None:
+        if file is not None:
+            file.decisions(self._decisions.take())
+
+    def _gather_decisions(self, file: metrics.MetricsFile | None) -> None:
+        """Record those of all ranks; a collective, for moments when the ranks meet anyway."""
+        self._record_decisions(file)
+        if self._job.plan.world_size == 1:
+            return
+        records = gather_records([] if self._is_main else self._decisions.take(), self._job.rank)
+        if file is not None:
+            file.decisions(records)
+
     def _evaluate(self, file: metrics.MetricsFile | None) -> None:
         job, plan = self._job, self._job.plan
         if job.options.eval_sequences == 0:
@@ -224,3 +245,4 @@ class Trainer:
             )
         self._step = state["step"]
         self._consumed = self._job.sequences.consumed_at(state["data"])
+        self._decisions.skip_history()

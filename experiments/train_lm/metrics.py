@@ -97,7 +97,8 @@ class MetricsFile:
 
         A resumed run trains again on the steps after its checkpoint: their old lines go.
         """
-        kept = [r for r in read_metrics(path) if r["step"] <= keep_steps] if keep_steps else []
+        old = read_metrics(path) if keep_steps else []
+        kept = [record for record in old if _is_kept(record, keep_steps)]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         for record in kept:
@@ -110,6 +111,11 @@ class MetricsFile:
     def evaluation(self, step: int, loss: float) -> None:
         """Append the held-out loss after ``step`` steps."""
         self._write({"step": step, "eval_loss": loss})
+
+    def decisions(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append decisions about k, each as ``hytrain explain`` reads it."""
+        for record in records:
+            self._write(record)
 
     def close(self) -> None:
         """Close the file."""
@@ -127,12 +133,7 @@ class MetricsFile:
         self.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        # JSON has no NaN: a value that is not finite becomes null.
-        plain = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -145,6 +146,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             records.append(json.loads(line))
     return records
+
+
+def _finite(value: Any) -> Any:
+    """Return the value as JSON can hold it: what is not finite becomes None."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_kept(record: dict[str, Any], keep_steps: int) -> bool:
+    """Whether a line is from before the checkpoint after ``keep_steps`` steps."""
+    if "placement" in record:
+        # A decision after step n is made in the backward of step n + 1.
+        return record["step"] < keep_steps
+    return record["step"] <= keep_steps
 
 
 def progress_bar(*, first: int, steps: int, disable: bool) -> tqdm[Any]:
@@ -201,6 +219,8 @@ class Summary:
     tokens_per_s: float | None
     tflops: float | None
     k: float | None
+    k_reason: str | None
+    """Of rank 0's last decision that was made from measured times; None where k was fixed."""
     update_s: float | None
     hidden_share: float | None
     host_memory_gib: float | None
@@ -229,11 +249,19 @@ def summarize(records: Sequence[dict[str, Any]]) -> Summary:
         tokens_per_s=_median(steady, "tokens_per_s"),
         tflops=_median(steady, "tflops"),
         k=_median(steady, "k"),
+        k_reason=_last_reason(records),
         update_s=_median(steady, "update_s"),
         hidden_share=min(1.0, max(0.0, 1.0 - exposed / update)) if update else None,
         host_memory_gib=steps[-1]["host_memory_gib"] if steps else None,
         gpu_memory_gib=steps[-1].get("gpu_memory_gib") if steps else None,
     )
+
+
+def _last_reason(records: Sequence[dict[str, Any]]) -> str | None:
+    own = [r["placement"] for r in records if "placement" in r and r.get("rank", 0) == 0]
+    solved = [decision["reason"] for decision in own if decision["costs"] is not None]
+    # What follows the first clause, how many layers and what is predicted, `hytrain explain` says.
+    return solved[-1].split("; ")[0] if solved else None
 
 
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -250,6 +278,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("tokens_per_s", "tokens/s, all ranks", "{:,.0f}"),
     ("tflops", "TFLOP/s a rank", "{:.3g}"),
     ("k", "share of layers updated on the GPU (k)", "{:.2f}"),
+    ("k_reason", "why that k", "{}"),
     ("update_s", "CPU update time a step, median", "{:.3f} s"),
     ("hidden_share", "share of update time hidden behind compute", "{:.1%}"),
     ("gpu_memory_gib", "GPU memory, peak", "{:.1f} GiB"),

@@ -162,18 +162,6 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def meta_parameter_count(config: PretrainedConfig) -> int:
-    """Count the parameters that ``config`` describes without allocating any of them."""
-    model = build_model(
-        config,
-        device=torch.device("meta"),
-        dtype=torch.bfloat16,
-        seed=0,
-        activation_checkpointing=False,
-    )
-    return count_parameters(model)
-
-
 def flops_per_token(num_parameters: int) -> int:
     """Useful floating-point operations that training spends on a token: 6 a parameter.
 

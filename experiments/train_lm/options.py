@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import models
 
@@ -53,8 +53,8 @@ class Options:
     """Peak learning rate."""
     warmup: int | None
     """Steps of learning rate warm-up."""
-    gpu_fraction: float | None
-    """Share of layers updated on the GPU: hytrain.gpu_fraction of the JSON."""
+    gpu_fraction: float | Literal["solve"] | None
+    """Share of layers updated on the GPU, or "solve": hytrain.gpu_fraction of the JSON."""
     seed: int
     """Seed of weights, order of data and dropout."""
     eval_sequences: int
@@ -142,7 +142,12 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     add("--global-batch", type=int, help="sequences a step")
     add("--lr", type=float, help="peak learning rate, instead of the JSON's")
     add("--warmup", type=int, help="warm-up steps, instead of the JSON's")
-    add("--gpu-fraction", type=float, help="hytrain.gpu_fraction, instead of the JSON's")
+    add(
+        "--gpu-fraction",
+        type=_gpu_fraction,
+        metavar="K",
+        help='share of layers updated on the GPU, or "solve"; instead of the JSON\'s',
+    )
     add("--seed", type=int, default=0, help="of weights, order of data and dropout")
     add("--eval-sequences", type=int, default=64, help="held-out sequences, about; 0 is none")
     add("--save-every", type=int, default=0, metavar="N", help="steps; 0 saves nothing")
@@ -155,6 +160,16 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--overwrite", action="store_true", help="replace the run that --out holds")
     add("--out", type=Path, default=Path("out/train_lm"), help="folder of all results")
+
+
+def _gpu_fraction(text: str) -> float | Literal["solve"]:
+    if text == "solve":
+        return "solve"
+    try:
+        return float(text)
+    except ValueError:
+        message = f'{text} is neither a number in [0, 1] nor "solve"'
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def parse_options(
@@ -207,8 +222,10 @@ def _check(options: Options) -> None:
                 "--gpu-fraction is hytrain's; leave it out with --engine deepspeed, which "
                 "updates every layer on the CPU"
             )
-        if not 0 <= options.gpu_fraction <= 1:
-            raise OptionError(f"--gpu-fraction is {options.gpu_fraction}; give one in [0, 1]")
+        if options.gpu_fraction != "solve" and not 0 <= options.gpu_fraction <= 1:
+            raise OptionError(
+                f'--gpu-fraction is {options.gpu_fraction}; give one in [0, 1], or "solve"'
+            )
     if options.resume is not None and options.overwrite:
         raise OptionError(
             "--resume goes on with the run in --out, --overwrite deletes it: give one of them"

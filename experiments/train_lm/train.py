@@ -31,9 +31,12 @@ import data
 import ds_config
 import metrics
 import models
+from decisions import DecisionsReader, no_decisions
 from loop import Job, StatisticsReader, Trainer
 from options import OptionError, Options, build_parser, parse_options
 
+# What --overwrite takes away beside the checkpoints; the last is `hytrain explain`'s picture.
+_WRITTEN = ("metrics.jsonl", "loss.png", "summary.json", "metrics.placement.png")
 _USER_ERRORS = (OptionError, corpus.DataError, models.ModelError)
 
 
@@ -83,6 +86,8 @@ def run(argv: Sequence[str] | None = None) -> None:
         summary = metrics.summarize(metrics.read_metrics(trainer.metrics_path))
         (options.out / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
         print(f"\n{metrics.format_table(summary)}\n\nmetrics and loss curve: {options.out}")
+        if summary.k is not None:
+            print(f"why that k: hytrain explain {trainer.metrics_path}")
     torch.distributed.destroy_process_group()
 
 
@@ -142,7 +147,7 @@ def _prepare_output(options: Options, rank: int) -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     if options.overwrite:
-        for name in ("metrics.jsonl", "loss.png", "summary.json"):
+        for name in _WRITTEN:
             (options.out / name).unlink(missing_ok=True)
         shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
 
@@ -157,7 +162,7 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     )
     config_path = options.deepspeed_config
     if config_path is None:
-        config_path = _choose_config(model_config, device)
+        config_path = ds_config.choose_config(on_gpu=device.type == "cuda")
     config = ds_config.read_config(config_path)
     plan = ds_config.plan_batches(config, options, world_size)
     config, changes = ds_config.apply_options(config, options, plan)
@@ -175,7 +180,7 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     if rank == 0:
         _write_run(options, config)
         _describe(options, config_path, changes, plan, sequences, num_parameters)
-    engine, read_statistics = _initialize(options, model, config)
+    engine, read_statistics, read_decisions = _initialize(options, model, config)
     return Job(
         options=options,
         engine=engine,
@@ -185,14 +190,8 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
         flops_per_token=models.flops_per_token(num_parameters),
         device=device,
         rank=rank,
+        read_decisions=read_decisions,
     )
-
-
-def _choose_config(model_config: Any, device: torch.device) -> Path:
-    if device.type != "cuda":
-        return ds_config.choose_config(0, None)
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return ds_config.choose_config(models.meta_parameter_count(model_config), memory)
 
 
 def _training_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -220,8 +219,8 @@ def _load_data(options: Options, tokenizer: corpus.Tokenizer) -> data.PackedSequ
 
 def _initialize(
     options: Options, model: torch.nn.Module, config: dict[str, Any]
-) -> tuple[Any, StatisticsReader]:
-    """Make the engine, and the function that reads its update statistics."""
+) -> tuple[Any, StatisticsReader, DecisionsReader]:
+    """Make the engine, and the functions that read its update statistics and decisions."""
     arguments = {
         "model": model,
         "model_parameters": models.parameter_groups(model),
@@ -230,15 +229,15 @@ def _initialize(
     if options.engine == "deepspeed":
         import deepspeed
 
-        return deepspeed.initialize(**arguments)[0], lambda: None
+        return deepspeed.initialize(**arguments)[0], lambda: None, no_decisions
     import hytrain
 
     engine = hytrain.initialize(**arguments)[0]
     if not isinstance(engine, hytrain.HyTrainEngine):
         # A JSON without the section is plain DeepSpeed, which measures no updates.
-        return engine, lambda: None
+        return engine, lambda: None, no_decisions
     read: Callable[[], metrics.UpdateStatistics | None] = engine.step_statistics
-    return engine, read
+    return engine, read, engine.placement_decisions
 
 
 def _write_run(options: Options, config: dict[str, Any]) -> None:

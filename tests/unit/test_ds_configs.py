@@ -35,9 +35,8 @@ def _documented_defaults() -> dict[str, Any]:
 
 
 def test_there_are_configs() -> None:
-    assert {"zero2_cpu_offload.json", "zero2_split.json", "fp32_cpu.json"} <= {
-        path.name for path in CONFIGS
-    }
+    expected = {"zero2_solve.json", "zero2_cpu_offload.json", "zero2_split.json", "fp32_cpu.json"}
+    assert expected <= {path.name for path in CONFIGS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -54,7 +53,7 @@ class TestShippedConfig:
         config = pytest.importorskip("hytrain.config").HyTrainConfig
         section = config.from_deepspeed(_read(path))
         assert section is not None
-        assert 0.0 <= section.fixed_gpu_fraction <= 1.0
+        assert section.gpu_fraction == "solve" or 0.0 <= section.gpu_fraction <= 1.0
 
     def test_does_not_force_the_cpu_optimizer_of_deepspeed(self, path: Path) -> None:
         assert _read(path)["zero_force_ds_cpu_optimizer"] is False
@@ -65,6 +64,27 @@ class TestShippedConfig:
 
     def test_listed_in_the_readme(self, path: Path) -> None:
         assert f"`{path.name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_solve_and_split_differ_in_k_alone() -> None:
+    solved, split = (_read(FOLDER / f"zero2_{name}.json") for name in ("solve", "split"))
+    assert solved.pop("hytrain") == {"gpu_fraction": "solve"}
+    assert split.pop("hytrain") == {"gpu_fraction": 0.7}
+    assert solved == split
+
+
+def _documented_example() -> dict[str, Any]:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    block = re.split(r"^For example.*:$", text, flags=re.MULTILINE)[1]
+    return json.loads("{" + block.split("\n\n")[1] + "}")
+
+
+def test_readme_example_is_accepted_and_has_every_key() -> None:
+    config = pytest.importorskip("hytrain.config").HyTrainConfig
+    example = _documented_example()
+    section = config.from_deepspeed(example)
+    assert section.model_dump(by_alias=True, mode="json") == example["hytrain"]
+    assert section == config()
 
 
 def test_readme_is_the_schema() -> None:

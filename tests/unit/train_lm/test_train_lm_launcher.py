@@ -41,8 +41,13 @@ def test_unequal_shards_on_two_ranks(tmp_path: Path, text_files: list[Path]) -> 
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    steps = [r for r in metrics.read_metrics(out / "metrics.jsonl") if "step_s" in r]
+    records = metrics.read_metrics(out / "metrics.jsonl")
+    steps = [r for r in records if "step_s" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
     assert all(r["k"] == 0.0 for r in steps)
+    decisions = {r.get("rank", 0): r["placement"] for r in records if "placement" in r}
+    assert sorted(decisions) == [0, 1], "the other rank's are written at the end"
+    sizes = [sum(b["parameters"] for b in decisions[r]["layer_bytes"]) for r in (0, 1)]
+    assert sizes[0] / sum(sizes) == pytest.approx(0.7, abs=0.01), "each has its own"
     used = json.loads((out / "ds_config.json").read_text(encoding="utf-8"))
     assert used["hytrain"]["shard_fractions"] == [0.7, 0.3]

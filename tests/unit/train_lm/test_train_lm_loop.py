@@ -100,7 +100,13 @@ class Statistics:
     skipped: bool = False
 
 
-def _trainer(out: Path, *argv: str, seed: int = 0, statistics: bool = False) -> Trainer:
+def _trainer(
+    out: Path,
+    *argv: str,
+    seed: int = 0,
+    statistics: bool = False,
+    decide_after: tuple[int, ...] = (),
+) -> Trainer:
     parser = deepspeed.add_config_arguments(build_parser())
     arguments = ["--out", str(out), "--seed", str(seed), "--eval-sequences", "4", *argv]
     out.mkdir(exist_ok=True)
@@ -111,6 +117,10 @@ def _trainer(out: Path, *argv: str, seed: int = 0, statistics: bool = False) -> 
     def read() -> Statistics | None:
         return Statistics(engine.micro_steps // plan.accumulation) if statistics else None
 
+    def decisions(since: int) -> list[Decision]:
+        backwards = engine.micro_steps // plan.accumulation
+        return [Decision(step) for step in decide_after if step < backwards][since:]
+
     job = Job(
         options=parse_options(parser, arguments, on_gpu=False),
         engine=engine,
@@ -120,6 +130,7 @@ def _trainer(out: Path, *argv: str, seed: int = 0, statistics: bool = False) -> 
         flops_per_token=6,
         device=torch.device("cpu"),
         rank=0,
+        read_decisions=decisions,
     )
     return Trainer(job)
 
@@ -171,6 +182,25 @@ def test_evaluation_trains_on_nothing(tmp_path: Path) -> None:
     with_evaluation.run()
     without.run()
     assert _losses(with_evaluation) == _losses(without)
+
+
+@dataclass(frozen=True)
+class Decision:
+    step: int
+    measured_seconds: float | None = None
+
+    def metrics_record(self) -> dict[str, Any]:
+        return {"step": self.step, "placement": {"reason": f"{self.step}", "costs": {}}}
+
+
+def test_decisions_stand_between_the_steps_they_are_made_in(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, "--steps", "5", "--save-every", "2", decide_after=(0, 2, 3))
+    trainer.run()
+    records = metrics.read_metrics(trainer.metrics_path)
+    lines = [f"d{r['step']}" if "placement" in r else r["step"] for r in records if r["step"]]
+    # The one after step n is made in step n + 1, whose own line waits for the next launch.
+    assert lines == [1, 2, "d2", 3, "d3", 4, 5, 5]
+    assert metrics.summarize(records).k_reason == "3"
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

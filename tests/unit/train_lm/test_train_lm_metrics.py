@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -77,6 +78,54 @@ def test_resuming_drops_the_lines_after_the_checkpoint(tmp_path: Path) -> None:
     records = metrics.read_metrics(path)
     assert [r["step"] for r in records] == [0, 1, 2, 3]
     assert records[-1]["loss"] == 9.0
+
+
+def _decision(step: int, reason: str = "because; 1 of 4 layers", **changes: Any) -> dict[str, Any]:
+    placement = {"step": step, "reason": reason, "costs": {"layers": []}, "measured_seconds": None}
+    return {"step": step, "placement": {**placement, **changes}}
+
+
+def test_decisions_are_lines_and_leave_the_rest_alone(tmp_path: Path) -> None:
+    with_decisions, without = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (with_decisions, without):
+        with metrics.MetricsFile(path) as file:
+            file.evaluation(0, 6.0)
+            for step in (1, 2, 3, 4, 5):
+                file.step(_record(step, k=0.5, update_s=0.1, exposed_s=0.0))
+                if path is with_decisions:
+                    file.decisions([_decision(step, limits={"gpu": [math.inf]})])
+    records = metrics.read_metrics(with_decisions)
+    assert records[2]["placement"]["limits"] == {"gpu": [None]}, "JSON has no infinity"
+    plain = metrics.summarize(metrics.read_metrics(without))
+    assert plain.k_reason is None
+    summary = metrics.summarize(records)
+    assert summary == dataclasses.replace(plain, k_reason="because")
+    assert "why that k" in metrics.format_table(summary)
+    metrics.plot_loss(with_decisions, tmp_path / "loss.png")
+
+
+def test_reason_is_of_the_last_measured_decision_of_rank_0() -> None:
+    first = _decision(0, "before the first step", costs=None)
+    assert metrics.summarize([first]).k_reason is None, "nothing was solved"
+    other = {**_decision(9, "another rank's"), "rank": 1}
+    records = [first, _decision(4, "old; a"), _decision(8, "new; b"), other]
+    assert metrics.summarize(records).k_reason == "new"
+
+
+def test_resuming_drops_the_decisions_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with metrics.MetricsFile(path) as file:
+        file.decisions([_decision(0), _decision(1)])
+        file.step(_record(1))
+        file.step(_record(2))
+        # Made in the backward of step 3, from which the resumed run knows nothing.
+        file.decisions([_decision(2)])
+        file.step(_record(3))
+    with metrics.MetricsFile(path, keep_steps=2):
+        pass
+    kept = metrics.read_metrics(path)
+    assert [r["step"] for r in kept if "placement" in r] == [0, 1]
+    assert [r["step"] for r in kept if "step_s" in r] == [1, 2]
 
 
 def test_curve_is_a_png(tmp_path: Path) -> None:

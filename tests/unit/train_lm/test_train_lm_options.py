@@ -57,7 +57,9 @@ def test_demo_is_the_machines_and_options_win() -> None:
         (["--lr", "nan"], "--lr is nan"),
         (["--lr", "0"], "--lr is 0.0"),
         (["--gpu-fraction", "1.5"], r"\[0, 1\]"),
+        (["--gpu-fraction", "nan"], r'in \[0, 1\], or "solve"'),
         (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "--engine deepspeed"),
+        (["--gpu-fraction", "solve", "--engine", "deepspeed"], "--engine deepspeed"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--warmup", "10", "--steps", "10"], "--warmup 10"),
     ],
@@ -65,6 +67,14 @@ def test_demo_is_the_machines_and_options_win() -> None:
 def test_unusable_options(argv: list[str], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         _parse(*argv)
+
+
+def test_gpu_fraction_is_a_number_or_solve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _parse("--gpu-fraction", "0.25").gpu_fraction == 0.25
+    assert _parse("--gpu-fraction", "solve").gpu_fraction == "solve"
+    with pytest.raises(SystemExit):
+        _parse("--gpu-fraction", "all")
+    assert 'all is neither a number in [0, 1] nor "solve"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,6 +120,9 @@ def test_options_are_written_and_reported() -> None:
     assert len(changes) == 4
     assert "optimizer.params.lr: 0.001 -> 0.01" in changes
     assert original == _config(), "the caller's dictionary is left as it was"
+    config, changes = _apply(original, "--steps", "1000", "--gpu-fraction", "solve")
+    assert config["hytrain"]["gpu_fraction"] == "solve"
+    assert changes == ["hytrain.gpu_fraction: 0.0 -> solve"]
 
 
 def test_nothing_asked_nothing_changed() -> None:
@@ -140,12 +153,10 @@ def test_option_without_its_section(missing: str, argv: list[str]) -> None:
 
 
 def test_config_chosen_by_hardware() -> None:
-    gib = 1 << 30
-    assert ds_config.choose_config(10**9, None).name == "fp32_cpu.json"
-    assert ds_config.choose_config(10**9, 139 * gib).name == "zero2_split.json"
-    assert ds_config.choose_config(13 * 10**9, 139 * gib).name == "zero2_cpu_offload.json"
-    for memory in (None, 24 * gib, 139 * gib):
-        assert ds_config.choose_config(10**9, memory).is_file()
+    for on_gpu, name in ((False, "fp32_cpu.json"), (True, "zero2_solve.json")):
+        path = ds_config.choose_config(on_gpu=on_gpu)
+        assert path.name == name
+        assert ds_config.read_config(path)["hytrain"]["gpu_fraction"] == "solve"
 
 
 def test_config_file_is_read_as_deepspeed_does(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import metrics
 import pytest
 from support.processes import fresh_environment
+
+import hytrain.cli
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
@@ -30,7 +33,14 @@ def _values(out: Path) -> list[dict[str, Any]]:
     timed = {"step_s", "tokens_per_s", "tflops", "host_memory_gib"}
     timed |= {"update_s", "exposed_s", "hidden_share"}
     records = metrics.read_metrics(out / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k not in timed} for r in records]
+    return [{k: v for k, v in r.items() if k not in timed} for r in records if "placement" not in r]
+
+
+def _explained(out: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    status = hytrain.cli.main(["explain", str(out / "metrics.jsonl"), "--no-png"])
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    return output.out
 
 
 def test_user_error_is_one_line(tmp_path: Path) -> None:
@@ -48,7 +58,7 @@ def arguments(tmp_path: Path, text_files: list[Path]) -> list[str]:
     return [*small.split(), *data, "--steps", "6", "--gpu-fraction", "0.5"]
 
 
-def test_train(tmp_path: Path, arguments: list[str]) -> None:
+def test_train(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     result = _run(tmp_path, *arguments)
     assert result.returncode == 0, result.stderr
     assert "share of update time hidden" in result.stdout
@@ -58,6 +68,39 @@ def test_train(tmp_path: Path, arguments: list[str]) -> None:
     assert all(r["k"] == pytest.approx(0.5, abs=0.1) for r in steps)
     assert all(0.0 <= r["hidden_share"] <= 1.0 for r in steps)
     assert all(r["grad_norm"] > 0.0 for r in steps)
+    assert "Reason: gpu_fraction is 0.5." in _explained(tmp_path, capsys)
+
+
+def test_solved_run_can_be_explained(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    solved = ["--gpu-fraction", "solve", "--steps", "16", "--save-every", "8"]
+    result = _run(tmp_path, *arguments, *solved)
+    assert result.returncode == 0, result.stderr
+    assert f"why that k: hytrain explain {tmp_path / 'metrics.jsonl'}" in result.stdout
+    decisions = [r for r in metrics.read_metrics(tmp_path / "metrics.jsonl") if "placement" in r]
+    assert decisions[0]["step"] == 0
+    assert all("rank" not in r for r in decisions)
+    assert any(r["placement"]["measured_seconds"] is not None for r in decisions)
+    assert "Candidates" in _explained(tmp_path, capsys)
+    result = _run(tmp_path, *arguments, *solved, "--resume", "step8")
+    assert result.returncode == 0, result.stderr
+    steps = [r["step"] for r in metrics.read_metrics(tmp_path / "metrics.jsonl") if "step_s" in r]
+    assert steps == list(range(1, 17))
+    assert "Candidates" in _explained(tmp_path, capsys)
+
+
+def test_plain_deepspeed_records_no_decisions(tmp_path: Path, arguments: list[str]) -> None:
+    config = json.loads((SCRIPT.parents[2] / "ds_configs" / "fp32_cpu.json").read_text())
+    del config["hytrain"]
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's would be compiled first
+    path = tmp_path / "plain.json"
+    path.write_text(json.dumps(config))
+    plain = [a for a in arguments if a not in ("--gpu-fraction", "0.5")]
+    result = _run(tmp_path, *plain, "--engine", "deepspeed", "--deepspeed_config", str(path))
+    assert result.returncode == 0, result.stderr
+    assert "hytrain explain" not in result.stdout
+    assert not any("placement" in r for r in metrics.read_metrics(tmp_path / "metrics.jsonl"))
 
 
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, arguments: list[str]) -> None:
