@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a part of hytrain beside its competitors")
     parts = bench.add_subparsers(required=True, metavar="PART")
     _add_bench_kernel(parts.add_parser("kernel", help="the CPU optimizer's passes"))
+    plan = commands.add_parser("plan", help="deal a batch and the state to unequal GPUs")
+    subjects = plan.add_subparsers(required=True, metavar="SUBJECT")
+    _add_plan_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"))
     explain = "why the solver chose its k, or what a configuration will do"
     _add_explain(commands.add_parser("explain", help=explain, description=_EXPLAIN))
     return parser
@@ -132,6 +135,33 @@ def _bench_kernel(arguments: argparse.Namespace) -> int:
     else:
         print(to_text(result))
         print(json.dumps(result["machine"]))
+    return 0
+
+
+# ---- hytrain plan ----
+
+
+def _add_plan_uneven(uneven: argparse.ArgumentParser) -> None:
+    uneven.add_argument(
+        "--cases",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="latencies.json, memory.json, gpu_memory_gb.json, expected.json",
+    )
+    uneven.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    uneven.set_defaults(run=_plan_uneven)
+
+
+def _plan_uneven(arguments: argparse.Namespace) -> int:
+    # Imported here: `hytrain --help` should not wait for numpy.
+    from hytrain.planner import report, uneven_cases
+
+    solved = report.solve_cases(uneven_cases.read_cases(arguments.cases))
+    if arguments.json:
+        print(json.dumps(report.cases_json(solved), indent=2))
+    else:
+        print(report.cases_table(solved))
     return 0
 
 

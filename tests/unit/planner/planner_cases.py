@@ -1,0 +1,62 @@
+"""What tests of the planner share: where the published cases lie, and small random problems."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from hytrain.planner.curves import Curve
+from hytrain.planner.uneven import UnevenGpu, UnevenProblem
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def shared_folder(*parts: str) -> Path:
+    """A folder of the data that lies beside the repository; skips the test where it does not."""
+    given = os.environ.get("HYTRAIN_SHARED")
+    root = Path(given) if given else REPOSITORY.parent / "shared"
+    folder = root.joinpath(*parts)
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}: set HYTRAIN_SHARED to the folder that has it")
+    return folder
+
+
+# Whole and half numbers: their sums are exact in any order, so that a limit is met by both or none.
+_halves = st.integers(min_value=0, max_value=12).map(lambda number: number / 2)
+
+
+@st.composite
+def _curves(draw: st.DrawFn, least: float = 0.0) -> Curve:
+    measured = draw(st.lists(_halves, max_size=3))
+    slope, intercept = draw(_halves), draw(_halves)
+    return Curve(tuple(value + least for value in measured), slope, intercept + least)
+
+
+@st.composite
+def uneven_problems(draw: st.DrawFn, most_gpus: int, most_batch: int) -> UnevenProblem:
+    """Up to three types of GPU; curves need not rise; collectives, idle GPUs, tight memory."""
+    types = [
+        UnevenGpu(
+            name=str(number),
+            forward=draw(_curves()),
+            backward=draw(_curves()),
+            memory=draw(_curves(least=0.5)),
+            capacity=draw(st.integers(1, 40)) / 2,
+            idle_memory=draw(_halves),
+        )
+        for number in range(3)
+    ]
+    gpus = draw(st.lists(st.sampled_from(types), min_size=1, max_size=most_gpus))
+    return UnevenProblem(
+        gpus=tuple(gpus),
+        batch=draw(st.integers(1, most_batch)),
+        parameters=draw(st.integers(1, 6)) * 2**25,  # halves of a GiB of state
+        all_gather=draw(_halves),
+        reduce_scatter=draw(_halves),
+        accumulation=draw(_halves),
+        usable=draw(st.sampled_from((0.5, 1.0))),
+        allow_idle=draw(st.booleans()),
+    )

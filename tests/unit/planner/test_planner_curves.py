@@ -1,0 +1,54 @@
+"""Curves and tables: what was measured, and what follows beyond it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hytrain.planner.curves import Curve, Table
+from hytrain.planner.errors import PlanError
+
+
+def test_a_curve_is_its_list_and_then_its_line() -> None:
+    curve = Curve((3.0, 5.0), 2.0, 0.5)
+    assert [curve.at(size) for size in (1, 2, 3)] == [3.0, 5.0, 6.5]
+    assert curve.upto(3).tolist() == [3.0, 5.0, 6.5]
+    assert curve.plus(1.0).upto(3).tolist() == [4.0, 6.0, 7.5]
+
+
+def test_a_list_grows_on_by_its_last_five_values() -> None:
+    assert Curve.grown([9.0, 1.0, 1.5, 2.0, 4.0, 5.0]).at(8) == pytest.approx(7.0)
+    assert Curve.grown([1.0, 3.0]).at(4) == pytest.approx(7.0)
+    assert Curve.grown([2.0]).at(3) == pytest.approx(6.0)
+
+
+def test_a_table_is_straight_between_its_points() -> None:
+    table = Table(((1.0, 2.0), (2.0, 4.0), (6.0, 5.0)))
+    sizes = (0.5, 1.0, 1.5, 2.0, 4.0, 6.0, 10.0)
+    assert [table.at(size) for size in sizes] == [2.0, 2.0, 3.0, 4.0, 4.5, 5.0, 6.0]
+
+
+def test_beyond_its_end_a_table_does_not_fall() -> None:
+    assert Table(((1.0, 2.0), (2.0, 1.0))).at(5.0) == 1.0
+
+
+def test_one_point_is_proportional() -> None:
+    assert Table(((4.0, 2.0),)).at(6.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((0.0, 1.0),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, -1.0),), ((1.0, math.inf),)]
+)
+def test_what_is_no_table_is_refused(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(PlanError):
+        Table(points)
+
+
+def test_what_is_no_curve_is_refused() -> None:
+    with pytest.raises(PlanError):
+        Curve((-1.0,), 1.0, 0.0)
+    with pytest.raises(PlanError):
+        Curve((), math.nan, 0.0)
+    with pytest.raises(PlanError):
+        Curve.grown([])
