@@ -161,6 +161,171 @@ class Bench:
         return made
 
 
+class MovingBench(Bench):
+    """A worker whose layers leave for the "device" and come back between steps."""
+
+    def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
+        super().__init__(sizes, seed, max_delay_us)
+        self.away: set[int] = set()
+        self.num_moves = 0
+        self._left: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+
+    @property
+    def here(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer.index not in self.away]
+
+    def move(self, layer: Layer) -> None:
+        old = (layer.p, layer.m, layer.v)
+        # What is there before the state comes must not be read.
+        layer.p, layer.m, layer.v = (torch.full((layer.size,), math.nan) for _ in range(3))
+        arrays, was = (
+            _C.StateArrays(p.data_ptr(), m.data_ptr(), v.data_ptr())
+            for p, m, v in ((layer.p, layer.m, layer.v), old)
+        )
+        if layer.index in self.away:
+            self.away.remove(layer.index)
+            self.worker.submit_arrive(layer.index, arrays, was, 0)
+        else:
+            self.away.add(layer.index)
+            self.worker.submit_leave(layer.index, arrays, 0, 0)
+        self.num_moves += 1
+        self._left.append((layer.index, old))
+
+    def release(self) -> None:
+        """State that has left its place is overwritten, as the allocator's next user would."""
+        for index, old in self._left:
+            if not self.worker.is_moving(index):
+                for tensor in old:
+                    tensor.fill_(math.nan)
+        self._left = [pair for pair in self._left if self.worker.is_moving(pair[0])]
+
+    def random_moves(self) -> None:
+        for layer in self.rng.sample(self.layers, self.rng.randint(0, len(self.layers))):
+            self.move(layer)
+            if self.rng.random() < 0.3:
+                self.worker.wait_moved(layer.index)
+                assert not self.worker.is_moving(layer.index)
+            if self.rng.random() < 0.2:
+                self.move(layer)  # and back at once
+            self.release()
+
+    def skip(self) -> None:
+        for layer in self.here:
+            if not self.worker.cancel_update(layer.index):
+                self.worker.submit(layer.index, _C.Pass.drop)
+
+    def finish(self, scale: float, hyper: AdamHyper) -> None:
+        for layer in self.layers:
+            if layer.index in self.away:
+                self.worker.wait_moved(layer.index)
+                gradient = Gradient(layer.gradient, scale, hyper)
+                commit(layer.p, layer.m, layer.v, gradient, out=layer.weights)
+        super().finish(scale, hyper)
+
+    def random_step(self, hyper: AdamHyper) -> bool:
+        rng = self.rng
+        self.random_moves()
+        self.worker.begin_step(rng.choice([0.0, 150.0, math.inf]))
+        for layer in reversed(self.layers):
+            gradient = self.normal(layer.size).bfloat16()
+            if layer.index in self.away:
+                layer.gradient = gradient
+            else:
+                self.send(layer, gradient, hyper)
+        if self.here and rng.random() < 0.3:
+            for layer in rng.sample(self.here, rng.randint(1, len(self.here))):
+                self.send(layer, self.withdraw(layer), hyper)
+        made = rng.random() > 0.25
+        if made:
+            self.finish(rng.choice([1.0, 1.0, 0.37]), replace(hyper, lr=rng.choice([1e-2, 5e-3])))
+        else:
+            self.skip()
+        if rng.random() < 0.5:
+            self.random_moves()  # before anybody has waited for the weights
+        for layer in self.layers:
+            self.worker.wait_complete(layer.index)
+            self.check_weights(layer)
+        self.release()
+        if rng.random() < 0.2:
+            self.flush()
+        return made
+
+
+@pytest.mark.parametrize("max_delay_us", [0, 60])
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_that_leave_and_come_between_steps(seed: int, max_delay_us: int) -> None:
+    bench = MovingBench([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
+    steps_made = 0
+    for _ in range(50):
+        hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=steps_made + 1)
+        steps_made += bench.random_step(hyper)
+    bench.flush()
+    assert 0 < steps_made < 50
+    assert bench.num_moves > 100
+    bench.close()
+
+
+def test_a_layer_leaves_with_its_pending_gradient_applied() -> None:
+    bench = MovingBench([CHUNK * 2, CHUNK], 0, 100)
+    hyper = AdamHyper(lr=1e-2, step=1)
+    bench.worker.begin_step(math.inf)
+    for layer in bench.layers:
+        bench.send(layer, bench.normal(layer.size).bfloat16(), hyper)
+    Bench.finish(bench, 0.5, hyper)
+    bench.move(bench.layers[0])  # the second preview may not even have begun
+    bench.worker.wait_moved(0)
+    assert not bench.worker.has_pending(0)
+    assert bench.worker.has_pending(1)
+    assert_same_bits("p", bench.layers[0].p, bench.layers[0].expected[0])
+    bench.flush()
+    spans = [(span.layer, span.job_pass) for span in bench.worker.take_spans()]
+    assert spans.count((0, _C.Pass.leave)) == 1
+    bench.move(bench.layers[0])
+    bench.worker.begin_step(math.inf)
+    for layer in bench.layers:
+        bench.send(layer, bench.normal(layer.size).bfloat16(), replace(hyper, step=2))
+    bench.finish(1.0, replace(hyper, step=2))
+    bench.worker.wait_all()
+    committed = {
+        s.layer: s.committed for s in bench.worker.take_spans() if s.job_pass == _C.Pass.update
+    }
+    assert committed == {0: False, 1: False}  # one has come, the other was flushed
+    bench.flush()
+    bench.close()
+
+
+def test_a_step_that_is_not_final_cannot_leave() -> None:
+    bench = MovingBench([CHUNK, CHUNK], 0, 0)
+    bench.worker.begin_step(math.inf)
+    for layer in bench.layers:
+        bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
+    bench.worker.wait_all()
+    bench.move(bench.layers[1])
+    with pytest.raises(RuntimeError, match=r"at layer 'layer 1': a step that is not final"):
+        bench.worker.wait_moved(1)
+    bench.close()
+
+
+def test_close_in_the_middle_of_moves() -> None:
+    for seed in range(10):
+        bench = MovingBench([CHUNK * 4] * 3, seed, 300)
+        for layer in bench.layers:
+            bench.move(layer)
+            bench.move(layer)
+        bench.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            bench.worker.is_moving(0)
+
+
+def test_a_fault_in_a_move_names_the_layer() -> None:
+    bench = MovingBench([CHUNK, CHUNK], 0, 0)
+    bench.worker.fail_at(1)
+    bench.move(bench.layers[1])
+    with pytest.raises(RuntimeError, match=r"at layer 'layer 1': injected fault"):
+        bench.worker.wait_moved(1)
+    bench.close()
+
+
 @pytest.mark.parametrize("max_delay_us", [0, 60])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_schedules(seed: int, max_delay_us: int) -> None:
