@@ -1,0 +1,165 @@
+"""Pinned memory grows to what is needed at most and not again; host state goes when it goes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hytrain.offload import arena, host_memory
+from hytrain.offload.arena import Arena
+from hytrain.offload.host_memory import PAGE, host_zeros
+from hytrain.offload.pinned import PinnedMemory
+from hytrain.offload.slots import NUM_OUTGOING, SlotPlan, plan_slots
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+GRADIENTS = [4 * MIB] * 6 + [MIB] * 4 + [1000] * 2
+NUM = len(GRADIENTS)
+
+
+class FakeWorker:
+    """Keeps what it is given."""
+
+    outgoing = -1
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.ranges: list[tuple[int, int]] = []
+
+    def add_slots(self, number: int, base: int, size: int, count: int) -> None:
+        self.slots[number] = self.slots.get(number, 0) + count
+        self.ranges.append((base, base + size * count))
+
+
+def make(*, keeps_pending: bool = True) -> tuple[SlotPlan, PinnedMemory, Any]:
+    plan = plan_slots(GRADIENTS, [2 * MIB] * NUM, keeps_pending=keeps_pending)
+    return plan, PinnedMemory(plan, 3, CPU), FakeWorker()
+
+
+def test_nothing_on_the_host_takes_nothing() -> None:
+    _, pinned, worker = make()
+    before = pinned.num_bytes
+    assert pinned.missing_bytes([False] * NUM) == 0
+    pinned.grow(worker, [False] * NUM)
+    assert worker.slots == {}
+    assert pinned.num_bytes == before == PAGE
+    pinned.close()
+
+
+@pytest.mark.parametrize("keeps_pending", [True, False])
+def test_it_grows_with_what_comes_and_is_used_again(keeps_pending: bool) -> None:
+    plan, pinned, worker = make(keeps_pending=keeps_pending)
+    rng = random.Random(1)
+    most = [0] * len(plan.classes)
+    arenas = len(pinned._arenas)
+    for _ in range(200):
+        here = [rng.random() < 0.4 for _ in range(NUM)]
+        before, missing = pinned.num_bytes, pinned.missing_bytes(here)
+        pinned.grow(worker, here)
+        needed = plan.counts(here)
+        grows = any(n > m for n, m in zip(needed, most, strict=True)) or (
+            any(here) and before == PAGE
+        )
+        assert (missing > 0) == grows == (pinned.num_bytes > before)
+        assert pinned.num_bytes - before < missing + 2 * PAGE
+        assert pinned.missing_bytes(here) == 0
+        most = [max(n, m) for n, m in zip(needed, most, strict=True)]
+        assert [worker.slots.get(c, 0) for c in range(len(most))] == most
+    assert worker.slots[worker.outgoing] == NUM_OUTGOING
+    # Once everything has been here it is enough for ever.
+    pinned.grow(worker, [True] * NUM)
+    enough = pinned.num_bytes
+    for _ in range(50):
+        pinned.grow(worker, [rng.random() < 0.5 for _ in range(NUM)])
+    assert pinned.num_bytes == enough
+    assert len(pinned._arenas) < arenas + 20
+    ranges = sorted(worker.ranges)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+    pinned.close()
+    pinned.close()
+    assert all(part._export is None for part in pinned._arenas)
+
+
+def test_memory_that_cannot_be_had_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, pinned, worker = make()
+    pinned.grow(worker, [i < 2 for i in range(NUM)])
+    before, slots = pinned.num_bytes, dict(worker.slots)
+
+    def refuse(_num_bytes: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "map_anonymous", refuse)
+        with pytest.raises(MemoryError, match=r"0\.0\d GiB of gradients and staging cannot be"):
+            pinned.grow(worker, [True] * NUM)
+    assert (pinned.num_bytes, worker.slots) == (before, slots)
+    pinned.grow(worker, [True] * NUM)
+    assert pinned.num_bytes > before
+    pinned.close()
+
+
+def test_norms_lie_apart() -> None:
+    _, pinned, _ = make()
+    addresses = [pinned.take_norm() for _ in range(3)]
+    assert [b - a for a, b in itertools.pairwise(addresses)] == [64, 64]
+    pinned.close()
+
+
+# -- pageable ----------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+def test_host_state_is_zero_and_its_memory_goes_with_it() -> None:
+    before = resident_bytes()
+    tensor = host_zeros(16 * MIB)
+    assert tensor.dtype == torch.float32
+    assert tensor.shape == (16 * MIB,)
+    assert resident_bytes() - before < 8 * MIB  # nobody has touched it
+    assert not tensor.any()
+    tensor.fill_(1.0)
+    assert resident_bytes() - before > 60 * MIB
+    part = tensor.split(4 * MIB)[1]
+    del tensor
+    assert part.sum() == 4 * MIB  # a part keeps the whole
+    assert resident_bytes() - before > 60 * MIB
+    del part
+    assert resident_bytes() - before < 8 * MIB
+
+
+@pytest.mark.parametrize("numel", [0, 1, PAGE // 4 + 1])
+def test_host_state_of_any_size(numel: int) -> None:
+    tensor = host_zeros(numel)
+    assert tensor.shape == (numel,)
+    tensor += 1.0
+    assert tensor.sum() == numel
+
+
+def test_host_state_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_num_bytes: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_memory, "map_anonymous", refuse)
+    with pytest.raises(MemoryError, match=r"0\.25 GiB of optimizer state cannot be mapped"):
+        host_zeros(64 * MIB)
+
+
+def test_a_kernel_that_knows_no_advice_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 12345)
+    mapping = host_memory.map_anonymous(PAGE)
+    assert mapping[:4] == bytes(4)
+    mapping.close()
+
+
+def test_an_arena_is_such_a_mapping() -> None:
+    before = resident_bytes()
+    block = Arena(64 * MIB, CPU)
+    assert resident_bytes() - before < 8 * MIB
+    block.close()
