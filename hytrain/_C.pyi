@@ -68,6 +68,8 @@ def set_tuning(tuning: Tuning) -> None: ...
 
 # ---- offload: csrc/include/hytrain/update_worker.h ----
 
+def touch(memory: int, bytes: int, num_threads: int) -> None: ...
+
 class Pass:
     update: Pass
     direct: Pass

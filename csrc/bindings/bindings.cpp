@@ -11,6 +11,7 @@
 #include "hytrain/adam.h"
 #include "hytrain/device.h"
 #include "hytrain/dispatch.h"
+#include "hytrain/parallel_copy.h"
 #include "hytrain/update_worker.h"
 
 namespace py = pybind11;
@@ -325,6 +326,13 @@ void bind_worker(py::module_& m) {
 }
 
 void bind_offload(py::module_& m) {
+    m.def(
+        "touch",
+        [](Address memory, std::size_t bytes, int num_threads) {
+            hytrain::parallel_touch(pointer<void>(memory), bytes, num_threads);
+        },
+        py::arg("memory"), py::arg("bytes"), py::arg("num_threads"),
+        py::call_guard<py::gil_scoped_release>());
     bind_offload_types(m);
     bind_worker(m);
 }

@@ -22,4 +22,15 @@ void parallel_copy(void* destination, const void* source, std::size_t bytes, int
     }
 }
 
+void parallel_touch(void* memory, std::size_t bytes, int num_threads) {
+    constexpr std::size_t kPage = 4096;
+    const auto pages = static_cast<std::ptrdiff_t>((bytes + kPage - 1) / kPage);
+    auto* first = static_cast<volatile char*>(memory);
+    // In runs of 2 MiB, so that no huge page is faulted by two threads.
+#pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static, 512)
+    for (std::ptrdiff_t page = 0; page < pages; ++page) {
+        first[static_cast<std::size_t>(page) * kPage] = 0;
+    }
+}
+
 }  // namespace hytrain

@@ -10,6 +10,8 @@ import mmap
 
 import torch
 
+from hytrain import _C
+
 PAGE = mmap.PAGESIZE
 
 
@@ -33,8 +35,12 @@ def map_anonymous(num_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def host_zeros(numel: int) -> torch.Tensor:
+def host_zeros(numel: int, *, touch_threads: int = 0) -> torch.Tensor:
     """An fp32 tensor of zeros, 1-D; its memory goes back when the tensor goes.
+
+    Args:
+        numel: elements.
+        touch_threads: threads that touch all of it now, each its own part; 0: whoever uses it will.
 
     Raises:
         MemoryError: the mapping is refused.
@@ -49,4 +55,7 @@ def host_zeros(numel: int) -> torch.Tensor:
             f"host memory for {num_bytes / 2**30:.2f} GiB of optimizer state cannot be mapped "
             f"({error}): raise gpu_fraction or use more ranks"
         ) from error
-    return torch.frombuffer(mapping, dtype=torch.float32, count=numel)
+    zeros = torch.frombuffer(mapping, dtype=torch.float32, count=numel)
+    if touch_threads:
+        _C.touch(zeros.data_ptr(), num_bytes, touch_threads)
+    return zeros

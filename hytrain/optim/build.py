@@ -100,10 +100,10 @@ def build_optimizer(
     plan = plan_placement(
         states, config, settings.ranks_on_host, cpu_settings, collectives, streams.device
     )
+    threads = choose_threads(settings.ranks_on_host, config.offload.cpu_threads)
     for state in states:
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
-        _allocate_state(state)
-    threads = choose_threads(settings.ranks_on_host, config.offload.cpu_threads)
+        _allocate_state(state, threads.num_threads)
     cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
     norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
     pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
@@ -162,16 +162,16 @@ def _common_dtype(layout: LayerLayout) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def _allocate_state(state: LayerState) -> None:
+def _allocate_state(state: LayerState, num_threads: int) -> None:
     """Master weights from the training copy, zero moments; on the device or pageable on the host.
 
-    Zeros on the host are mapped, not written: the kernel's threads touch them first.
+    Host memory is touched by the threads that will use it: the first steps then take what all take.
     """
     if state.placement == "gpu":
         device = state.storage.runs[0][2].device
         state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
     else:
-        state.set_state(host_zeros(3 * state.shard_size))
+        state.set_state(host_zeros(3 * state.shard_size, touch_threads=num_threads))
     refresh_master(state)
 
 
