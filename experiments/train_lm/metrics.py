@@ -220,7 +220,7 @@ class Summary:
     tflops: float | None
     k: float | None
     k_reason: str | None
-    """Of rank 0's last decision that was made from measured times; None where k was fixed."""
+    """Of rank 0's last decision; None where it was not made from measured times."""
     update_s: float | None
     hidden_share: float | None
     host_memory_gib: float | None
@@ -259,9 +259,10 @@ def summarize(records: Sequence[dict[str, Any]]) -> Summary:
 
 def _last_reason(records: Sequence[dict[str, Any]]) -> str | None:
     own = [r["placement"] for r in records if "placement" in r and r.get("rank", 0) == 0]
-    solved = [decision["reason"] for decision in own if decision["costs"] is not None]
+    if not own or own[-1]["costs"] is None:
+        return None
     # What follows the first clause, how many layers and what is predicted, `hytrain explain` says.
-    return solved[-1].split("; ")[0] if solved else None
+    return own[-1]["reason"].split("; ")[0]
 
 
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -104,12 +104,14 @@ def test_decisions_are_lines_and_leave_the_rest_alone(tmp_path: Path) -> None:
     metrics.plot_loss(with_decisions, tmp_path / "loss.png")
 
 
-def test_reason_is_of_the_last_measured_decision_of_rank_0() -> None:
+def test_reason_is_of_the_last_decision_of_rank_0() -> None:
     first = _decision(0, "before the first step", costs=None)
     assert metrics.summarize([first]).k_reason is None, "nothing was solved"
     other = {**_decision(9, "another rank's"), "rank": 1}
     records = [first, _decision(4, "old; a"), _decision(8, "new; b"), other]
     assert metrics.summarize(records).k_reason == "new"
+    resumed = [*records, _decision(10, "before the first step", costs=None)]
+    assert metrics.summarize(resumed).k_reason is None, "the old reason is not the resumed run's"
 
 
 def test_resuming_drops_the_decisions_after_the_checkpoint(tmp_path: Path) -> None:
