@@ -1,0 +1,331 @@
+"""k solved while an engine trains: layers move, room runs out, and no number changes."""
+
+from __future__ import annotations
+
+import os
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.comparisons import assert_bitwise_serial, assert_clipping
+from support.engines import built, environment, make_config
+from support.models import Mlp, make_model
+from support.parity import Case, train
+from support.shadow import Shadow
+from training import backward, inputs
+
+from hytrain.offload import controller as controller_module
+from hytrain.offload import host_memory
+from hytrain.offload import mover as mover_module
+
+pytestmark = pytest.mark.timeout(120)
+
+SOLVE: Any = "solve"
+
+
+def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Decides at random, as soon as it may."""
+    rng, solve = random.Random(seed), controller_module.solve
+
+    def at_random(costs: Any, method: Any, bounds: Any, *, alpha: Any = None) -> Any:
+        found = solve(costs, method, bounds, alpha=alpha)
+        return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
+
+    monkeypatch.setattr(controller_module, "solve", at_random)
+    monkeypatch.setattr(controller_module, "worth_moving", lambda *_rest: True)
+    monkeypatch.setattr(controller_module, "inputs_moved", lambda *_rest: True)
+    monkeypatch.setattr(controller_module, "_SETTLED_STEPS", 0)
+
+
+def number_of_moves(engine: Any) -> Callable[[], int]:
+    """Counts the moves of an engine from here on."""
+    mover, counted = engine.optimizer.pipeline.mover, [0]
+
+    def counting(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def move(layer: Any) -> None:
+            original(layer)
+            counted[0] += 1
+
+        return move
+
+    mover.to_gpu, mover.to_cpu = counting(mover.to_gpu), counting(mover.to_cpu)
+    return lambda: counted[0]
+
+
+def gpu_layers(engine: Any) -> int:
+    """How many; always the first ones."""
+    places = [state.placement for state in engine.optimizer.layer_states]
+    number = places.count("gpu")
+    assert places == ["gpu"] * number + ["cpu"] * (len(places) - number)
+    return number
+
+
+# -- a solver that is free to move ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "clipping", "checks", "delays"),
+    [
+        ("pipeline", 0.02, True, ""),
+        ("pipeline", 100.0, True, "5:300"),
+        ("closed_form", 0.02, True, "5:300"),
+        ("pipeline", 0.0, False, "5:300"),  # committed at once: nothing is pending
+    ],
+)
+def test_a_solver_that_moves_all_the_time(
+    monkeypatch: pytest.MonkeyPatch, method: str, clipping: float, checks: bool, delays: str
+) -> None:
+    free_solver(monkeypatch, 1)
+    config = make_config(
+        gpu_fraction=SOLVE, clipping=clipping, hytrain={"solver": {"method": method}}
+    )
+    config["bf16"]["check_grad_overflow"] = checks
+    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
+        shadow, moves = Shadow(engine), number_of_moves(engine)
+        for number in range(40):
+            backward(engine, number)
+            shadow.step()
+            gpu_layers(engine)
+            if number % 10 == 9:
+                shadow.check()
+        assert moves() > 20
+        shadow.check()
+        # What it decided is on record: who looks for more asks from where he was.
+        decisions = engine.placement_decisions()
+        assert len(decisions) > 5
+        assert engine.placement_decisions(since=3) == decisions[3:]
+        assert decisions[0].step == 0
+        for before, after in pairwise(decisions[1:]):
+            assert before.gpu_layers_target == after.gpu_layers_before
+            assert before.step < after.step
+        assert decisions[-1].costs is not None
+        assert all(layer.forward > 0.0 for layer in decisions[-1].costs.layers)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", SOLVE, "sometimes", 1, "bf16", steps=30),
+        Case("gpt2", SOLVE, "always", 4, "fp32", steps=15, observe=(1, 9)),
+    ],
+    ids=str,
+)
+def test_transformers(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    free_solver(monkeypatch, 2)
+    counters: list[Callable[[], int]] = []
+
+    def disturb(engine: Any) -> None:
+        if not counters:
+            counters.append(number_of_moves(engine))
+
+    with environment("HYTRAIN_DELAYS", "2:200"):
+        run = train(case, disturb)
+    assert counters[0]() >= case.steps // 3
+    found = [outcome for outcome in run.outcomes if outcome is not None]
+    assert_clipping(run, found)
+    assert_bitwise_serial(run, found)
+
+
+def test_evaluations_skips_and_state_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_solver(monkeypatch, 3)
+    model = make_model("mlp")
+    poison = [False]
+    model.get_parameter("embed.weight").register_hook(
+        lambda g: g.fill_(float("inf")) if poison[0] else g
+    )
+    config = make_config(gpu_fraction=SOLVE, clipping=0.02)
+    with environment("HYTRAIN_DELAYS", "4:300"), built(model, config) as engine:
+        shadow, moves = Shadow(engine), number_of_moves(engine)
+        for number in range(40):
+            poison[0] = number % 7 == 3
+            backward(engine, number)
+            if number % 5 == 1:
+                with torch.no_grad():
+                    engine(**inputs(99))  # withdraws
+            assert shadow.step() is poison[0]
+            if number % 5 == 2:
+                engine.eval()
+                with torch.no_grad():
+                    engine(**inputs(98))
+                engine.train()
+            if number % 5 == 3:
+                state = engine.fp32_state_dict()  # in the middle of a move, as often as not
+                embed = shadow.shards[0]
+                (layout,) = (s.layout for s in shadow.states if s.index == 0)
+                for slot in layout.slots:
+                    part = slice(slot.offset, slot.offset + slot.numel)
+                    for kind, flat in (("fp32", embed.p), ("exp_avg", embed.m)):
+                        assert torch.equal(state[slot.name][kind].flatten(), flat[part])
+        assert moves() > 10
+        shadow.check()
+
+
+def test_the_real_solver_trains_and_says_why() -> None:
+    """Whatever it finds best for a toy: decisions are sound, and the run is the serial one."""
+    config = make_config(gpu_fraction=SOLVE, bf16=False)
+    with built(Mlp(num_blocks=4, width=128), config) as engine:
+        shadow = Shadow(engine)
+        batch = {"inputs": torch.randn(8, 128)}
+        for _ in range(30):
+            engine.backward(engine(**batch))
+            shadow.step()
+        shadow.check()
+        decisions = engine.placement_decisions()
+        assert decisions[0].reason.startswith("before the first step")
+        assert decisions[-1].gpu_layers_target == engine.optimizer.placement.controller.target
+        costs = engine.optimizer.placement.costs()
+        assert costs is not None
+        assert costs.backward_seconds > 0.0
+        assert costs.cpu_seconds > 0.0
+
+
+# -- no room -----------------------------------------------------------------------------------
+
+
+class ScarceTorch:
+    """torch for the mover, whose device has no room now and then."""
+
+    def __init__(self, share: float) -> None:
+        self._rng = random.Random(5)
+        self.share = share
+        self.refused = 0
+
+    def empty(self, *sizes: Any, **keywords: Any) -> torch.Tensor:
+        if self._rng.random() < self.share:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return torch.empty(*sizes, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("delays", ["", "6:300"])
+def test_a_device_without_room_at_random_moves(
+    monkeypatch: pytest.MonkeyPatch, delays: str
+) -> None:
+    free_solver(monkeypatch, 4)
+    monkeypatch.setattr(controller_module, "_RETRY_STEPS", 3)
+    scarce = ScarceTorch(0.3)
+    monkeypatch.setattr(mover_module, "torch", scarce)
+    config = make_config(gpu_fraction=SOLVE, clipping=0.02)
+    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
+        shadow, moves = Shadow(engine), number_of_moves(engine)
+        for number in range(60):
+            backward(engine, number)
+            shadow.step()
+            gpu_layers(engine)
+        assert scarce.refused >= 5
+        assert moves() > 20
+        shadow.check()
+        reasons = [decision.reason for decision in engine.placement_decisions()]
+        assert sum("the GPU had no room" in reason for reason in reasons) == scarce.refused
+
+
+@pytest.mark.parametrize("delays", ["", "6:300"])
+def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, delays: str) -> None:
+    free_solver(monkeypatch, 4)
+    monkeypatch.setattr(controller_module, "_RETRY_STEPS", 3)
+    rng, refused, host_zeros = random.Random(6), [0], mover_module.host_zeros
+
+    def scarce(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        if rng.random() < 0.3:
+            refused[0] += 1
+            raise MemoryError("host memory cannot be mapped")
+        return host_zeros(*arguments, **keywords)
+
+    monkeypatch.setattr(mover_module, "host_zeros", scarce)
+    config = make_config(gpu_fraction=SOLVE, clipping=0.02)
+    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
+        shadow, moves = Shadow(engine), number_of_moves(engine)
+        for number in range(60):
+            backward(engine, number)
+            shadow.step()
+            gpu_layers(engine)
+        assert refused[0] >= 5
+        assert moves() > 20
+        shadow.check()
+        reasons = [decision.reason for decision in engine.placement_decisions()]
+        assert sum("the host had no room" in reason for reason in reasons) == refused[0]
+
+
+# -- nothing is left ---------------------------------------------------------------------------
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class Recorder:
+    """Follows what a function returns, without keeping it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._made: list[weakref.ref[Any]] = []
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        made = self._function(*arguments, **keywords)
+        self._made.append(weakref.ref(made))
+        return made
+
+    @property
+    def total(self) -> int:
+        return len(self._made)
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self._made)
+
+
+def test_many_moves_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)  # threads that torch keeps are there from here on
+        engine.step()
+    threads = num_threads()
+    on_host, on_device = Recorder(host_memory.map_anonymous), Recorder(torch.empty)
+    monkeypatch.setattr(host_memory, "map_anonymous", on_host)
+    fake: Any = ScarceTorch(0.0)
+    fake.empty = on_device
+    monkeypatch.setattr(mover_module, "torch", fake)
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        optimizer = engine.optimizer
+        pinned, mover = optimizer.pipeline.cpu.pinned, optimizer.pipeline.mover
+        num_layers = len(optimizer.layer_states)
+        sizes: list[int] = []
+        for number in range(40):
+            backward(engine, number)
+            engine.step()
+            fraction = (0.0, 1.0, 0.5)[number % 3]
+            engine.set_gpu_fraction(fraction)
+            sizes.append(pinned.num_bytes)
+            engine.synchronize()
+            mover.release()
+            assert mover._moves == []
+            assert on_device.alive == (round(fraction * num_layers) if number else 0)
+            assert on_host.alive == num_layers - round(fraction * num_layers)
+        assert on_device.total > 60
+        assert on_host.total > 60
+        # Everything was on the host after the first move: no more was needed since.
+        assert len(set(sizes)) == 1
+        arenas = pinned._arenas
+    assert (on_device.alive, on_host.alive) == (0, 0)
+    assert num_threads() == threads
+    assert all(arena._export is None for arena in arenas)
+
+
+def test_layers_that_stay_on_the_device_pin_nothing() -> None:
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        pinned = engine.optimizer.pipeline.cpu.pinned
+        empty, sizes = pinned.num_bytes, []
+        for number, fraction in enumerate([1.0, 0.8, 0.8, 0.5, 0.8, 0.5, 0.0, 1.0, 0.0]):
+            backward(engine, number)
+            engine.step()
+            engine.set_gpu_fraction(fraction)
+            sizes.append(pinned.num_bytes)
+        assert sizes[0] == empty < sizes[1] == sizes[2] < sizes[3] == sizes[4] == sizes[5]
+        assert sizes[5] < sizes[6] == sizes[7] == sizes[8]
