@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hytrain import _C
 from hytrain.errors import ConfigError
@@ -144,18 +143,18 @@ class PlacementManager:
 
     # -- by hand -------------------------------------------------------------------------------
 
-    def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
-        """Places the first ``round(value * L)`` layers on the GPU, or lets the solver decide.
+    def set_gpu_fraction(self, value: float | str) -> None:
+        """Places the first ``round(value * L)`` layers on the GPU; "solve" lets the solver decide.
 
         Raises:
-            ConfigError: the number is not in [0, 1].
-            MemoryBudgetError: the placement does not fit.
+            ConfigError: the number is not in [0, 1], or the placement does not fit.
+            MemoryBudgetError: none fits.
         """
         controller = self.controller
         if value == "solve":
             controller.solves = True
             return
-        if not 0.0 <= value <= 1.0:
+        if isinstance(value, str) or not 0.0 <= value <= 1.0:
             raise ConfigError(f'gpu_fraction must be "solve" or a number in [0, 1], got {value}')
         number = round(value * len(self._bytes))
         limits = self._current_limits()
