@@ -16,7 +16,8 @@ from hytrain.offload.threads import ThreadChoice
 from hytrain.optim.placement import MemorySettings, PlacementManager
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.memory import Bounds, check_fits
+from hytrain.placement.errors import MemoryBudgetError
+from hytrain.placement.memory import Bounds, bounds, check_fits
 from hytrain.placement.records import Decision
 from hytrain.profile.calibration import gpu_seconds_per_parameter
 from hytrain.profile.cost_estimator import CostEstimator, InitialRates
@@ -54,7 +55,8 @@ def plan_placement(
     fits: activations are not known yet.
 
     Raises:
-        MemoryBudgetError: the state fits in no split of GPU and host (solved k only).
+        MemoryBudgetError: the state of some rank fits in no split of GPU and host (solved k only);
+            raised on all ranks.
     """
     layer_bytes = tuple(
         LayerBytes(
@@ -76,12 +78,19 @@ def plan_placement(
     limits = MemoryProbe(layer_bytes, device).limits(
         memory.reserves, memory.gpu_base, 0, ranks_on_host
     )
-    # Nobody allocates before all ranks of the host have seen what it has.
-    collectives.all_reduce(torch.zeros(1, device=device))
+    fit = bounds(layer_bytes, limits, memory.staging_bytes)
+    unfit = torch.tensor([float(config.gpu_fraction == "solve" and not fit.fits)], device=device)
+    # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
+    collectives.all_reduce(unfit)
     if config.gpu_fraction == "solve":
         allowed = check_fits(
             layer_bytes, limits, memory.staging_bytes, num_ranks=collectives.world_size
         )
+        if unfit.item():
+            raise MemoryBudgetError(
+                "the optimizer state of another rank fits in no split between its GPU and host: "
+                "see that rank's message; nothing was allocated"
+            )
         num_gpu = allowed.min_gpu_layers
         reason = (
             "before the first step, when times and activations are not known: the fewest GPU "
