@@ -1,0 +1,121 @@
+"""What happens while layers are on their way: checkpoints, the end, faults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import built, environment, make_config
+from support.models import make_model
+from support.resume import Run, assert_same, assert_same_state, engine_of, snapshot, train
+from support.shadow import Shadow
+from training import backward, inputs
+
+from hytrain.errors import EngineClosedError, WorkerError
+
+pytestmark = pytest.mark.timeout(60)
+
+SLOW = ("HYTRAIN_DELAYS", "4:2000")
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0])
+def test_saved_and_loaded_while_layers_move(tmp_path: Path, number: float) -> None:
+    run = Run(gpu_fraction=1.0 - number)
+    with environment(*SLOW), engine_of(run) as engine:
+        train(engine, 0, 3)
+        engine.set_gpu_fraction(number)
+        engine.save_checkpoint(str(tmp_path))
+        saved = snapshot(engine)
+        losses = train(engine, 3, 6)
+        end = snapshot(engine)
+    with environment(*SLOW), engine_of(run.another()) as engine:
+        train(engine, 10, 12)
+        engine.set_gpu_fraction(number)
+        engine.load_checkpoint(str(tmp_path))
+        assert_same(snapshot(engine), saved)
+        engine.set_gpu_fraction(0.5)
+        assert train(engine, 3, 6) == losses
+        assert_same(snapshot(engine), end)
+
+
+def test_a_state_dict_right_after_a_move() -> None:
+    run = Run(gpu_fraction=0.5)
+    with environment(*SLOW), engine_of(run) as engine:
+        train(engine, 0, 3)
+        before = snapshot(engine)
+        for fraction in (0.0, 1.0, 0.5, 1.0):
+            engine.set_gpu_fraction(fraction)
+            assert_same_state(snapshot(engine), before)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_the_engine_is_destroyed_while_layers_move(fraction: float) -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)  # threads that torch keeps are there from here on
+        engine.step()
+    before = len(os.listdir("/proc/self/task"))
+    with (
+        environment(*SLOW),
+        built(make_model("mlp"), make_config(gpu_fraction=1.0 - fraction)) as engine,
+    ):
+        backward(engine, 0)
+        engine.step()
+        engine.set_gpu_fraction(fraction)
+        arenas = engine.optimizer.pipeline.cpu.pinned._arenas
+    assert len(os.listdir("/proc/self/task")) == before
+    assert all(arena._export is None for arena in arenas)
+    with pytest.raises(EngineClosedError):
+        engine.set_gpu_fraction(0.5)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_fault_in_a_move_is_raised_with_the_layers_name(fraction: float) -> None:
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0 - fraction)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        engine.synchronize()
+        engine.optimizer.pipeline.cpu.worker.fail_at(3)
+        name = engine.optimizer.layer_states[3].name
+
+        def go_on() -> None:
+            engine.set_gpu_fraction(fraction)
+            for number in range(3):
+                backward(engine, number)
+                engine.step()
+
+        with pytest.raises(WorkerError, match=f"at layer '{name}': injected fault"):
+            go_on()
+
+
+def test_weights_are_read_while_their_state_moves() -> None:
+    """A move touches no training copy: no forward waits for one."""
+    with environment(*SLOW), built(make_model("mlp"), make_config()) as engine:
+        shadow = Shadow(engine)
+        for number in range(6):
+            backward(engine, number)
+            shadow.step()
+            engine.set_gpu_fraction(1.0 - number % 2)
+            with torch.no_grad():
+                engine(**inputs(7))
+            shadow.assert_copy_is_current()
+        shadow.check()
+
+
+def test_a_second_engine_is_not_touched() -> None:
+    config = make_config(gpu_fraction=0.5, clipping=0.1)
+    with (
+        environment("HYTRAIN_DELAYS", "3:200"),
+        built(make_model("mlp", seed=1), config) as one,
+        built(make_model("mlp", seed=2), config) as two,
+    ):
+        shadows = [Shadow(one), Shadow(two)]
+        for number in range(8):
+            for engine, shadow in zip((one, two), shadows, strict=True):
+                backward(engine, number)
+                shadow.step()
+            (one, two)[number % 2].set_gpu_fraction(number % 3 / 2)
+        for shadow in shadows:
+            shadow.check()
