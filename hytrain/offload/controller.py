@@ -25,6 +25,8 @@ _MOVE_BYTES_PER_SECOND = 20e9
 """Of a state on its way through bounce buffers, while it keeps the worker from updating."""
 _SETTLED_STEPS = 4
 """Steps after the last move whose times are taken for those of the new placement."""
+_SAME_MEMORY = 1.02
+"""A GPU counts as large as another that has at most this much more memory."""
 _RETRY_STEPS = 200
 """Steps after which a number of GPU layers that did not fit is tried again."""
 
@@ -121,13 +123,18 @@ class PlacementController:
             self._solved_with = (costs, allowed)
         solution = self._solution
         assert solution is not None
+        here = self.num_gpu_layers
         # The closed form is there to reproduce the published system: it is followed as it is.
-        if self._settings.method == "pipeline" and not worth_moving(
-            solution, self.num_gpu_layers, self._move_seconds
-        ):
-            return
-        if solution.gpu_layers != self.num_gpu_layers:
-            self._decide(step, solution, costs, limits)
+        moves = solution.gpu_layers != here and (
+            self._settings.method == "closed_form"
+            or worth_moving(solution, here, self._move_seconds)
+        )
+        if moves:
+            self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
+        elif self.decisions[-1].costs is None:
+            # Nothing moves, but now it is known why.
+            reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
+            self._decide(step, solution, here, reason, costs, limits)
 
     def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
         allowed = bounds(self._bytes, limits, self._settings.staging_bytes)
@@ -159,17 +166,23 @@ class PlacementController:
         return Bounds(allowed.num_layers, here, here)
 
     def _decide(
-        self, step: int, solution: Solution, costs: StepCosts, limits: MemoryLimits
+        self,
+        step: int,
+        solution: Solution,
+        gpu_layers: int,
+        reason: str,
+        costs: StepCosts,
+        limits: MemoryLimits,
     ) -> None:
-        self.target = solution.gpu_layers
+        self.target = gpu_layers
         self._record(
             Decision(
                 step=step,
                 gpu_layers_before=self.num_gpu_layers,
-                gpu_layers_target=solution.gpu_layers,
+                gpu_layers_target=gpu_layers,
                 num_layers=len(self._layers),
-                reason=solution.reason,
-                predicted_seconds=solution.predicted_seconds,
+                reason=reason,
+                predicted_seconds=solution.predictions[gpu_layers].step_seconds,
                 measured_seconds=None,
                 closed_form_k=solution.closed_form_k,
                 bounds=solution.bounds,
@@ -206,10 +219,26 @@ class PlacementController:
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
-        """The decisions of this run follow on those of an earlier one."""
+        """The decisions of this run follow on those of an earlier one.
+
+        Where the earlier run had the same layers and the same GPU memory, this one starts where
+        that ended; its first solve comes when its own times are known.
+        """
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
         self._too_many = self._too_few = None
+        if self.solves and history and self._is_comparable(history[-1]):
+            last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
+            if last != self.num_gpu_layers:
+                self.order(step, last, f"resumed: {last} layers were on the GPU before")
+
+    def _is_comparable(self, earlier: Decision) -> bool:
+        now = self.decisions[-1]
+        if earlier.layer_bytes != now.layer_bytes:
+            return False
+        if earlier.limits.gpu is None or now.limits.gpu is None:
+            return earlier.limits.gpu is now.limits.gpu
+        return earlier.limits.gpu <= now.limits.gpu * _SAME_MEMORY
 
     def measured(self, seconds: float) -> None:
         """What the step takes with the last decision, once it is carried out."""

@@ -20,6 +20,8 @@ from hytrain.profile.step_timer import StepTimer
 _PROBE_STEPS = 3
 """The first steps, all of whose allocations are followed."""
 _PROBE_EVERY = 20
+_WARM_UP = 2
+_LEAST_SAMPLES = 2
 _MEASURE_ALL = 8
 _MEASURE_EVERY = 4
 """Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
@@ -67,6 +69,7 @@ class PlacementManager:
         self._limits: MemoryLimits | None = None
         self._steps = 0
         self._measured_since = 0
+        self._warm_up = _WARM_UP
 
     # -- through a step ------------------------------------------------------------------------
 
@@ -93,14 +96,17 @@ class PlacementManager:
         samples = self.timer.take()
         if any(estimator.is_news(sample) for sample in samples):
             self._measured_since = 0
-        estimator.add_samples(samples)
+        # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
+        warm = min(self._warm_up, len(samples))
+        self._warm_up -= warm
+        estimator.add_samples(samples[warm:])
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
         if not controller.is_due(self._steps):
             return
         costs = estimator.costs()
-        if costs is not None:
+        if costs is not None and estimator.num_samples >= _LEAST_SAMPLES:
             controller.consider(self._steps, costs, self._current_limits())
 
     def _measures_next(self) -> bool:

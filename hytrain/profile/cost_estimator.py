@@ -15,6 +15,8 @@ from hytrain.profile.step_timer import StepSample
 
 _WINDOW = 5
 """Steps. Medians over them follow a change within three steps and are blind to an outlier."""
+_STALE = 20
+"""Calls of add_spans after which a pass that others have replaced counts as not seen."""
 _CLIP_WINDOW = 16
 # Bytes of memory traffic a parameter of the three passes, bf16 gradients and weights: what one
 # takes tells what the others will, until they have been seen.
@@ -79,6 +81,8 @@ class CostEstimator:
         self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
         self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in _TRAFFIC}
+        self._calls = 0
+        self._seen_at: dict[_Kind, int] = {}
         self._sums: dict[_Kind, tuple[float, int]] = {}
         self._least = _LARGE_SHARE * float(np.median([layer.parameters for layer in layers]))
         self._gpu_rates: deque[float] = deque(maxlen=_WINDOW)
@@ -92,6 +96,11 @@ class CostEstimator:
         for sample in samples:
             self._samples.append(sample)
             self._add_gpu_rate(sample)
+
+    @property
+    def num_samples(self) -> int:
+        """Steps that the medians are over."""
+        return len(self._samples)
 
     def is_news(self, sample: StepSample) -> bool:
         """Whether a step differs from the last ones by more than 5 % of a step."""
@@ -114,6 +123,7 @@ class CostEstimator:
 
     def add_spans(self, spans: Iterable[_C.JobSpan]) -> None:
         """The worker's jobs since the last call, in the order they ended; one call a step."""
+        self._calls += 1
         for span in spans:
             seconds = (span.end_ns - span.begin_ns - span.wait_gradient_ns) / 1e9
             job = self._jobs.get(span.layer)
@@ -132,6 +142,7 @@ class CostEstimator:
             # A small layer alone tells nothing about the others.
             if parameters >= self._least:
                 self._passes[kind].append(seconds / parameters)
+                self._seen_at[kind] = self._calls
                 del self._sums[kind]
 
     def _close(self, layer: int, job: _OpenJob) -> None:
@@ -171,11 +182,12 @@ class CostEstimator:
 
     def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
         """Of one of the worker's passes; from another one's where it has not been seen."""
-        if self._passes[kind]:
+        latest = max(self._seen_at.values(), default=0)
+        if self._passes[kind] and latest - self._seen_at[kind] < _STALE:
             return float(np.median(self._passes[kind]))
         for other in _TRAFFIC:
-            if self._passes[other]:
-                return self.cpu_seconds_per_parameter(other) * _TRAFFIC[kind] / _TRAFFIC[other]
+            if other in self._seen_at and latest - self._seen_at[other] < _STALE:
+                return float(np.median(self._passes[other])) * _TRAFFIC[kind] / _TRAFFIC[other]
         return self._rates.cpu_seconds_per_parameter * _TRAFFIC[kind] / _TRAFFIC["update"]
 
     def costs(self) -> StepCosts | None:
