@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
 from support.models import make_model
 from support.resume import Run, assert_same, assert_same_state, engine_of, snapshot, train
@@ -14,6 +15,7 @@ from support.shadow import Shadow
 from training import backward, inputs
 
 from hytrain.errors import EngineClosedError, WorkerError
+from hytrain.layers.state import LayerState
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,3 +121,53 @@ def test_a_second_engine_is_not_touched() -> None:
             (one, two)[number % 2].set_gpu_fraction(number % 3 / 2)
         for shadow in shadows:
             shadow.check()
+
+
+@pytest.mark.parametrize("clipping", [0.02, 100.0])
+def test_every_block_is_entered_with_its_newest_weights(clipping: float) -> None:
+    model = make_model("mlp")
+    config = make_config(clipping=clipping)
+    with environment("HYTRAIN_DELAYS", "2:1000"), built(model, config) as engine:
+        shadow = Shadow(engine)
+        entered = 0
+
+        def check(state: LayerState) -> None:
+            nonlocal entered
+            entered += 1
+            for start, weights in state.storage.shard_slices(state.begin, state.end):
+                at = start - state.begin
+                expected = shadow.shards[state.index].p[at : at + weights.numel()]
+                assert_same_bits(state.name, weights.clone(), expected.to(weights.dtype))
+
+        for state in shadow.states:
+            if state.layout.block is not None:
+                state.layout.block.register_forward_pre_hook(lambda *_rest, s=state: check(s))
+        for number in range(12):
+            backward(engine, number)
+            shadow.step()
+            engine.set_gpu_fraction((1.0, 0.0, 0.5)[number % 3])
+        shadow.check()
+        assert entered == 12 * 4
+
+
+def test_waits_are_counted_to_who_made_the_weights() -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        timer = engine.optimizer.timer
+        waits: list[bool] = []
+        begins = timer.wait_begins
+
+        def record(index: int, *, on_cpu: bool) -> None:
+            waits.append(on_cpu)
+            begins(index, on_cpu=on_cpu)
+
+        timer.wait_begins = record
+        seen: list[set[bool]] = []
+        for number in range(5):
+            backward(engine, number)
+            seen.append(set(waits))
+            waits.clear()
+            engine.step()
+            if number in (1, 3):
+                engine.set_gpu_fraction(1.0 if number == 1 else 0.0)
+        # In the first forward after a move the weights still are those that the old side made.
+        assert seen == [set(), {True}, {True}, {False}, {False}]
