@@ -44,12 +44,17 @@ class Steps:
 
 def least_cost(members: Sequence[Steps], demand: int) -> float:
     """The least cost of reaching the demand; infinite where they cannot."""
+    return float(least_costs(members, demand)[demand])
+
+
+def least_costs(members: Sequence[Steps], demand: int) -> Floats:
+    """The least cost of reaching each demand 0..demand."""
     cost = _nothing(demand)
     for steps in members:
         if not len(steps.amounts):
-            return float("inf")
+            return np.full(demand + 1, np.inf)
         cost = _candidates(cost, steps, demand).min(axis=0)
-    return float(cost[demand])
+    return cost
 
 
 def cheapest(members: Sequence[Steps], demand: int) -> list[int]:

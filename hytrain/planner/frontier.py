@@ -1,0 +1,360 @@
+"""How much state a cluster can hold while it computes the batch in a given time.
+
+The state is counted in units: a whole number of them is the model. For a time T and a rank, every
+load (samples, micro-batch, activations) leaves room for g units that the GPU keeps and updates and
+for c that the CPU updates. The ranks of a host share its memory and bandwidth, H units in all, of
+which offloaded activations draw some. A choice of loads on a host therefore holds
+
+    min( sum (g - draw) + H,  sum (g + c) )      units,
+
+so each load comes down to three numbers: samples, a = g - draw, d = g + c. A table over (samples,
+sum of a) has the largest sum of d (:class:`HostTable`); hosts are then independent, and what they
+hold for each number of samples adds up (cover.py).
+
+Two readings of every number make it a bound on either side. *Inner*: whatever is held is rounded
+down, whatever is drawn up, and the choice can be carried out but for whole layers where a host's
+limit binds. *Outer*: the other way around, and
+what is impossible here is impossible. Between them lie the grid (a unit a rank), the corners that
+stage 3 cuts off, whole layers where a host's limit binds, and, where a batch is no multiple of its
+micro-batch, its kept activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hytrain.planner.cover import Ints, Steps, cheapest, least_costs
+from hytrain.planner.loads import (
+    Collectives,
+    Columns,
+    Load,
+    cpu_capacity,
+    gpu_capacity,
+    host_capacity,
+    host_draw,
+    largest_shards,
+    load,
+)
+from hytrain.planner.problem import GpuProfile, Host, PlanProblem
+
+_Table = npt.NDArray[np.int64]
+
+_NEVER = -(2**40)
+# All batches up to here are loads of their own; of larger ones only multiples of a micro-batch.
+_MOST_BATCHES = 64
+# In stage 3 what the CPU updates takes room on the GPU, too: so many points on that line.
+_CORNERS = 8
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """All loads of a rank.
+
+    Attributes:
+        host: the rank's.
+        gpu: the rank's.
+        loads: as they would be carried out.
+        amounts: samples that each computes.
+        inner: their numbers.
+        outer: their numbers with as few samples as the same micro-batches allow.
+    """
+
+    host: Host
+    gpu: GpuProfile
+    loads: tuple[Load, ...]
+    amounts: Ints
+    inner: Columns
+    outer: Columns
+
+    @staticmethod
+    def of(problem: PlanProblem, host: Host, gpu: GpuProfile, collectives: Collectives) -> Menu:
+        """Loads that leave no room on the GPU are left out."""
+        inner: list[Load] = []
+        outer: list[Load] = []
+        if problem.allow_idle:
+            idle = load(problem, gpu, collectives, 0, 0, "keep")
+            inner, outer = [idle], [idle]
+        for policy in problem.activations:
+            for size in range(1, problem.batch + 1):
+                if gpu.peak_bytes.at(size) > gpu.memory_bytes:
+                    continue
+                for least, batch in _batches(problem.batch, size):
+                    few = load(problem, gpu, collectives, least, size, policy)
+                    if few.room < 0.0:
+                        break
+                    full = few
+                    if least != batch:
+                        full = load(problem, gpu, collectives, batch, size, policy)
+                    inner.append(full)
+                    outer.append(few)
+        amounts = np.array([work.batch for work in inner], dtype=np.intp)
+        return Menu(host, gpu, tuple(inner), amounts, Columns.of(inner), Columns.of(outer))
+
+
+def _batches(most: int, size: int) -> list[tuple[int, int]]:
+    """(fewest, most) samples of each load with micro-batches of a size."""
+    if most <= _MOST_BATCHES:
+        return [(batch, batch) for batch in range(size, most + 1)]
+    ends = [min(number * size, most) for number in range(1, -(-most // size) + 1)]
+    return [(size if index == 0 else ends[index - 1] + 1, end) for index, end in enumerate(ends)]
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What a rank offers in a time, without what another offer beats in all three numbers.
+
+    Attributes:
+        amounts: samples.
+        keeps: a, in units; may be negative.
+        holds: d, in units.
+        labels: positions in the menu.
+    """
+
+    amounts: Ints
+    keeps: Ints
+    holds: Ints
+    labels: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The units that state is counted in.
+
+    Attributes:
+        units: of the whole model.
+        most: that one rank may own.
+        outer: the reading of every number, see the module.
+    """
+
+    units: int
+    most: int
+    outer: bool
+
+    def held(self, parameters: npt.NDArray[np.float64], whole: int) -> Ints:
+        """Units of what is held, at most what a rank may own."""
+        exact = np.minimum(parameters / whole * self.units, self.most)
+        rounded = np.ceil(exact) if self.outer else np.floor(exact + _ROUNDING)
+        return rounded.astype(np.intp)
+
+    def drawn(self, parameters: npt.NDArray[np.float64], whole: int) -> Ints:
+        """Units of what is taken away."""
+        exact = parameters / whole * self.units
+        rounded = np.floor(exact) if self.outer else np.ceil(exact - _ROUNDING)
+        return rounded.astype(np.intp)
+
+
+def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
+    """What a rank can do in a step of so many seconds."""
+    whole = problem.model.parameters
+    columns = menu.outer if grid.outer else menu.inner
+    on_cpu = cpu_capacity(problem, menu.host, menu.gpu, columns, step)
+    # A shard of whole layers; g + c alone would count parts of layers.
+    largest = largest_shards(problem, menu.host, menu.gpu, columns, step).max(axis=1)
+    possible = largest >= 0.0
+    held, moved = host_draw(problem, columns.offloaded)
+    limits = host_capacity(problem, menu.host, step)
+    # All ranks together may not draw more than there is: by the inner reading each a part of it.
+    sharers = 1 if grid.outer else len(menu.host.gpus)
+    possible &= (held * sharers <= limits[0]) & (moved * sharers <= limits[1])
+    drawn = grid.drawn(np.minimum(held, moved) if grid.outer else np.maximum(held, moved), whole)
+    corners = _CORNERS if problem.stage == 3 else 0
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for corner in range(corners + 1):
+        high = on_cpu * (corner / corners) if corners else on_cpu
+        low = on_cpu * (max(0, corner - 1) / corners) if corners else on_cpu
+        on_gpu = gpu_capacity(problem, menu.gpu, columns, step, low if grid.outer else high)
+        able = possible & (on_gpu >= 0.0)
+        on_gpu = np.maximum(on_gpu, 0.0)
+        keeps = grid.held(on_gpu, whole) - drawn
+        holds = grid.held(np.minimum(on_gpu + high, largest), whole)
+        labels = np.flatnonzero(able)
+        parts.append((menu.amounts[able], keeps[able], holds[able], labels))
+    amounts, keeps, holds, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+    kept = _undominated(amounts, keeps, holds)
+    return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept])
+
+
+def _undominated(amounts: Ints, keeps: Ints, holds: Ints) -> list[int]:
+    """Positions of those that no other reaches in all three numbers; of equals the first."""
+    if not len(amounts):
+        return []
+    shifted = keeps - int(keeps.min())
+    # best[a]: the most that those taken so far, which have as many samples, hold with that or more.
+    best = np.full(int(shifted.max()) + 1, -1, dtype=np.intp)
+    kept: list[int] = []
+    for index in np.lexsort((-shifted, -holds, -amounts)).tolist():
+        keep, hold = int(shifted[index]), int(holds[index])
+        if best[keep] < hold:
+            kept.append(index)
+            np.maximum(best[: keep + 1], hold, out=best[: keep + 1])
+    return kept
+
+
+class HostTable:
+    """What the ranks of one host hold together, for each number of samples."""
+
+    def __init__(self, members: Sequence[Offers], limit: int, grid: Grid, batch: int) -> None:
+        """
+        Args:
+            members: offers of each rank; none may be empty.
+            limit: H, units that the host can hold and update.
+            grid: the units.
+            batch: samples of the global batch.
+        """
+        self._members = members
+        self._batch = min(batch, sum(int(offer.amounts.max()) for offer in members))
+        # Where the host's limit binds no choice, only the sum of d counts.
+        slack = sum(int((offer.holds - offer.keeps).max()) for offer in members) <= limit
+        lowest = [0 if slack else min(0, int(offer.keeps.min())) for offer in members]
+        self._keeps = [
+            np.zeros_like(offer.keeps) if slack else offer.keeps - low
+            for offer, low in zip(members, lowest, strict=True)
+        ]
+        self._limit = grid.units if slack else limit + sum(lowest)
+        self._most = min(grid.units - sum(lowest), sum(int(keeps.max()) for keeps in self._keeps))
+        table = np.full((self._batch + 1, self._most + 1), _NEVER, dtype=np.int64)
+        table[0, 0] = 0
+        self._tables = [table]
+        for offer, keeps in zip(members, self._keeps, strict=True):
+            table = self._with(table, offer, keeps)
+            self._tables.append(table)
+        capped = np.minimum(table, np.arange(self._most + 1) + self._limit)
+        self._best = np.minimum(capped, grid.units)
+
+    def _with(self, table: _Table, offer: Offers, keeps: Ints) -> _Table:
+        """One more rank: each demand is what is left of it for the others, or nothing."""
+        wide = int(min(offer.amounts.max(), self._batch))
+        deep = int(min(keeps.max(), self._most))
+        padded = np.pad(table, ((wide, 0), (deep, 0)), mode="edge")
+        rows, columns = table.shape
+        result = np.full_like(table, _NEVER)
+        for amount, keep, hold in zip(
+            offer.amounts.tolist(), keeps.tolist(), offer.holds.tolist(), strict=True
+        ):
+            top, left = wide - min(amount, wide), deep - min(keep, deep)
+            candidate = padded[top : top + rows, left : left + columns] + hold
+            np.maximum(result, candidate, out=result)
+        return result
+
+    def steps(self) -> Steps:
+        """(samples, less than nothing by what is held); labels are the samples."""
+        best = self._best.max(axis=1)
+        samples = np.flatnonzero(best > _NEVER // 2)
+        steps = Steps.pareto(samples, -best[samples].astype(np.float64))
+        return Steps(steps.amounts, steps.costs, samples[steps.labels])
+
+    def trace(self, samples: int) -> list[int]:
+        """The menu's position that each rank takes, for a label of :meth:`steps`."""
+        row, column = samples, int(self._best[samples].argmax())
+        labels: list[int] = []
+        for number in reversed(range(len(self._members))):
+            offer, keeps = self._members[number], self._keeps[number]
+            rows = np.maximum(row - offer.amounts, 0)
+            columns = np.maximum(column - keeps, 0)
+            sums = self._tables[number][rows, columns] + offer.holds
+            taken = int(sums.argmax())
+            labels.append(int(offer.labels[taken]))
+            row, column = int(rows[taken]), int(columns[taken])
+        return labels[::-1]
+
+
+class Frontier:
+    """All ranks of a problem with even or with unequal shards."""
+
+    def __init__(self, problem: PlanProblem, *, even: bool) -> None:
+        self.problem = problem
+        self.even = even
+        collectives = Collectives.of(problem, even=even)
+        menus: dict[tuple[Host, GpuProfile], Menu] = {}
+        for host, gpu in problem.cluster.ranks:
+            kind = (_nameless(host), gpu)
+            if kind not in menus:
+                menus[kind] = Menu.of(problem, host, gpu, collectives)
+        self.menus = menus
+        num_ranks = problem.cluster.num_ranks
+        units = max(512, min(16 * num_ranks, 2048))
+        self._units = -(-units // num_ranks) * num_ranks
+
+    def menu(self, host: Host, gpu: GpuProfile) -> Menu:
+        """The loads of a rank."""
+        return self.menus[_nameless(host), gpu]
+
+    def choose(self, step: float, *, outer: bool) -> list[Load] | None:
+        """A load for each rank that leaves room for all state; None where there are none.
+
+        The samples may be more than the batch.
+        """
+        problem = self.problem
+        grid = self._grid(outer)
+        tables = self._tables(step, grid)
+        if tables is None:
+            return None
+        hosts = problem.cluster.hosts
+        steps = {kind: table.steps() for kind, table in tables.items()}
+        members = [steps[_nameless(host)] for host in hosts]
+        if -least_costs(members, problem.batch)[problem.batch] < grid.units:
+            return None
+        chosen: list[Load] = []
+        for host, samples in zip(hosts, cheapest(members, problem.batch), strict=True):
+            positions = tables[_nameless(host)].trace(samples)
+            for gpu, position in zip(host.gpus, positions, strict=True):
+                chosen.append(self.menu(host, gpu).loads[position])
+        return chosen
+
+    def held(self, step: float) -> float:
+        """The most of the state that can be held, as a share, by the outer reading."""
+        grid = self._grid(outer=True)
+        tables = self._tables(step, grid)
+        if tables is None:
+            return 0.0
+        steps = {kind: table.steps() for kind, table in tables.items()}
+        members = [steps[_nameless(host)] for host in self.problem.cluster.hosts]
+        most = -float(least_costs(members, self.problem.batch)[self.problem.batch])
+        return max(0.0, most / grid.units)
+
+    def _grid(self, outer: bool) -> Grid:
+        most = self._units // self.problem.cluster.num_ranks if self.even else self._units
+        return Grid(self._units, most, outer)
+
+    def _tables(self, step: float, grid: Grid) -> dict[Host, HostTable] | None:
+        """For each kind of host; None where a rank can do nothing in time."""
+        problem = self.problem
+        offered = {kind: offers(problem, menu, step, grid) for kind, menu in self.menus.items()}
+        if not all(len(offer.amounts) for offer in offered.values()):
+            return None
+        tables: dict[Host, HostTable] = {}
+        for host in problem.cluster.hosts:
+            kind = _nameless(host)
+            if kind not in tables:
+                limit = min(host_capacity(problem, host, step)) / problem.model.parameters
+                units = limit * grid.units
+                whole = math.ceil(units) if grid.outer else math.floor(units + _ROUNDING)
+                members = [offered[kind, gpu] for gpu in host.gpus]
+                tables[kind] = HostTable(members, whole, grid, problem.batch)
+        return tables
+
+    def longest(self) -> float:
+        """Seconds after which no further time would let anything more fit."""
+        problem = self.problem
+        whole = problem.model.parameters
+        seconds = 0.0
+        for menu in self.menus.values():
+            if not menu.loads:
+                continue
+            slowest = 2.0 * float(menu.inner.compute.max())
+            copies = (2.0 * whole + float(menu.inner.offloaded.max())) / menu.gpu.copy_rate
+            updates = whole / menu.gpu.update_rate + whole / menu.host.rank_update_rate
+            moved = problem.update_bytes * whole / menu.host.bandwidth
+            seconds = max(seconds, slowest + copies + updates + moved)
+        return seconds
+
+
+def _nameless(host: Host) -> Host:
+    """Hosts that differ in name only are one kind."""
+    return Host("", host.gpus, host.cores, host.memory_bytes, host.bandwidth, host.update_rates)

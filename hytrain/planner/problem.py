@@ -1,0 +1,199 @@
+"""What a plan is made from: profiles of GPUs, the cluster, the model, the batch. Plain data.
+
+The problem is larger than Cephalo's (uneven.py), since optimizer state may live on the host and be
+updated there. For each rank a plan decides the samples b of the global batch, the micro-batch m,
+the shard s of the state, how many of the L layers are updated on the GPU (K), and whether the
+activations between layers are kept or offloaded. loads.py has the times and the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hytrain.planner.curves import Table
+from hytrain.planner.errors import PlanError
+
+Activations = Literal["keep", "offload"]
+
+
+def _positive(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 < value < math.inf:
+            raise PlanError(f"{what}: {name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProfile:
+    """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
+
+    Attributes:
+        name: the device's.
+        memory_bytes: what the process may use of it, reserve taken off.
+        forward_ms: one layer's forward against the samples of a micro-batch.
+        backward_ms: one layer's backward without recompute.
+        peak_bytes: C, against the samples of a micro-batch: peak of all but the training copy, the
+            optimizer state and the activations between layers.
+        idle_bytes: C where no sample is computed.
+        update_rate: parameters/s that the GPU updates.
+        copy_rate: bytes/s to the host, and at the same time from it.
+        outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
+            passes; None for nothing.
+    """
+
+    name: str
+    memory_bytes: int
+    forward_ms: Table
+    backward_ms: Table
+    peak_bytes: Table
+    idle_bytes: int
+    update_rate: float
+    copy_rate: float
+    outside_ms: Table | None = None
+
+    def __post_init__(self) -> None:
+        _positive(
+            self.name,
+            memory_bytes=self.memory_bytes,
+            update_rate=self.update_rate,
+            copy_rate=self.copy_rate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine. Its ranks divide the cores equally, and share memory and bandwidth as needed.
+
+    Attributes:
+        name: its own.
+        gpus: a rank each, in order.
+        cores: that the ranks may use.
+        memory_bytes: that the ranks may use together.
+        bandwidth: bytes/s of its memory.
+        update_rates: parameters/s of a CPU update against the number of cores.
+    """
+
+    name: str
+    gpus: tuple[GpuProfile, ...]
+    cores: int
+    memory_bytes: int
+    bandwidth: float
+    update_rates: Table
+
+    def __post_init__(self) -> None:
+        if not self.gpus:
+            raise PlanError(f"host {self.name} has no GPU")
+        _positive(f"host {self.name}", cores=self.cores, bandwidth=self.bandwidth)
+        if self.memory_bytes < 0:
+            raise PlanError(f"host {self.name}: memory_bytes must not be negative")
+        if self.rank_update_rate <= 0.0:
+            raise PlanError(f"host {self.name}: update_rates gives no rate for a rank's cores")
+
+    @property
+    def rank_update_rate(self) -> float:
+        """Parameters/s of a CPU update with one rank's part of the cores."""
+        return self.update_rates.at(self.cores / len(self.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All ranks, and what their collectives cost.
+
+    Attributes:
+        hosts: in rank order.
+        all_gather_ms: of an evenly split layer over all ranks, against its bytes.
+        reduce_scatter_ms: likewise.
+        uneven_factor: what unequal shards cost in both.
+    """
+
+    hosts: tuple[Host, ...]
+    all_gather_ms: Table
+    reduce_scatter_ms: Table
+    uneven_factor: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise PlanError("a cluster needs at least one host")
+        if not 1.0 <= self.uneven_factor < math.inf:
+            raise PlanError(f"uneven_factor must be at least 1, got {self.uneven_factor}")
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs of all hosts."""
+        return sum(len(host.gpus) for host in self.hosts)
+
+    @property
+    def ranks(self) -> list[tuple[Host, GpuProfile]]:
+        """Host and GPU of each rank."""
+        return [(host, gpu) for host in self.hosts for gpu in host.gpus]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, as equal layers.
+
+    Attributes:
+        name: its own.
+        num_layers: L.
+        parameters: of all of it.
+        boundary_bytes: activations between two layers, per sample.
+    """
+
+    name: str
+    num_layers: int
+    parameters: int
+    boundary_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(f"model {self.name}", num_layers=self.num_layers, parameters=self.parameters)
+
+    @property
+    def layer_bytes(self) -> float:
+        """The training copy of one layer."""
+        return 2.0 * self.parameters / self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """A batch and a model's state, to be dealt to the ranks of a cluster.
+
+    Attributes:
+        cluster: who.
+        model: what.
+        batch: samples of the global batch.
+        stage: of ZeRO; 3 shards the training copy too.
+        activations: which policies for activations between layers may be used.
+        accumulation_ms: what each further micro-batch adds to a layer's backward.
+        gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy.
+        host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
+        update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
+        allow_idle: whether a rank may compute nothing and only hold state.
+    """
+
+    cluster: Cluster
+    model: Model
+    batch: int
+    stage: Literal[1, 2, 3] = 2
+    activations: tuple[Activations, ...] = ("keep", "offload")
+    accumulation_ms: float = 0.0
+    gpu_state_bytes: int = 14
+    host_state_bytes: int = 14
+    update_bytes: int = 30
+    allow_idle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise PlanError(f"a batch of {self.batch} samples: at least 1 is needed")
+        if self.stage not in (1, 2, 3):
+            raise PlanError(f"stage must be 1, 2 or 3, got {self.stage}")
+        if not self.activations or set(self.activations) - {"keep", "offload"}:
+            raise PlanError(f'activations must be "keep" or "offload", got {self.activations}')
+        if not 0.0 <= self.accumulation_ms < math.inf:
+            raise PlanError(f"accumulation_ms must not be negative, got {self.accumulation_ms}")
+        _positive(
+            "bytes a parameter",
+            gpu_state_bytes=self.gpu_state_bytes,
+            host_state_bytes=self.host_state_bytes,
+            update_bytes=self.update_bytes,
+        )

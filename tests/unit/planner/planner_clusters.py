@@ -1,0 +1,170 @@
+"""Small random clusters, and the best plan for them by trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from hypothesis import strategies as st
+
+from hytrain.planner.curves import Table
+from hytrain.planner.loads import Collectives, Load, load
+from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+
+PARAMETERS = 1_000_000_000
+
+
+@st.composite
+def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
+    ms = draw(st.integers(1, 40))
+    return GpuProfile(
+        name=name,
+        memory_bytes=draw(st.integers(1, 24)) * 10**9,
+        forward_ms=Table(((1.0, ms), (2.0, ms * draw(st.sampled_from((1.2, 1.6, 2.0)))))),
+        backward_ms=Table(((1.0, 2.0 * ms), (2.0, 4.0 * ms))),
+        peak_bytes=Table(((1.0, 5e8), (2.0, 5e8 + draw(st.integers(1, 20)) * 1e8))),
+        idle_bytes=draw(st.sampled_from((0, 5 * 10**8))),
+        update_rate=draw(st.sampled_from((5e9, 1e11))),
+        copy_rate=draw(st.sampled_from((5e9, 5e10))),
+        outside_ms=draw(st.sampled_from((None, Table(((1.0, 3.0),))))),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
+    types = [draw(_gpus("x")), draw(_gpus("y"))]
+    names = draw(st.lists(st.sampled_from((0, 1)), min_size=1, max_size=most_ranks))
+    cut = draw(st.integers(0, len(names) - 1))
+    hosts = [
+        Host(
+            name=f"host{number}",
+            gpus=tuple(types[kind] for kind in kinds),
+            cores=8,
+            memory_bytes=draw(st.sampled_from((0, 4, 8, 16, 64))) * 10**9,
+            bandwidth=draw(st.sampled_from((2e10, 1e11))),
+            update_rates=Table(((8.0, draw(st.sampled_from((5e8, 5e9)))),)),
+        )
+        for number, kinds in enumerate((names[:cut], names[cut:]))
+        if kinds
+    ]
+    return Cluster(
+        hosts=tuple(hosts),
+        all_gather_ms=Table(((1.0, draw(st.sampled_from((0.0, 1e-8)))),)),
+        reduce_scatter_ms=Table(((1.0, draw(st.sampled_from((0.0, 2e-8)))),)),
+    )
+
+
+@st.composite
+def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProblem:
+    return PlanProblem(
+        cluster=draw(clusters(most_ranks)),
+        model=Model("tiny", draw(st.integers(1, 3)), PARAMETERS, draw(st.sampled_from((0, 10**8)))),
+        batch=draw(st.integers(1, most_batch)),
+        stage=draw(st.sampled_from((2, 3))),
+        activations=draw(st.sampled_from((("keep",), ("keep", "offload")))),
+        accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
+        allow_idle=draw(st.booleans()),
+    )
+
+
+# -- the best plan, by trying everything -------------------------------------------------------
+
+
+def best_step(problem: PlanProblem) -> float | None:
+    """The shortest step that any loads, layers and shards allow, to a millionth."""
+    best: float | None = None
+    for even in (True, False):
+        for loads in _all_loads(problem, even=even):
+            numbers = range(problem.model.num_layers + 1)
+            for layers in itertools.product(numbers, repeat=len(loads)):
+                high = 1e6 if best is None else best * (1.0 - 1e-6)
+                if not _possible(problem, loads, layers, high, even=even):
+                    continue
+                low = 0.0
+                while high - low > 1e-7 * high:
+                    middle = (low + high) / 2.0
+                    if _possible(problem, loads, layers, middle, even=even):
+                        high = middle
+                    else:
+                        low = middle
+                best = high
+    return best
+
+
+def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]]:
+    collectives = Collectives.of(problem, even=even)
+    ranks = problem.cluster.ranks
+    least = 0 if problem.allow_idle else 1
+    menus: list[list[list[Load]]] = []
+    for _, gpu in ranks:
+        by_batch = [
+            [
+                load(problem, gpu, collectives, batch, size, policy)
+                for size in range(1, batch + 1)
+                for policy in problem.activations
+            ]
+            for batch in range(problem.batch + 1)
+        ]
+        by_batch[0] = [load(problem, gpu, collectives, 0, 0, "keep")]
+        menus.append([[one for one in loads if one.room >= 0.0] for loads in by_batch])
+    for batches in itertools.product(range(least, problem.batch + 1), repeat=len(ranks)):
+        if sum(batches) == problem.batch:
+            chosen = [menu[batch] for menu, batch in zip(menus, batches, strict=True)]
+            yield from itertools.product(*chosen)
+
+
+def _possible(
+    problem: PlanProblem, loads: Sequence[Load], layers: Sequence[int], step: float, *, even: bool
+) -> bool:
+    num_ranks = len(loads)
+    total = 0.0
+    first = 0
+    for host in problem.cluster.hosts:
+        ranks = range(first, first + len(host.gpus))
+        first += len(host.gpus)
+        memory = float(host.memory_bytes)
+        moved = step * host.bandwidth
+        offers: list[tuple[float, float]] = []
+        for rank, gpu in zip(ranks, host.gpus, strict=True):
+            room = _largest(problem, host, gpu, loads[rank], layers[rank], step)
+            if room < (1.0 / num_ranks if even else 0.0) * (1.0 - 1e-12):
+                return False
+            memory -= loads[rank].offloaded
+            moved -= 2.0 * loads[rank].offloaded
+            on_host = 1.0 - layers[rank] / problem.model.num_layers
+            offers.append((on_host, 1.0 / num_ranks if even else room))
+        left = min(memory / problem.host_state_bytes, moved / problem.update_bytes)
+        left /= problem.model.parameters
+        if left < 0.0:
+            return False
+        for on_host, room in sorted(offers):
+            taken = min(room, left / on_host) if on_host > 0.0 else room
+            if even and taken < room * (1.0 - 1e-12):
+                return False
+            left = max(0.0, left - taken * on_host)
+            total += taken
+    return total >= 1.0 - 1e-12
+
+
+def _largest(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Load, gpu_layers: int, step: float
+) -> float:
+    """The largest shard, of the model; negative where the load itself takes longer."""
+    if step < work.compute or step * gpu.copy_rate < work.offloaded:
+        return -1.0
+    whole = float(problem.model.parameters)
+    on_gpu = gpu_layers / problem.model.num_layers
+    on_cpu = 1.0 - on_gpu
+    room = math.inf
+    each = 14.0 * on_gpu + (2.0 if problem.stage == 3 else 0.0)
+    if each > 0.0:
+        room = min(room, work.room / each)
+    if on_gpu > 0.0:
+        room = min(room, (step - work.compute) * gpu.update_rate / on_gpu)
+    if on_cpu > 0.0:
+        window = max(0.0, step - work.forward - work.backward)
+        rate = host.update_rates.at(host.cores / len(host.gpus))
+        room = min(room, window * rate / on_cpu, window * gpu.copy_rate / 2.0 / on_cpu)
+        room = min(room, (step * gpu.copy_rate - work.offloaded) / 2.0 / on_cpu)
+    return room / whole
