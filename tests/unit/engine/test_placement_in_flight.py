@@ -19,7 +19,7 @@ from hytrain.layers.state import LayerState
 
 pytestmark = pytest.mark.timeout(60)
 
-SLOW = ("HYTRAIN_DELAYS", "4:2000")
+SLOW = ("HYTRAIN_DELAYS", "4:700")
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0])
@@ -127,7 +127,7 @@ def test_a_second_engine_is_not_touched() -> None:
 def test_every_block_is_entered_with_its_newest_weights(clipping: float) -> None:
     model = make_model("mlp")
     config = make_config(clipping=clipping)
-    with environment("HYTRAIN_DELAYS", "2:1000"), built(model, config) as engine:
+    with environment("HYTRAIN_DELAYS", "2:600"), built(model, config) as engine:
         shadow = Shadow(engine)
         entered = 0
 
