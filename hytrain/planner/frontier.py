@@ -49,6 +49,8 @@ _NEVER = -(2**40)
 _MOST_BATCHES = 64
 # In stage 3 what the CPU updates takes room on the GPU, too: so many points on that line.
 _CORNERS = 8
+# Columns of a host's table.
+_MOST_COLUMNS = 512
 _ROUNDING = 1e-9
 
 
@@ -79,7 +81,8 @@ class Menu:
         outer: list[Load] = []
         if problem.allow_idle:
             idle = load(problem, gpu, collectives, 0, 0, "keep")
-            inner, outer = [idle], [idle]
+            if idle.room >= 0.0:
+                inner, outer = [idle], [idle]
         for policy in problem.activations:
             for size in range(1, problem.batch + 1):
                 if gpu.peak_bytes.at(size) > gpu.memory_bytes:
@@ -217,14 +220,19 @@ class HostTable:
             for offer, low in zip(members, lowest, strict=True)
         ]
         self._limit = grid.units if slack else limit + sum(lowest)
-        self._most = min(grid.units - sum(lowest), sum(int(keeps.max()) for keeps in self._keeps))
+        most = min(grid.units - sum(lowest), sum(int(keeps.max()) for keeps in self._keeps))
+        # Offloaded activations may be many times the state: then sums of a are kept coarsely.
+        coarse = -(-most // _MOST_COLUMNS) or 1
+        up = coarse - 1 if grid.outer else 0
+        self._keeps = [(keeps + up) // coarse for keeps in self._keeps]
+        self._most = min(-(-most // coarse), sum(int(keeps.max()) for keeps in self._keeps))
         table = np.full((self._batch + 1, self._most + 1), _NEVER, dtype=np.int64)
         table[0, 0] = 0
         self._tables = [table]
         for offer, keeps in zip(members, self._keeps, strict=True):
             table = self._with(table, offer, keeps)
             self._tables.append(table)
-        capped = np.minimum(table, np.arange(self._most + 1) + self._limit)
+        capped = np.minimum(table, np.arange(self._most + 1) * coarse + self._limit)
         self._best = np.minimum(capped, grid.units)
 
     def _with(self, table: _Table, offer: Offers, keeps: Ints) -> _Table:
@@ -306,6 +314,17 @@ class Frontier:
             for gpu, position in zip(host.gpus, positions, strict=True):
                 chosen.append(self.menu(host, gpu).loads[position])
         return chosen
+
+    def covers(self, step: float) -> bool:
+        """Whether the batch can be computed in a step, by the outer reading, whatever the state."""
+        samples = 0
+        for host, gpu in self.problem.cluster.ranks:
+            menu = self.menu(host, gpu)
+            able = (menu.outer.compute <= step) & (menu.outer.offloaded <= step * gpu.copy_rate)
+            if not able.any():
+                return False
+            samples += int(menu.amounts[able].max())
+        return samples >= self.problem.batch
 
     def held(self, step: float) -> float:
         """The most of the state that can be held, as a share, by the outer reading."""

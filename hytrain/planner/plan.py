@@ -129,7 +129,7 @@ def make_plan(problem: PlanProblem, *, predict: Predictor | None = None) -> Plan
             continue
         bound = min(bound, possible)
         best = _search(frontier, possible, math.inf if found is None else found.step)
-        if best is not None and (found is None or best.step < found.step):
+        if best is not None and (found is None or best.step < found.step * (1.0 - _TOLERANCE)):
             found = best
     if found is None:
         return _missing(problem, frontiers[-1], is_bounded=math.isfinite(bound))
@@ -139,20 +139,24 @@ def make_plan(problem: PlanProblem, *, predict: Predictor | None = None) -> Plan
 def _lower_bound(frontier: Frontier) -> float | None:
     """The longest step that is proven impossible; None where every step is."""
     longest = frontier.longest()
-    if frontier.choose(longest, outer=True) is None:
+    if not frontier.covers(longest):
         return None
-    low, high = 0.0, longest
-    # What is possible lies within a few factors of two below the longest: halve first.
-    while high > 0.0 and frontier.choose(high / 2.0, outer=True) is not None:
-        high /= 2.0
-    low = high / 2.0
+    low, high = _bisect(frontier.covers, 0.0, longest)
+    growth = _TOLERANCE
+    while frontier.choose(high, outer=True) is None:
+        if high >= longest:
+            return None
+        low, high = high, min(high * (1.0 + growth), longest)
+        growth *= 2.0
+    return _bisect(lambda step: frontier.choose(step, outer=True) is not None, low, high)[0]
+
+
+def _bisect(able: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Where it becomes able, to the tolerance; it is at ``high``."""
     while high - low > _TOLERANCE * high:
         middle = (low + high) / 2.0
-        if frontier.choose(middle, outer=True) is None:
-            low = middle
-        else:
-            high = middle
-    return low
+        low, high = (low, middle) if able(middle) else (middle, high)
+    return low, high
 
 
 def _search(frontier: Frontier, low: float, worst: float) -> _Found | None:

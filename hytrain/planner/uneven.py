@@ -107,6 +107,12 @@ class UnevenProblem:
         for name in ("all_gather", "reduce_scatter", "accumulation"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} must not be negative, got {getattr(self, name)}")
+        for gpu in dict.fromkeys(self.gpus) if self.allow_idle else ():
+            if gpu.idle_memory > float(gpu.memory.upto(self.batch).min()):
+                raise PlanError(
+                    f"{gpu.name} needs {gpu.idle_memory} GiB where it computes nothing, and less "
+                    "where it computes: lower idle_memory"
+                )
 
     @property
     def state(self) -> float:
@@ -362,9 +368,7 @@ def _not_above(gpu: UnevenGpu, size: int, batch: int) -> int:
 def _refused(problem: UnevenProblem) -> Infeasible | None:
     """What no amount of time would mend, except the memory of all together."""
     gpus = problem.gpus
-    if problem.allow_idle:
-        return None
-    if problem.batch < len(gpus):
+    if not problem.allow_idle and problem.batch < len(gpus):
         return Infeasible(
             f"a batch of {problem.batch} is less than {len(gpus)} GPUs, each of which must compute "
             "a sample: raise the batch, or let GPUs be idle"
@@ -372,10 +376,12 @@ def _refused(problem: UnevenProblem) -> Infeasible | None:
     for index, gpu in enumerate(gpus):
         limit = problem.usable * gpu.capacity
         least = float(gpu.memory.upto(problem.batch).min())
+        least = gpu.idle_memory if problem.allow_idle else least
         if least > limit:
+            what = "collectives alone" if problem.allow_idle else "the smallest micro-batch"
             return Infeasible(
-                f"GPU {index} ({gpu.name}) needs {least:.2f} GiB for the smallest micro-batch and "
-                f"may use {limit:.2f}: {least - limit:.2f} GiB are missing there",
+                f"GPU {index} ({gpu.name}) needs {least:.2f} GiB for {what} and may use "
+                f"{limit:.2f}: {least - limit:.2f} GiB are missing there",
                 least - limit,
                 index,
             )

@@ -29,11 +29,14 @@ def solve_slowly(problem: UnevenProblem) -> _Point | None:
 
 def _choices(problem: UnevenProblem, gpu: UnevenGpu) -> list[tuple[int, float, float]]:
     """(samples, time, memory) of all that one GPU can do."""
-    choices = [(0, layer_time(problem, gpu, 0, 0), gpu.idle_memory)] if problem.allow_idle else []
+    limit = problem.usable * gpu.capacity
+    choices: list[tuple[int, float, float]] = []
+    if problem.allow_idle and gpu.idle_memory <= limit:
+        choices.append((0, layer_time(problem, gpu, 0, 0), gpu.idle_memory))
     for batch in range(1, problem.batch + 1):
         for size in range(1, problem.batch + 1):
             memory = gpu.memory.at(size)
-            if memory <= problem.usable * gpu.capacity:
+            if memory <= limit:
                 choices.append((batch, layer_time(problem, gpu, size, -(-batch // size)), memory))
     return choices
 

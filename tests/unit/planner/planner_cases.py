@@ -45,7 +45,7 @@ def uneven_problems(draw: st.DrawFn, most_gpus: int, most_batch: int) -> UnevenP
             backward=draw(_curves()),
             memory=draw(_curves(least=0.5)),
             capacity=draw(st.integers(1, 40)) / 2,
-            idle_memory=draw(_halves),
+            idle_memory=draw(st.sampled_from((0.0, 0.5))),
         )
         for number in range(3)
     ]

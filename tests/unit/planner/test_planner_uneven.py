@@ -35,6 +35,7 @@ def gpu(name: str, ms_per_sample: float, gib_per_sample: float, capacity: float)
         backward=Curve((), 2.0 * ms_per_sample, 0.0),
         memory=Curve((), gib_per_sample, 2.0),
         capacity=capacity,
+        idle_memory=2.0,
     )
 
 
@@ -208,6 +209,10 @@ def test_an_idle_gpu_only_holds_state() -> None:
             "no GPU has the memory",
         ),
         (
+            problem(gpu("a", 1, 1, 64), gpu("tiny", 1, 1, 2), batch=4, allow_idle=True),
+            r"GPU 1 \(tiny\) needs 2.00 GiB for collectives alone",
+        ),
+        (
             problem(gpu("a", 1, 1, 16), batch=4, parameters=2**30),
             r"16.00 GiB for state and at least 3.00 .* 12.00: 7.00 GiB are missing",
         ),
@@ -224,6 +229,12 @@ def test_a_full_budget_is_none_left() -> None:
     exact = problem(gpu("a", 1, 9, 16), batch=1)
     assert isinstance(solve(exact), Infeasible)
     assert isinstance(solve(replace(exact, parameters=2**25)), Assignment)
+
+
+def test_a_gpu_that_needs_more_for_nothing_is_refused() -> None:
+    odd = replace(gpu("odd", 1, 1, 64), idle_memory=9.0)
+    with pytest.raises(PlanError, match="odd needs 9"):
+        problem(odd, batch=1, allow_idle=True)
 
 
 @pytest.mark.parametrize(
