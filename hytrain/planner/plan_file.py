@@ -1,0 +1,258 @@
+"""plan.json: what was decided, for which ranks, model and batch, and what it shall take.
+
+    {"version": 1, "model": {name, num_layers, parameters}, "global_batch", "stage",
+     "predicted": {"step_seconds", "lower_bound", "gap"},
+     "ranks": [{"host", "device", "memory_bytes", "batch_size", "microbatch_size", "activations",
+                "shard_fraction", "gpu_layers", "step_seconds", "gpu_bytes", "host_bytes",
+                "limit"}, ...]}
+
+Ranks are in the order of the job's. Training compares the file with what it finds
+(:func:`difference`) and refuses a plan for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hytrain.planner.errors import PlanError
+from hytrain.planner.plan import Plan
+from hytrain.planner.problem import PlanProblem
+
+VERSION = 1
+# Two devices of one type differ by this share of memory at most (what drivers keep for themselves).
+_MEMORY_TOLERANCE = 0.02
+_GIB = 1024**3
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PlannedModel(_Record):
+    """The model that a plan is for."""
+
+    name: str
+    num_layers: int = Field(ge=1)
+    parameters: int = Field(ge=1)
+
+
+class Predicted(_Record):
+    """The step that a plan promises, in seconds, and how much longer than the best it may be."""
+
+    step_seconds: float = Field(ge=0.0)
+    lower_bound: float = Field(ge=0.0)
+    gap: float | None = Field(ge=0.0)
+
+
+class PlannedRank(_Record):
+    """One rank: what it is, what it does, what that is predicted to take."""
+
+    host: str
+    device: str
+    memory_bytes: int = Field(ge=1)
+    batch_size: int = Field(ge=0)
+    microbatch_size: int = Field(ge=0)
+    activations: Literal["keep", "offload"]
+    shard_fraction: float = Field(ge=0.0, le=1.0)
+    gpu_layers: int = Field(ge=0)
+    step_seconds: float = Field(ge=0.0)
+    gpu_bytes: int = Field(ge=0)
+    host_bytes: int = Field(ge=0)
+    limit: str
+
+
+class PlanFile(_Record):
+    """All of a plan.json, checked."""
+
+    version: Literal[1]
+    model: PlannedModel
+    global_batch: int = Field(ge=1)
+    stage: Literal[1, 2, 3]
+    predicted: Predicted
+    ranks: tuple[PlannedRank, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _sums(self) -> PlanFile:
+        samples = sum(rank.batch_size for rank in self.ranks)
+        if samples != self.global_batch:
+            raise ValueError(f"the ranks' batch sizes sum to {samples}, not to {self.global_batch}")
+        fractions = math.fsum(rank.shard_fraction for rank in self.ranks)
+        if not math.isclose(fractions, 1.0, abs_tol=1e-6):
+            raise ValueError(f"the ranks' shard fractions sum to {fractions}, not to 1")
+        for number, rank in enumerate(self.ranks):
+            if not (rank.microbatch_size <= rank.batch_size and rank.gpu_layers <= self.layers):
+                raise ValueError(
+                    f"rank {number}: micro-batches of {rank.microbatch_size} for "
+                    f"{rank.batch_size} samples, {rank.gpu_layers} of {self.layers} layers"
+                )
+            if (rank.microbatch_size == 0) != (rank.batch_size == 0):
+                raise ValueError(f"rank {number}: microbatch_size is 0 where batch_size is, only")
+        return self
+
+    @property
+    def layers(self) -> int:
+        """L of the model."""
+        return self.model.num_layers
+
+
+def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
+    """A plan as it is written."""
+    ranks = [
+        PlannedRank(
+            host=rank.host,
+            device=rank.device,
+            memory_bytes=gpu.memory_bytes,
+            batch_size=rank.batch_size,
+            microbatch_size=rank.microbatch_size,
+            activations=rank.activations,
+            shard_fraction=rank.shard_fraction,
+            gpu_layers=rank.gpu_layers,
+            step_seconds=rank.step_seconds,
+            gpu_bytes=math.ceil(rank.gpu_bytes),
+            host_bytes=math.ceil(rank.host_bytes),
+            limit=rank.limit,
+        )
+        for rank, (_, gpu) in zip(plan.ranks, problem.cluster.ranks, strict=True)
+    ]
+    model = problem.model
+    gap = plan.gap
+    return PlanFile(
+        version=VERSION,
+        model=PlannedModel(
+            name=model.name, num_layers=model.num_layers, parameters=model.parameters
+        ),
+        global_batch=problem.batch,
+        stage=problem.stage,
+        predicted=Predicted(
+            step_seconds=plan.predicted_seconds,
+            lower_bound=plan.lower_bound,
+            gap=gap if math.isfinite(gap) else None,
+        ),
+        ranks=tuple(ranks),
+    )
+
+
+def write_plan(path: Path, plan: PlanFile) -> None:
+    """Writes plan.json."""
+    path.write_text(json.dumps(plan.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Reads plan.json.
+
+    Raises:
+        PlanError: no such file, no JSON, another version, or values that contradict each other.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path} ({error.strerror})") from None
+    except ValueError as error:
+        raise PlanError(f"the plan {path} is not JSON: {error}") from None
+    version = values.get("version") if isinstance(values, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if version != VERSION:
+        raise PlanError(
+            f"the plan {path} has version {version}, this hytrain reads {VERSION}: make it anew"
+        )
+    try:
+        return PlanFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise PlanError(f"the plan {path}, {where}: {first['msg']}") from None
+
+
+# -- is it a plan for this job? ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ActualRank:
+    """A rank as training finds it; ``memory_bytes`` of the device that it may use."""
+
+    host: str
+    device: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """The job as training finds it.
+
+    Attributes:
+        ranks: in rank order.
+        num_layers: transformer layers of the model.
+        parameters: of the model.
+        global_batch: samples of a step.
+        stage: of ZeRO.
+    """
+
+    ranks: Sequence[ActualRank]
+    num_layers: int
+    parameters: int
+    global_batch: int
+    stage: int
+
+
+def difference(plan: PlanFile, actual: Actual) -> list[str]:
+    """In words, where the job is not the one that was planned for; empty where it is.
+
+    Hosts are compared as groups of ranks: a name may change (a new allocation), who shares a host
+    may not.
+    """
+    words: list[str] = []
+    pairs = (
+        ("layers", plan.model.num_layers, actual.num_layers),
+        ("parameters", plan.model.parameters, actual.parameters),
+        ("samples in the global batch", plan.global_batch, actual.global_batch),
+    )
+    for what, planned, found in pairs:
+        if planned != found:
+            words.append(f"{what}: planned for {planned}, found {found}")
+    if plan.stage != actual.stage:
+        words.append(f"ZeRO stage: planned for {plan.stage}, found {actual.stage}")
+    if len(plan.ranks) != len(actual.ranks):
+        words.append(f"ranks: planned for {len(plan.ranks)}, found {len(actual.ranks)}")
+        return words
+    words += _rank_differences(plan.ranks, actual.ranks)
+    if _same_devices(plan.ranks, actual.ranks):
+        words.append("the devices are those of the plan in another order: order the hosts as there")
+    return words
+
+
+def _rank_differences(planned: Sequence[PlannedRank], found: Sequence[ActualRank]) -> list[str]:
+    words: list[str] = []
+    planned_groups = _groups([rank.host for rank in planned])
+    found_groups = _groups([rank.host for rank in found])
+    for number, (plan, actual) in enumerate(zip(planned, found, strict=True)):
+        if plan.device != actual.device:
+            words.append(f"rank {number}: planned for {plan.device}, found {actual.device}")
+        elif actual.memory_bytes < plan.memory_bytes * (1.0 - _MEMORY_TOLERANCE):
+            words.append(
+                f"rank {number} ({plan.device}): planned with {plan.memory_bytes / _GIB:.2f} GiB, "
+                f"found {actual.memory_bytes / _GIB:.2f}"
+            )
+        if planned_groups[number] != found_groups[number]:
+            words.append(
+                f"rank {number}: planned on {plan.host} with ranks {planned_groups[number]}, found "
+                f"on {actual.host} with ranks {found_groups[number]}"
+            )
+    return words
+
+
+def _groups(hosts: Sequence[str]) -> list[list[int]]:
+    """For each rank, all ranks of its host."""
+    return [[other for other, name in enumerate(hosts) if name == host] for host in hosts]
+
+
+def _same_devices(planned: Sequence[PlannedRank], found: Sequence[ActualRank]) -> bool:
+    same = Counter(rank.device for rank in planned) == Counter(rank.device for rank in found)
+    return same and any(p.device != f.device for p, f in zip(planned, found, strict=True))

@@ -1,0 +1,155 @@
+"""plan.json: written and read back, checked, and compared with the job that would use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner_clusters import PARAMETERS
+
+from hytrain.planner.curves import Table
+from hytrain.planner.errors import PlanError
+from hytrain.planner.plan import Plan, make_plan
+from hytrain.planner.plan_file import (
+    Actual,
+    ActualRank,
+    PlanFile,
+    difference,
+    plan_file,
+    read_plan,
+    write_plan,
+)
+from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+
+GB = 10**9
+
+
+def _gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
+    line = Table(((1.0, ms),))
+    peak = Table(((1.0, 1e9), (2.0, 1.5e9)))
+    return GpuProfile(name, gigabytes * GB, line, line, peak, GB // 2, 1e11, 2e10)
+
+
+@pytest.fixture
+def plan() -> PlanFile:
+    fast, slow = _gpu("fast", 40, 1.0), _gpu("slow", 24, 2.0)
+    rates = Table(((16.0, 4e9),))
+    hosts = (
+        Host("one", (fast, slow), 16, 64 * GB, 1e11, rates),
+        Host("two", (slow,), 16, 64 * GB, 1e11, rates),
+    )
+    none = Table(((1.0, 0.0),))
+    problem = PlanProblem(Cluster(hosts, none, none), Model("m", 8, PARAMETERS), 16)
+    found = make_plan(problem)
+    assert isinstance(found, Plan)
+    return plan_file(problem, found)
+
+
+def _actual(plan: PlanFile) -> Actual:
+    ranks = [ActualRank(rank.host, rank.device, rank.memory_bytes) for rank in plan.ranks]
+    return Actual(ranks, 8, PARAMETERS, 16, 2)
+
+
+def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    record = json.loads(path.read_text())
+    assert record["version"] == 1
+    assert [rank["batch_size"] for rank in record["ranks"]] == [8, 4, 4]
+    assert record["ranks"][1]["device"] == "slow"
+    assert record["predicted"]["step_seconds"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "has version 2"),
+        ({"global_batch": 17}, "sum to 16, not to 17"),
+        ({"stage": 4}, "stage"),
+        ({"surprise": 1}, "surprise: Extra inputs"),
+        ({"ranks": []}, "ranks"),
+    ],
+)
+def test_a_bad_file_is_refused(
+    plan: PlanFile, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.model_dump(mode="json") | change))
+    with pytest.raises(PlanError, match=words):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("shard_fraction", 0.9, "shard fractions sum to"),
+        ("gpu_layers", 9, "9 of 8 layers"),
+        ("microbatch_size", 0, "microbatch_size is 0"),
+        ("microbatch_size", 9, "micro-batches of 9 for 8 samples"),
+        ("batch_size", -1, "ranks.0.batch_size"),
+        ("activations", "drop", "ranks.0.activations"),
+    ],
+)
+def test_a_bad_rank_is_refused(
+    plan: PlanFile, tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    record = plan.model_dump(mode="json")
+    record["ranks"][0][key] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(PlanError, match=words):
+        read_plan(path)
+
+
+def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read"):
+        read_plan(tmp_path / "plan.json")
+    for text, words in (("{", "not JSON"), ("[]", "version None"), ("{}", "version None")):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(PlanError, match=words):
+            read_plan(tmp_path / "plan.json")
+
+
+def test_the_job_that_was_planned_for_has_no_difference(plan: PlanFile) -> None:
+    actual = _actual(plan)
+    assert difference(plan, actual) == []
+    renamed = [replace(rank, host=f"new-{rank.host}") for rank in actual.ranks]
+    assert difference(plan, replace(actual, ranks=renamed)) == []
+    more = [replace(rank, memory_bytes=2 * rank.memory_bytes) for rank in actual.ranks]
+    assert difference(plan, replace(actual, ranks=more)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": 9}, "layers: planned for 8, found 9"),
+        ({"parameters": 5}, f"parameters: planned for {PARAMETERS}, found 5"),
+        ({"global_batch": 8}, "samples in the global batch: planned for 16, found 8"),
+        ({"stage": 3}, "ZeRO stage: planned for 2, found 3"),
+        ({"ranks": []}, "ranks: planned for 3, found 0"),
+    ],
+)
+def test_another_job_is_told_apart(plan: PlanFile, change: dict[str, Any], words: str) -> None:
+    assert difference(plan, replace(_actual(plan), **change)) == [words]
+
+
+def test_another_device_less_memory_and_another_host_are_told_apart(plan: PlanFile) -> None:
+    actual = _actual(plan)
+    one, two, three = actual.ranks
+
+    def words(*ranks: ActualRank) -> list[str]:
+        return difference(plan, replace(actual, ranks=ranks))
+
+    assert words(one, replace(two, device="x"), three) == ["rank 1: planned for slow, found x"]
+    (less,) = words(replace(one, memory_bytes=30 * GB), two, three)
+    assert less == "rank 0 (fast): planned with 37.25 GiB, found 27.94"
+    together = words(one, two, replace(three, host="one"))
+    assert len(together) == 3
+    assert together[2] == (
+        "rank 2: planned on two with ranks [2], found on one with ranks [0, 1, 2]"
+    )
+    assert words(two, one, three)[-1].startswith("the devices are those of the plan")
