@@ -151,9 +151,18 @@ class HyTrainEngine(DeepSpeedEngine):
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward; each layer's waits for that layer's newest weights only."""
-        self._check_open().begin_forward()
-        return super().forward(*inputs, **kwargs)
+        """The model's forward; each layer's waits for that layer's newest weights only.
+
+        Raises:
+            torch.OutOfMemoryError: the device's memory is used up. Where k is solved, state has
+                been moved off the device by then: the step can be repeated.
+        """
+        optimizer = self._check_open()
+        optimizer.begin_forward()
+        try:
+            return super().forward(*inputs, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(f"{error}\n{optimizer.make_gpu_room()}") from error
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.
@@ -187,6 +196,7 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             ConfigError: called between backward and step, or the share is out of range or does
                 not fit in memory.
+            MemoryBudgetError: no placement fits the memory that there is now.
         """
         self._check_open().set_gpu_fraction(value)
 

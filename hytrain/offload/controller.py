@@ -303,6 +303,30 @@ class PlacementController:
         )
         logger.warning("%s", self.decisions[-1].reason)
 
+    def retreat(self, step: int) -> bool:
+        """The user's own allocation found no room on the GPU: some layers leave it, at once.
+
+        Returns:
+            Whether any could: the host must have room for them.
+        """
+        here = self.num_gpu_layers
+        last = self._solved_with
+        fewest = last[1].min_gpu_layers if last else self.decisions[-1].bounds.min_gpu_layers
+        most = max(here - self._moves_a_step, min(here, fewest), 0)
+        if most == here:
+            return False
+        self._too_many = most + 1
+        self._too_many_until = step + _RETRY_STEPS
+        self.order(
+            step,
+            most,
+            f"the GPU had no room for an allocation of the model's: more than {most} layers are "
+            f"not tried again before step {self._too_many_until}",
+        )
+        logger.warning("%s", self.decisions[-1].reason)
+        self.act(step, at_once=True)
+        return self.num_gpu_layers < here
+
     def _stay(self, layer: LayerState, step: int, error: MemoryError) -> None:
         """The host had no room for a layer's state: it stays on the GPU."""
         here = self.num_gpu_layers

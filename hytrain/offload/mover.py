@@ -87,6 +87,12 @@ class LayerMover:
         layer.moving = False
         self.release()
 
+    def finish(self) -> None:
+        """Waits for all moves and lets go of the state that has left."""
+        for move in list(self._moves):
+            self._cpu.wait_moved(move.layer)
+        self.release()
+
     @property
     def elements_leaving_device(self) -> int:
         """Elements of shards whose old state on the device has not been given back."""

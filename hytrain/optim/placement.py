@@ -175,6 +175,34 @@ class PlacementManager:
         controller.order(self._steps, number, f"gpu_fraction {value} was set")
         controller.act(self._steps, at_once=True)
 
+    def make_gpu_room(self, *, may_move: bool) -> str:
+        """An allocation of the user's has failed on the device; nobody can undo that one.
+
+        Args:
+            may_move: whether no step is under way.
+
+        Returns:
+            What was done and what can be done, for people.
+        """
+        controller = self.controller
+        here = controller.num_gpu_layers
+        held = STATE_BYTES * sum(layer.parameters for layer in self._bytes[:here])
+        text = (
+            f"hytrain keeps the optimizer state of {here} of {len(self._bytes)} layers on this GPU "
+            f"({held / 2**30:.2f} GiB). An allocation that fails in forward cannot be undone: that "
+            'is what "hytrain.solver.gpu_memory_reserve_bytes" is for. '
+        )
+        if not controller.solves:
+            return text + 'A smaller "hytrain.gpu_fraction" or micro-batch makes room'
+        if not may_move or not controller.retreat(self._steps):
+            return text + "A larger reserve, a smaller micro-batch or checkpointing makes room"
+        self._pipeline.mover.finish()
+        self._limits = None
+        return text + (
+            f"Now {controller.num_gpu_layers} layers are left there, and as many at most for the "
+            "next steps: the step can be repeated from the forward of its first micro-batch"
+        )
+
     def resume(self, step: int, history: Sequence[Decision]) -> None:
         """Training goes on from a checkpoint: steps are counted from there.
 

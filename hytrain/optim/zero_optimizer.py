@@ -439,6 +439,15 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             raise ConfigError("layers are re-placed between steps only: call this after step()")
         self.placement.set_gpu_fraction(value)
 
+    def make_gpu_room(self) -> str:
+        """The user's forward found no room on the device: state moves to the host, if it may.
+
+        Returns:
+            What was done and what can be done, for people.
+        """
+        may_move = not self._step_begun and not any(s.sent for s in self.pipeline.layers)
+        return self.placement.make_gpu_room(may_move=may_move)
+
     def step_statistics(self) -> StepStatistics:
         """What the last step took; see :class:`~hytrain.optim.statistics.StepStatistics`."""
         return self.statistics.latest()

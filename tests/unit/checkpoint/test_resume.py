@@ -217,7 +217,7 @@ def test_decisions_about_k_are_kept(tmp_path: Path) -> None:
         train(engine, 2, 3)
         engine.save_checkpoint(tmp_path, client_state={"mine": 1})
         decisions = engine.placement_decisions()
-    assert [decision.gpu_layers_target for decision in decisions][0] == 0
+    assert next(iter(decisions)).gpu_layers_target == 0
     assert decisions[-1].gpu_layers_target == decisions[-1].num_layers
     with engine_of(Run(gpu_fraction=0.5)) as engine:
         _, client_state = engine.load_checkpoint(tmp_path)
