@@ -21,6 +21,11 @@ STATE_BYTES = 12
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
 HOST_RESERVE_KEY = "hytrain.solver.host_memory_reserve_bytes"
 
+GPU_RESERVE_SHARE = 0.04
+HOST_RESERVE_SHARE = 0.03
+LEAST_RESERVE = 1024**3
+"""Bytes that stay free where the user gives no number: a share of what there is, but no less."""
+
 _GIB = 1024**3
 # More times as many ranks as now are no advice.
 _MOST_TIMES_RANKS = 1024
@@ -69,6 +74,16 @@ class Bounds:
     def unlimited(num_layers: int) -> Bounds:
         """Every number fits."""
         return Bounds(num_layers, 0, num_layers)
+
+
+def gpu_reserve(given: int | None, total: int) -> int:
+    """GPU bytes that stay free of ``total``."""
+    return given if given is not None else max(LEAST_RESERVE, int(GPU_RESERVE_SHARE * total))
+
+
+def host_reserve(given: int | None, total: int) -> int:
+    """Host bytes that stay free of ``total``."""
+    return given if given is not None else max(LEAST_RESERVE, int(HOST_RESERVE_SHARE * total))
 
 
 # -- what is needed ----------------------------------------------------------------------------

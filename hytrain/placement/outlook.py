@@ -20,15 +20,20 @@ from hytrain.placement.explanation import (
     memory_text,
 )
 from hytrain.placement.history import Median
-from hytrain.placement.memory import bounds, check_fits
+from hytrain.placement.memory import (
+    GPU_RESERVE_SHARE,
+    HOST_RESERVE_SHARE,
+    LEAST_RESERVE,
+    bounds,
+    check_fits,
+    gpu_reserve,
+    host_reserve,
+)
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve
 
 _GIB = 1024**3
-GPU_RESERVE_SHARE = 0.04
-HOST_RESERVE_SHARE = 0.03
-LEAST_RESERVE = 1 * _GIB
 
 GPU_UPDATES_PER_SECOND = 150e9
 """Parameters that the GPU's Adam updates in a second; the H200's, its memory's speed decides."""
@@ -269,15 +274,11 @@ def memory_limits(
         base += sum(parameters * layer.gradient_itemsize for parameters, layer in whole)
     return MemoryLimits(
         gpu=gpu_bytes,
-        gpu_reserve=_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0, GPU_RESERVE_SHARE),
+        gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0),
         gpu_base=base,
         host=host_bytes,
-        host_reserve=_reserve(solver.host_memory_reserve_bytes, host_bytes, HOST_RESERVE_SHARE),
+        host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
     )
-
-
-def _reserve(given: int | None, total: int, share: float) -> int:
-    return given if given is not None else max(LEAST_RESERVE, int(share * total))
 
 
 def estimate_costs(

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import STATE_BYTES
+from hytrain.placement.memory import STATE_BYTES, gpu_reserve, host_reserve
 from hytrain.profile.machine import available_host_bytes
-
-_GIB = 1 << 30
-_GPU_RESERVE_SHARE = 0.04
-_HOST_RESERVE_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +111,11 @@ class MemoryProbe:
         """
         gpu = usable_gpu_bytes(self._device)
         host = available_host_bytes() // ranks + host_held
-        gpu_reserve, host_reserve = reserves.gpu, reserves.host
-        if gpu_reserve is None:
-            gpu_reserve = max(_GIB, int((gpu or 0) * _GPU_RESERVE_SHARE))
-        if host_reserve is None:
-            host_reserve = max(_GIB, int(host * _HOST_RESERVE_SHARE))
         return MemoryLimits(
             gpu=gpu,
-            gpu_reserve=gpu_reserve,
+            gpu_reserve=gpu_reserve(reserves.gpu, gpu or 0),
             gpu_base=max(self.base_at) if self.base_at else gpu_base,
             host=host,
-            host_reserve=host_reserve,
+            host_reserve=host_reserve(reserves.host, host),
             gpu_base_at=self.base_at,
         )

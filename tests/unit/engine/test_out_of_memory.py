@@ -1,4 +1,4 @@
-"""The user's own forward runs out of device memory: what the engine says, and that it makes room."""
+"""The user's own forward runs out of device memory: the engine says so and makes room."""
 
 from __future__ import annotations
 
