@@ -360,7 +360,12 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
     legend = "worker: the CPU worker is busy; exposed: compute waits for weights; bound: what the "
     legend += "step waits for"
     if is_measured:
-        legend += ";\nerror: predicted against measured, the median of the steady steps with that k"
+        legend += (
+            ";\nerror: predicted, with the share of clipped steps above, against measured, the "
+        )
+        legend += (
+            "median of the steady\nsteps with that k, whenever they were and however many clipped"
+        )
     return f"{_columns(cells, left=(len(head) - 1,))}\n{legend}."
 
 

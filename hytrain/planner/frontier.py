@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hytrain.planner.cover import Ints, Steps, cheapest, least_costs
+from hytrain.planner.cover import Floats, Ints, Steps, cheapest, least_costs
 from hytrain.planner.loads import (
     Collectives,
     Columns,
@@ -157,14 +157,12 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
     whole = problem.model.parameters
     columns = menu.outer if grid.outer else menu.inner
     on_cpu = cpu_capacity(problem, menu.host, menu.gpu, columns, step)
-    # A shard of whole layers; g + c alone would count parts of layers.
-    largest = largest_shards(problem, menu.host, menu.gpu, columns, step).max(axis=1)
-    possible = largest >= 0.0
     held, moved = host_draw(problem, columns.offloaded)
     limits = host_capacity(problem, menu.host, step)
+    largest = _largest(problem, menu, columns, step)
     # All ranks together may not draw more than there is: by the inner reading each a part of it.
     sharers = 1 if grid.outer else len(menu.host.gpus)
-    possible &= (held * sharers <= limits[0]) & (moved * sharers <= limits[1])
+    possible = (held * sharers <= limits[0]) & (moved * sharers <= limits[1]) & (largest >= 0.0)
     drawn = grid.drawn(np.minimum(held, moved) if grid.outer else np.maximum(held, moved), whole)
     corners = _CORNERS if problem.stage == 3 else 0
     parts: list[tuple[Ints, Ints, Ints, Ints]] = []
@@ -181,6 +179,21 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
     amounts, keeps, holds, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
     kept = _undominated(amounts, keeps, holds)
     return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept])
+
+
+def _largest(problem: PlanProblem, menu: Menu, columns: Columns, step: float) -> Floats:
+    """The largest shard of whole layers with each load, if the rank had its host for itself.
+
+    g + c alone would count parts of layers. Negative where the load does not fit at all.
+    """
+    shards = largest_shards(problem, menu.host, menu.gpu, columns, step)
+    limits = host_capacity(problem, menu.host, step)
+    draws = host_draw(problem, columns.offloaded)
+    left = np.minimum(limits[0] - draws[0], limits[1] - draws[1])[:, None]
+    num_layers = problem.model.num_layers
+    cpu_part = 1.0 - np.arange(num_layers) / num_layers
+    shards[:, :-1] = np.minimum(shards[:, :-1], left / cpu_part)
+    return shards.max(axis=1)
 
 
 def _undominated(amounts: Ints, keeps: Ints, holds: Ints) -> list[int]:

@@ -30,6 +30,8 @@ from hytrain.planner.uneven import Infeasible
 
 # Bisection ends where the step is known to this share.
 _TOLERANCE = 1e-4
+# Steps between the bound and the plan that are tried for loads that suit whole layers better.
+_RETRIES = 16
 _GIB = 1024**3
 
 Predictor = Callable[[Host, GpuProfile, Load, Share], float]
@@ -181,6 +183,11 @@ def _search(frontier: Frontier, low: float, worst: float) -> _Found | None:
         else:
             high = middle
             best = better if better.step < best.step else best
+    # Loads chosen for a longer step may take whole layers better.
+    for number in range(1, _RETRIES):
+        longer = low * (best.step / low) ** (number / _RETRIES)
+        better = _finish(frontier, longer) if longer > high else None
+        best = better if better is not None and better.step < best.step else best
     return best
 
 

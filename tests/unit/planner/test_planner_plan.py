@@ -14,6 +14,7 @@ from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import Load
 from hytrain.planner.plan import Plan, Share, make_plan
 from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.report import plan_table
 from hytrain.planner.uneven import Infeasible
 
 GB = 10**9
@@ -215,6 +216,16 @@ def test_a_finer_model_predicts_the_step_of_the_plan() -> None:
     assert isinstance(plan, Plan)
     assert plan.step_seconds == planned(given).step_seconds
     assert 1.5 * plan.step_seconds < plan.predicted_seconds <= 2.0 * plan.step_seconds
+
+
+def test_a_table_for_people() -> None:
+    snail = gpu("snail", 80, 10_000.0)
+    table = plan_table(planned(problem(host(gpu("fast", 12, 1.0), snail, gigabytes=0))))
+    heading, first, second, last = table.splitlines()
+    assert "GPU layers" in heading
+    assert "12 by" in first
+    assert "none" in second
+    assert last.startswith("predicted step ")
 
 
 def test_64_ranks_in_seconds_with_a_small_gap() -> None:
