@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.offload_step.records import Json
-from experiments.solve_k.summary import GIB, measured_points, reference_seconds
+from experiments.solve_k.summary import GIB, measured_points, part_name, reference_seconds
 
 INK, GRID, LIMIT = "#333333", "#dddddd", "#888888"
 MEASURED, PREDICTED, SOLVED, CLOSED = "#1f77b4", "#d08770", "#2a7f3f", "#8a63b0"
@@ -23,17 +23,21 @@ def panels(parts: list[Json]) -> list[tuple[Json, Json]]:
 
 
 def chart(parts: list[Json], path: Path) -> None:
-    """One panel a process that timed fixed k; no file where there is none."""
+    """One panel for each process that timed fixed k; no file where there is none."""
     shown = panels(parts)
     if not shown:
         return
     # Imported here, so that the table can be made where there is no matplotlib.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 4.3 * len(shown)), layout="constrained")
-    axes: Any = figure.subplots(len(shown), 1, squeeze=False)
-    for (part, record), one in zip(shown, axes[:, 0], strict=True):
+    columns = 1 if len(shown) <= 2 else 2
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(7.5 * columns, 4.3 * rows), layout="constrained")
+    axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for (part, record), one in zip(shown, axes, strict=False):
         draw(one, part, record)
+    for unused in axes[len(shown) :]:
+        unused.set_axis_off()
     figure.savefig(path, dpi=120)
 
 
@@ -81,7 +85,7 @@ def _finish(axes: Any, part: Json, record: Json, points: list[Json]) -> None:
     axes.legend(frameon=False, fontsize=8)
     workload, hardware = part["workload"], part["hardware"]
     title = (
-        f"{record['entry']['label']}: {workload['model']}, "
+        f"{part_name(part)}, {record['entry']['label']}: {workload['model']}, "
         f"{workload['batch']} x {workload['seq']} tokens, "
         f"{hardware['gpu'] or 'no GPU'}, {hardware['date']}"
     )

@@ -14,7 +14,9 @@ from experiments.offload_step.parts import REFERENCE
 from experiments.offload_step.records import Json
 from experiments.solve_k.points import errors, largest_error
 from experiments.solve_k.summary import (
+    lowerings,
     measured_points,
+    part_name,
     reference_seconds,
     solved_errors,
     step_by_layers,
@@ -25,6 +27,9 @@ NEAR_BEST = 1.01
 
 OTHERS = (("zero2_offload", "ZeRO-2 offload", 4.5), ("fsdp2", "FSDP2", 4.0))
 """Label in offload_step, name, and how many times as long it must take."""
+
+NAMES = {"zero2_offload": "ZeRO-2 offload", "zero3_offload": "ZeRO-3 offload", "fsdp2": "FSDP2"}
+"""Label in offload_step and name of the systems whose host memory is known from there."""
 
 
 def all_records(parts: Iterable[Json], part: str) -> list[Json]:
@@ -115,49 +120,69 @@ def _check(
     )
 
 
-def sweep_checks(parts: Sequence[Json], offload: Sequence[Json]) -> list[Check]:
-    """The solved k beside the fixed ones, and beside other systems."""
-    found = results(parts, "sweep")
+def sweep_checks(part: Json) -> list[Check]:
+    """The solved k beside the fixed ones; each run's sweep is judged by itself."""
+    found, name = results([part], "sweep"), part_name(part)
     over_limit = []
     for result in found:
         limit = reference_seconds(result)
         over_limit.append(None if limit is None else solved_seconds(result) / limit)
     matrix = [abs(e) for result in found for _, e in error_matrix(result).values()]
-    checks = [
+    return [
         _check("sweep: step at the solved k / best fixed k", [over_best(r) for r in found], 1.03,
-               part="sweep"),
+               part=name),
         _check("sweep: GPU memory at the solved k / at the smallest k within 1 % of the best",
-               [memory_over_needed(r) for r in found], 1.0, part="sweep"),
+               [memory_over_needed(r) for r in found], 1.0, part=name),
         _check("sweep: step at the solved k / forward and backward only", over_limit, 1.08,
-               part="sweep"),
-        _check("sweep: the same, the aim", over_limit, 1.06, part="sweep"),
+               part=name),
+        _check("sweep: the same, the aim", over_limit, 1.06, part=name),
         _check("sweep: largest prediction error, costs taken at the solved k",
-               [_most(solved_errors(r)) for r in found], 0.10, part="sweep"),
+               [_most(solved_errors(r)) for r in found], 0.10, part=name),
         _check("sweep: the same, told how often each point was clipped",
-               [_most(clipping_known_errors(r)) for r in found], None, part="sweep"),
+               [_most(clipping_known_errors(r)) for r in found], None, part=name),
         _check("sweep: largest prediction error, costs taken at any k", matrix, None,
-               part="sweep"),
+               part=name),
         _check("sweep: step at the closed form's k / best fixed k",
-               [closed_form_over_best(r) for r in found], None, part="sweep"),
+               [closed_form_over_best(r) for r in found], None, part=name),
     ]  # fmt: skip
+
+
+def other_checks(parts: Sequence[Json], offload: Sequence[Json]) -> list[Check]:
+    """Other systems beside the solved k: of the same run where one has both."""
+    sweeps = [
+        (part, max(solved_seconds(result) for result in found))
+        for part in parts
+        if part["part"] == "sweep" and (found := results([part], "sweep"))
+    ]
+    checks = []
     for label, name, times in OTHERS:
-        ratios, ceilings = [], []
-        for part in offload:
-            theirs, limit = offload_seconds(part, label), offload_seconds(part, REFERENCE)
-            if theirs is not None and found:
-                ratios.append(theirs / max(solved_seconds(result) for result in found))
-                ceilings += [] if limit is None else [theirs / limit]
+        theirs = [part for part in offload if offload_seconds(part, label) is not None]
+        pairs = [(mine, part) for mine in sweeps for part in theirs if _is_same_run(mine[0], part)]
+        claim = f"sweep: {name}'s time / hytrain's"
+        if not pairs:
+            pairs = [(mine, part) for mine in sweeps for part in theirs]
+            claim = f"sweep: {name}'s time, of another run / hytrain's"
+        limits = [offload_seconds(part, REFERENCE) for _, part in pairs]
+        ceilings = [
+            offload_seconds(part, label) / limit
+            for (_, part), limit in zip(pairs, limits, strict=True)
+            if limit is not None
+        ]
         checks.append(
             _check(
-                f"sweep: {name}'s time, of another run / hytrain's",
-                ratios,
+                claim,
+                [offload_seconds(part, label) / ours for (_, ours), part in pairs],
                 times,
                 at_least=True,
-                part="sweep",
+                part="; ".join(dict.fromkeys(part_name(mine) for (mine, _), _ in pairs)) or "sweep",
                 ceiling=min(ceilings) if ceilings else None,
             )
         )
     return checks
+
+
+def _is_same_run(one: Json, other: Json) -> bool:
+    return bool(one.get("run")) and one["run"] == other.get("run")
 
 
 def closed_form_over_best(result: Json) -> float | None:
@@ -172,58 +197,78 @@ def closed_form_over_best(result: Json) -> float | None:
 def out_of_memory(record: Json) -> float:
     """Allocations that failed in a process, and the process itself if it ended so."""
     result = record["result"]
-    counts = [result[key]["allocator"].get("num_ooms", 0) for key in ("solved", "followed")
-              if key in result]  # fmt: skip
+    timed = [result["solved"]] if "solved" in result else []
+    timed += [lowering["followed"] for lowering in lowerings(result)]
+    counts = [each["allocator"].get("num_ooms", 0) for each in timed]
     return float(max([*counts, record["status"] == records.OUT_OF_MEMORY]))
 
 
-def cap_use(result: Json) -> float | None:
+def _cap_use(timed: Json, result: Json, cap: float | None, reserve: float) -> float | None:
     """Peak GPU memory under the cap, over what the reserve leaves of the cap."""
-    timed, stage = result["solved"], result["settling"]
-    if "followed" in result:
-        timed, stage = result["followed"], result["following"]
     peak, total = timed["gpu"].get("peak_allocated_bytes"), result.get("gpu_total_bytes")
-    cap = result.get("cap")
-    if peak is None or not total or not cap:
-        return None
-    return peak / (cap * total - stage["decisions"][-1]["gpu_reserve_bytes"])
+    return None if peak is None or not total or not cap else peak / (cap * total - reserve)
+
+
+def cap_use(result: Json) -> float | None:
+    """Of a process that was capped from its start."""
+    reserve = result["settling"]["decisions"][-1]["gpu_reserve_bytes"]
+    return _cap_use(result["solved"], result, result.get("cap"), reserve)
+
+
+def lowered_use(result: Json) -> list[float | None]:
+    """Of each time that the cap was lowered, once k had followed."""
+    return [
+        _cap_use(each["followed"], result, each["cap"], each["reserve_bytes"] or 0.0)
+        for each in lowerings(result)
+    ]
+
+
+def layers_kept(result: Json) -> list[float]:
+    """GPU layers after over before, for each time that the cap was lowered."""
+    counts = [result["solved"]["gpu_layers"]]
+    counts += [each["followed"]["gpu_layers"] for each in lowerings(result)]
+    return [after / max(1, before) for before, after in itertools.pairwise(counts)]
+
+
+def _is_lowered(record: Json) -> bool:
+    return record["entry"]["options"].get("plan") == "lowered"
 
 
 def by_cap(found: Sequence[Json]) -> list[tuple[float, int]]:
-    """(cap, GPU layers), the smallest cap first; 1.0 is no cap."""
+    """(cap, GPU layers) of what ran under one cap, the smallest first; 1.0 is no cap."""
     levels = []
-    for result in found:
-        if "following" in result:
-            levels.append((1.0, result["solved"]["gpu_layers"]))
-        if result.get("cap") is not None:
-            timed = result.get("followed", result["solved"])
-            levels.append((result["cap"], timed["gpu_layers"]))
+    for record in found:
+        cap = 1.0 if _is_lowered(record) else record["result"].get("cap")
+        if cap is not None and "solved" in record["result"]:
+            levels.append((cap, record["result"]["solved"]["gpu_layers"]))
     return sorted(levels)
 
 
 def cap_checks(parts: Sequence[Json]) -> list[Check]:
     """Whether k follows the cap, out of memory never."""
-    found = results(parts, "caps")
-    capped = [result for result in found if result.get("cap") is not None]
-    levels = by_cap(capped)
+    found = all_records(parts, "caps")
+    fixed = [record for record in found if not _is_lowered(record)]
+    lowered = [record for record in found if _is_lowered(record)]
+    levels = by_cap(found)
     free = max((n for cap, n in levels if cap == 1.0), default=None)
     unmoved = None
     if len(levels) > 1:
         steps = itertools.pairwise(levels)
         unmoved = float(sum(b[1] < a[1] or (b[1] == a[1] != free) for a, b in steps))
-    followed = [
-        result["followed"]["gpu_layers"] / max(1, result["solved"]["gpu_layers"])
-        for result in capped
-        if "followed" in result
-    ]
-    failed = [out_of_memory(record) for record in all_records(parts, "caps")]
+    capped = [r["result"] for r in fixed if "solved" in r["result"] and r["result"].get("cap")]
+    followed = [record["result"] for record in lowered if lowerings(record["result"])]
     return [
-        _check("caps: allocations that failed, or processes out of memory", failed, 0.0,
-               part="caps"),
+        _check("caps: allocations that failed, or processes out of memory",
+               [out_of_memory(record) for record in fixed], 0.0, part="caps"),
         _check("caps: levels at which k does not grow with the cap", [unmoved], 0.0, part="caps"),
         _check("caps: peak GPU memory / cap less reserve", [cap_use(r) for r in capped], 1.0,
                part="caps"),
-        _check("caps: GPU layers after lowering the cap / before", followed, 0.99, part="caps"),
+        _check("cap lowered: allocations that failed, or processes out of memory",
+               [out_of_memory(record) for record in lowered], 0.0, part="caps"),
+        _check("cap lowered: GPU layers after / before", [n for r in followed
+               for n in layers_kept(r)], 0.99, part="caps"),
+        _check("cap lowered: peak GPU memory / cap less reserve, when k has followed",
+               [use for r in followed for use in lowered_use(r)], 1.0, part="caps"),
     ]  # fmt: skip
 
 
@@ -239,7 +284,11 @@ def few_cores_checks(parts: Sequence[Json]) -> list[Check]:
             threads = record["entry"]["options"]["threads"][0]
             rise.append((threads, record["result"]["solved"]["gpu_layers"]))
     rise.sort(reverse=True)
-    all_cores = [result["solved"]["gpu_layers"] for result in results(parts, "sweep")]
+    # Of the same run, where that has a sweep: the solved k differs between runs.
+    runs = {part.get("run") for part in parts if part["part"] == "few_cores"}
+    same = [part for part in parts if part.get("run") in runs]
+    beside = results(same, "sweep") or results(parts, "sweep")
+    all_cores = [result["solved"]["gpu_layers"] for result in beside]
     counts = [*all_cores[:1], *(layers for _, layers in rise)]
     grown = [b - a for a, b in itertools.pairwise(counts)]
     claim = "few cores: GPU layers gained by each loss of cores"
@@ -272,7 +321,8 @@ def check_all(parts: Sequence[Json], offload: Sequence[Json] = ()) -> list[Check
         offload: parts of offload_step that have the other systems' times.
     """
     return [
-        *sweep_checks(parts, offload),
+        *(check for part in parts if part["part"] == "sweep" for check in sweep_checks(part)),
+        *other_checks(parts, offload),
         *cap_checks(parts),
         *few_cores_checks(parts),
         *big_checks(parts),
@@ -285,7 +335,7 @@ def others_host_bytes(offload: Iterable[Json]) -> dict[str, float]:
     for part in offload:
         bare = offload_measured(part, REFERENCE)
         base = host_bytes(bare[0]) if bare else 0
-        for label, name, _ in OTHERS:
+        for label, name in NAMES.items():
             for result in offload_measured(part, label):
                 value = (host_bytes(result) - base) / result["num_parameters"]
                 found[name] = max(found.get(name, 0.0), value)

@@ -13,14 +13,11 @@ from experiments.solve_k.bench import Bench
 from experiments.solve_k.points import closed_form_layers, layers_of, near, up_and_down
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.memory import STATE_BYTES
+from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE, gpu_reserve
 from hytrain.placement.prediction import predict
 
-RESERVE_SHARE = 0.04
-"""Of the GPU, what hytrain keeps free of it by default."""
-
-LOWERED_BY = 0.4
-"""Share of the GPU layers' state that has to go when the cap is lowered."""
+LOWERINGS = 2
+"""How often the cap is lowered while training goes on."""
 
 POINT_STEPS = 13
 """Of one fixed k: 5 to settle, 8 timed."""
@@ -106,30 +103,33 @@ def capped(bench: Bench) -> None:
     solve(bench)
 
 
-def lowered_cap(timed: Json, gpu_state_bytes: int, total_bytes: int) -> float:
-    """The cap under which some of the state that the GPU holds at the solved k has to go."""
-    needed = timed["gpu"]["peak_allocated_bytes"] - LOWERED_BY * gpu_state_bytes
-    return needed / (1.0 - RESERVE_SHARE) / total_bytes
+def lowered_cap(peak_bytes: int) -> float:
+    """Bytes that leave half of their own reserve above this peak."""
+    return max(peak_bytes + LEAST_RESERVE / 2, peak_bytes / (1.0 - GPU_RESERVE_SHARE / 2))
 
 
 def lowered(bench: Bench) -> None:
-    """GPU memory becomes less while training goes on: k has to follow."""
+    """GPU memory becomes less while training goes on: k has to follow.
+
+    No engine can undo an allocation that fails in the user's forward; against that there is the
+    reserve. So half of it is taken away: nothing fails yet, and k must go down until the whole
+    reserve is free again.
+    """
     bench.start()
     timed = solve(bench)
     total = bench.gpu_total()
-    if total is None:
-        bench.recorder.put(cap=None)
-    else:
-        layers = bench.placed.decisions()[-1].layer_bytes[: timed["gpu_layers"]]
-        state = STATE_BYTES * sum(layer.parameters for layer in layers)
-        cap = lowered_cap(timed, state, total)
-        bench.recorder.put(cap=cap)
-        _cap(cap)
-    # What memory there is is looked up at every tenth step.
-    bench.recorder.put(following=bench.settle(most=60, quiet=12, least=24))
-    # Until now torch may have lived on what it had cached above the cap.
-    bench.empty_cache()
-    bench.recorder.put(followed=bench.timed(windows=2, steps=5))
+    for _ in range(LOWERINGS):
+        lowering: Json = {"cap": None, "reserve_bytes": None}
+        if total is not None:
+            cap = lowered_cap(timed["gpu"]["peak_allocated_bytes"])
+            lowering = {"cap": cap / total, "reserve_bytes": gpu_reserve(None, int(cap))}
+            _cap(lowering["cap"])
+        # What memory there is is looked up at every tenth step.
+        lowering["following"] = bench.settle(most=60, quiet=12, least=24)
+        # Until now torch may have lived on what it had cached above the cap.
+        bench.empty_cache()
+        timed = bench.timed(windows=2, steps=5)
+        bench.recorder.append("lowerings", {**lowering, "followed": timed})
     bench.write_metrics()
 
 

@@ -1,11 +1,14 @@
 """Merge the parts' JSON files into a table, a chart and one JSON file.
 
-    python experiments/solve_k/report.py DIR/part_*.json [--offload-step FILE] [--results RESULTS]
+    python experiments/solve_k/report.py DIR/part_*.json [--results RESULTS]
+    python experiments/solve_k/report.py --run 2 DIR2/part_*.json --run 1 DIR1/part_*.json FILE
 
 writes RESULTS/<hardware>_<date>/{results.json, table.md, step_time.png}; RESULTS is the folder
 `results` beside this file unless it is given. results.json holds the parts unchanged, so that
-`report.py RESULTS/.../results.json` writes the same files again. --offload-step names a part, or a
-results.json, of the experiment offload_step: the times and the host memory of other systems.
+`report.py RESULTS/.../results.json` writes the same files again. A run is what one machine measured
+in one go; the first sweep is the main one, others are repeats and judged by themselves. Parts of
+the experiment offload_step, or its results.json, are the times and the host memory of other
+systems; those of the same run as a sweep are compared with it, else with every sweep.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.offload_step import records
 from experiments.offload_step.checks import Check
+from experiments.offload_step.parts import REFERENCE
 from experiments.offload_step.records import Json
 from experiments.offload_step.report import slug_of
 from experiments.solve_k.chart import chart
 from experiments.solve_k.checks import (
+    NAMES,
     check_all,
     clipping_known_errors,
     error_matrix,
@@ -32,12 +37,17 @@ from experiments.solve_k.checks import (
 )
 from experiments.solve_k.summary import (
     GIB,
+    lowerings,
     measured_points,
+    part_name,
     reference_seconds,
     solved_errors,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+EXPERIMENT = "solve_k"
+"""What its parts call themselves; offload_step's have no such key."""
 
 HEADER = (
     "part",
@@ -60,7 +70,8 @@ CHECK_HEADER = ("claim", "measured", "limit", "ceiling", "verdict", "part")
 
 DECISION_HEADER = ("part", "process", "after step", "GPU layers", "reason")
 
-OTHERS_HEADER = ("model", "system", "host bytes a parameter", "would need, GiB of host memory")
+OTHERS_HEADER = ("model", "system", "host bytes a parameter", "would need, GiB of host memory",
+                 "GiB free before", "largest that fits there")  # fmt: skip
 
 EXPLANATION = """\
 `x fwd+bwd` is the step over forward and backward only, of the same process, before and after.
@@ -70,22 +81,42 @@ of k, not in that of time: every second one was measured going up, the others co
 memory is the process's resident set. `exposed` is time in which the GPU stood still for weights.
 """
 
+CEILING = """\
+`ceiling`, for a claim about another system's time: that system's time over forward and backward
+only, of its own run, which is what hytrain would reach if its update took no time at all. A limit
+above the ceiling cannot be reached on the machines that were measured.
+"""
 
-def load_parts(paths: list[Path]) -> list[Json]:
-    """Read parts; they must be of this schema and of one kind of hardware."""
-    if not paths:
-        raise ValueError("no part files given")
+
+def load_parts(paths: Sequence[tuple[str | None, Path]]) -> tuple[list[Json], list[Json]]:
+    """Read parts; they must be of this schema and of one kind of hardware.
+
+    Args:
+        paths: each with the run that it is of, where one was named.
+
+    Returns:
+        The parts of this experiment, and those of offload_step.
+    """
     parts: list[Json] = []
-    for path in paths:
+    for run, path in paths:
         data = records.read_json(path)
-        for part in data.get("parts", [data]):
+        for part in [*data.get("parts", [data]), *data.get("offload_step", [])]:
             if part.get("schema") != records.SCHEMA:
                 raise ValueError(f"{path} has schema {part.get('schema')}, not {records.SCHEMA}")
             ours = _machine(parts[0]) if parts else _machine(part)
             if _machine(part) != ours:
                 raise ValueError(f"{path} was measured on {_machine(part)}, others on {ours}")
-            parts.append(part)
-    return parts
+            parts.append(part if run is None else {**part, "run": run})
+    own = [part for part in parts if part.get("experiment") == EXPERIMENT]
+    if not own:
+        raise ValueError("no part of this experiment given")
+    return own, [part for part in parts if part.get("experiment") != EXPERIMENT]
+
+
+def _of_others(part: Json) -> Json:
+    """A part of offload_step, less what it says about hytrain."""
+    kept = {REFERENCE, *NAMES}
+    return {**part, "records": [r for r in part["records"] if r["entry"]["label"] in kept]}
 
 
 def _machine(part: Json) -> tuple[str, str]:
@@ -135,16 +166,14 @@ def _predicted(layers: int, found: dict[int, float], told: dict[int, float]) -> 
 def rows_of(part: Json, record: Json) -> list[list[str]]:
     """Everything that a process timed."""
     result = record["result"] or {}
-    start = [part["part"], record["entry"]["label"]]
+    start = [part_name(part), record["entry"]["label"]]
     limit = reference_seconds(result)
-    names = {
-        "reference": "forward and backward only",
-        "solved": "k solved",
-        "followed": "cap lowered",
-    }
+    names = {"reference": "forward and backward only", "solved": "k solved"}
     rows = [
         _row([*start, text], result[key], limit) for key, text in names.items() if key in result
     ]
+    for each in lowerings(result):
+        rows.append(_row([*start, "cap lowered"], each["followed"], limit))
     found = solved_errors(result) or {}
     told = clipping_known_errors(result)
     for point in sorted(measured_points(result), key=lambda p: (p["gpu_layers"], p["at_step"])):
@@ -158,7 +187,7 @@ def rows_of(part: Json, record: Json) -> list[list[str]]:
 def _facts(part: Json, record: Json) -> str:
     """One line on a process: size, cap, settling, closed form."""
     result = record["result"] or {}
-    words = [f"{part['part']}, {record['entry']['label']}: {record['status']}"]
+    words = [f"{part_name(part)}, {record['entry']['label']}: {record['status']}"]
     if "num_parameters" in result:
         words.append(f"{result['num_parameters'] / 1e9:.3f} B parameters")
     if result.get("checkpointing"):
@@ -171,8 +200,9 @@ def _facts(part: Json, record: Json) -> str:
         settling = result["settling"]
         text = "settled" if settling["is_settled"] else "not settled, last change"
         words.append(f"{text} after {settling['settled_after']} of {settling['steps']} steps")
-    if "following" in result:
-        words.append(f"followed {result['following']['settled_after']} steps after the cap")
+    for each in lowerings(result):
+        cap = "none" if each["cap"] is None else f"{each['cap']:.3f}"
+        words.append(f"cap {cap}, followed after {each['following']['settled_after']} steps")
     if result.get("closed_form"):
         published = result["closed_form"]
         words.append(f"closed form k {published['k']:.3f}, {published['gpu_layers']} layers")
@@ -196,23 +226,24 @@ def _check_rows(checks: list[Check]) -> list[list[str]]:
 
 def _decision_rows(part: Json, record: Json) -> list[list[str]]:
     result = record["result"] or {}
-    stage = result.get("following", result.get("settling", {}))
+    # Each stage lists all decisions until its end.
+    stages = [result.get("settling", {}), *(each["following"] for each in lowerings(result))]
     return [
         [
-            part["part"],
+            part_name(part),
             record["entry"]["label"],
             str(decision["step"]),
             f"{decision['gpu_layers_before']} to {decision['gpu_layers_target']}",
             decision["reason"].replace("|", "/"),
         ]
-        for decision in stage.get("decisions", [])
+        for decision in stages[-1].get("decisions", [])
     ]
 
 
 def _matrix_text(parts: list[Json]) -> str:
     """Where costs were taken, and the largest error of what was predicted from them."""
     rows = [
-        [part["part"], record["entry"]["label"], str(at), f"{error:+.1%}", str(layers)]
+        [part_name(part), record["entry"]["label"], str(at), f"{error:+.1%}", str(layers)]
         for part in parts
         for record in part["records"]
         if record["result"]
@@ -230,9 +261,14 @@ def _others_text(parts: list[Json], offload: list[Json]) -> str:
             if part["part"] not in ("ten_b", "largest"):
                 continue
             for record in part["records"]:
-                count = (record["result"] or {}).get("num_parameters")
-                if count:
-                    rows.append([f"{count / 1e9:.2f} B", name, f"{each:.1f}", _gib(each * count)])
+                result = record["result"] or {}
+                count = result.get("num_parameters")
+                if not count:
+                    continue
+                free = result.get("host", {}).get("before building", {}).get("available_bytes")
+                fits = "-" if free is None else f"{free / each / 1e9:.1f} B"
+                start = [f"{count / 1e9:.2f} B", name, f"{each:.1f}"]
+                rows.append([*start, _gib(each * count), _gib(free), fits])
     if not rows:
         return ""
     return (
@@ -247,15 +283,15 @@ def _hardware_text(parts: list[Json], note: str) -> str:
     if hardware.get("cuda") and versions.get("torch"):
         versions["torch"] = f"{versions['torch']} (CUDA {hardware['cuda']})"
     software = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
-    commits = sorted({str(part["hardware"]["commit"] or "not recorded") for part in parts})
     lines = [
         f"Machine: {hardware['gpu'] or 'no GPU'}; {hardware['cores']} cores of {hardware['cpu']}",
-        f"Software: Python {hardware['python']}, {software}; commit {', '.join(commits)}",
+        f"Software: Python {hardware['python']}, {software}",
     ]
     for part in parts:
         load = part["workload"]
         text = f"{load['model']}, {load['batch']} x {load['seq']} tokens"
-        lines.append(f"Part {part['part']}: {text}; `{part['command']}`")
+        commit = part["hardware"]["commit"] or "not recorded"
+        lines.append(f"Part {part_name(part)}: {text}; commit {commit}; `{part['command']}`")
     lines += [f"Note: {note}"] if note else []
     return "".join(f"- {line}\n" for line in lines)
 
@@ -269,6 +305,7 @@ def table(parts: list[Json], offload: list[Json], note: str = "") -> str:
     return (
         f"# k solved at run time, {date}\n\n{_hardware_text(parts, note)}\n"
         f"## Claims\n\n{_markdown(CHECK_HEADER, _check_rows(check_all(parts, offload)))}\n"
+        f"{CEILING}\n"
         f"## Processes\n\n{''.join(_facts(part, record) for part, record in pairs)}\n"
         f"## Measured\n\n{_markdown(HEADER, rows)}\n{EXPLANATION}"
         f"{_matrix_text(parts)}{_others_text(parts, offload)}"
@@ -280,11 +317,12 @@ def write_report(
     parts: list[Json], results: Path, offload: Sequence[Json] = (), note: str = ""
 ) -> Path:
     """Write the three files; returns their folder, named by hardware and date."""
-    others = list(offload)
+    others = [_of_others(part) for part in offload]
     date = max(part["hardware"]["date"] for part in parts)
     folder = results / f"{slug_of(parts[0]['hardware']['gpu'])}_{date}"
     checks = [{**dataclasses.asdict(c), "verdict": c.verdict} for c in check_all(parts, others)]
     data = {"schema": records.SCHEMA, "note": note, "checks": checks, "parts": parts}
+    data["offload_step"] = others
     records.write_json(folder / "results.json", data)
     (folder / "table.md").write_text(table(parts, others, note))
     chart(parts, folder / "step_time.png")
@@ -296,14 +334,21 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", type=Path, help="part_*.json files, or a results.json")
-    parser.add_argument("--offload-step", type=Path, metavar="FILE")
+    parser.add_argument("parts", nargs="*", type=Path, help="part_*.json files, or a results.json")
+    parser.add_argument(
+        "--run",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "FILE"),
+        help="files of one machine, measured in one go",
+    )
     parser.add_argument("--results", default=RESULTS, type=Path)
     parser.add_argument("--note", default="", help="what a reader has to know about these runs")
     options = parser.parse_args(arguments)
+    named = [(name, Path(file)) for name, *files in options.run for file in files]
     try:
-        parts = load_parts(options.parts)
-        offload = load_parts([options.offload_step]) if options.offload_step else []
+        parts, offload = load_parts([*((None, path) for path in options.parts), *named])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -10,6 +10,16 @@ from experiments.solve_k.points import errors, largest_error
 GIB = 2**30
 
 
+def part_name(part: Json) -> str:
+    """With the run that it is of, where there were several."""
+    return f"{part['part']}, run {part['run']}" if part.get("run") else part["part"]
+
+
+def lowerings(result: Json) -> list[Json]:
+    """The times that the cap was lowered and k had time to follow."""
+    return result.get("lowerings", [])
+
+
 def measured_points(result: Json) -> list[Json]:
     """The fixed k that could be timed, in the order in which they were."""
     return [point for point in result.get("points", []) if "step_seconds" in point]
@@ -81,9 +91,12 @@ def record_lines(record: Json) -> list[str]:
             f"  settled after {settling['settled_after']} of {settling['steps']} steps"
             + ("" if settling["is_settled"] else " (NOT settled)")
         )
-    for name in ("solved", "followed"):
-        if name in result:
-            lines.append(_timed_line(name, result[name], limit))
+    if "solved" in result:
+        lines.append(_timed_line("solved", result["solved"], limit))
+    for lowering in lowerings(result):
+        cap = "none" if lowering["cap"] is None else f"{lowering['cap']:.3f}"
+        lines.append(f"  cap lowered to {cap}")
+        lines.append(_timed_line("followed", lowering["followed"], limit))
     found = solved_errors(result) or {}
     for point in sorted(measured_points(result), key=lambda point: point["gpu_layers"]):
         lines.append(_timed_line("fixed", point, limit, found.get(point["gpu_layers"])))

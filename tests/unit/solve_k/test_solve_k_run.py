@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from experiments.offload_step import records
 from experiments.offload_step.records import Entry, Json
-from experiments.solve_k import run
+from experiments.solve_k import plans, run
+from experiments.solve_k.bench import Bench
 from experiments.solve_k.metrics import metrics_lines
 from experiments.solve_k.parts import Settings, entries_of
 from experiments.solve_k.plans import lowered_cap, predicted_here
 from experiments.solve_k.summary import measured_points, summary
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.history import read_history
+from hytrain.placement.memory import gpu_reserve
 from hytrain.placement.prediction import predict
 
 GIB = 2**30
@@ -115,9 +118,74 @@ def test_the_summary_has_a_line_for_each_point(part: Json) -> None:
     assert text.count("  fixed ") == len(measured_points(part["records"][0]["result"]))
 
 
-def test_a_lowered_cap_leaves_room_for_less_state() -> None:
-    timed = {"gpu": {"peak_allocated_bytes": 60 * GIB}}
-    assert lowered_cap(timed, 30 * GIB, 100 * GIB) == pytest.approx(0.5)
+@pytest.mark.parametrize("peak", [5 * GIB, 24 * GIB, 25 * GIB, 60 * GIB])
+def test_a_lowered_cap_takes_half_of_the_reserve_away(peak: int) -> None:
+    cap = lowered_cap(peak)
+    assert cap - peak == pytest.approx(gpu_reserve(None, int(cap)) / 2)
+
+
+class FakeBench:
+    """k follows a cap at once: 10 layers of 3 GiB, 34 GiB beside them."""
+
+    def __init__(self, total: int | None) -> None:
+        self.options: Json = {"settle": {}}
+        self.recorder = self
+        self.result: Json = {}
+        self.cap = total
+        self.total = total
+
+    def start(self) -> None: ...
+
+    def note_host(self, moment: str) -> None: ...
+
+    def write_metrics(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def gpu_total(self) -> int | None:
+        return self.total
+
+    def put(self, **values: Any) -> None:
+        self.result.update(values)
+
+    def append(self, key: str, value: Any) -> None:
+        self.result.setdefault(key, []).append(value)
+
+    def settle(self, **options: int) -> Json:
+        return {"decisions": []}
+
+    def timed(self, **options: int) -> Json:
+        if self.cap is None:
+            return {"gpu": {}, "gpu_layers": 10}
+        room = self.cap - gpu_reserve(None, int(self.cap)) - 34 * GIB
+        layers = min(10, int(room // (3 * GIB)))
+        return {
+            "gpu": {"peak_allocated_bytes": (34 + 3 * layers) * GIB},
+            "gpu_layers": layers,
+        }
+
+
+def test_the_cap_is_lowered_twice_and_each_time_the_reserve_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = FakeBench(140 * GIB)
+    monkeypatch.setattr(plans, "_cap", lambda share: setattr(bench, "cap", share * 140 * GIB))
+    plans.lowered(cast(Bench, bench))
+    found = bench.result["lowerings"]
+    assert [each["followed"]["gpu_layers"] for each in found] == [9, 8]
+    before = [bench.result["solved"], found[0]["followed"]]
+    for each, timed in zip(found, before, strict=True):
+        # Nothing fails, but the reserve is not whole; then it is.
+        cap = each["cap"] * 140 * GIB
+        limit = cap - each["reserve_bytes"]
+        assert limit < timed["gpu"]["peak_allocated_bytes"] < cap
+        assert each["followed"]["gpu"]["peak_allocated_bytes"] <= limit
+
+
+def test_without_a_gpu_there_is_no_cap_to_lower() -> None:
+    bench = FakeBench(None)
+    plans.lowered(cast(Bench, bench))
+    assert [each["cap"] for each in bench.result["lowerings"]] == [None, None]
 
 
 def test_a_prediction_can_be_told_how_often_is_clipped() -> None:
