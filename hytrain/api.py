@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,9 @@ def initialize(
     refuse_unsupported(loaded)
     refuse_unsupported_model(model)
     _check_fit(section, loaded, model, optimizer, mpu)
+    if section.batch_sizes is not None:
+        keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
+        keywords["config_params"] = None
     with engine_class(HyTrainEngine):
         built = _deepspeed_initialize(**keywords)
     return tuple(built)  # type: ignore[return-value]
@@ -111,6 +114,34 @@ def _check_fit(
         ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
         if ranks:
             partition([], ranks, section.shard_fractions)
+    _check_batches(section)
+
+
+def _check_batches(section: HyTrainConfig) -> None:
+    shares = section.batch_shares()
+    world = os.environ.get("WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
+    if shares is not None and ranks and len(shares.sizes) != ranks:
+        raise ConfigError(
+            f'"hytrain.batch_sizes" has {len(shares.sizes)} numbers but the job has {ranks} ranks: '
+            "give one number a rank"
+        )
+
+
+def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """The configuration without DeepSpeed's own batch keys, which know equal batches only.
+
+    Raises:
+        ConfigError: its ``train_batch_size`` is another batch.
+    """
+    given = config.get("train_batch_size")
+    if given is not None and given != sum(sizes):
+        raise ConfigError(
+            f'"train_batch_size" is {given} but "hytrain.batch_sizes" sums to {sum(sizes)}: make '
+            "them equal, or leave the former out"
+        )
+    rest = {k: v for k, v in config.items() if k not in ("train_batch_size",)}
+    return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 
 
 class Registration:

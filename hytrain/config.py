@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -50,6 +51,49 @@ class OffloadConfig(_Section):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class BatchShares:
+    """The global batch, cut into one piece a rank, and each piece into micro-batches.
+
+    Attributes:
+        sizes: samples of the global batch that each rank computes; 0 for one that only holds state.
+        micro_sizes: most samples that each rank computes at once.
+    """
+
+    sizes: tuple[int, ...]
+    micro_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.micro_sizes):
+            raise ConfigError(
+                f'"hytrain.batch_sizes" has {len(self.sizes)} numbers and '
+                f'"hytrain.micro_batch_sizes" {len(self.micro_sizes)}: give one a rank in both'
+            )
+        if not self.sizes or min(self.sizes) < 0 or sum(self.sizes) == 0:
+            raise ConfigError(
+                f'"hytrain.batch_sizes" is {list(self.sizes)}: give one number a rank, none below '
+                "0, not all 0"
+            )
+        if min(self.micro_sizes) < 1:
+            raise ConfigError(
+                f'"hytrain.micro_batch_sizes" is {list(self.micro_sizes)}: all must be above 0'
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, all ranks together."""
+        return sum(self.sizes)
+
+    def micro_batches(self, rank: int) -> list[int]:
+        """Samples of each micro-batch of a rank; only the last may be smaller than the others."""
+        size, most = self.sizes[rank], self.micro_sizes[rank]
+        return [min(most, size - at) for at in range(0, size, most)]
+
+    def first_sample(self, rank: int) -> int:
+        """Where a rank's piece begins in the global batch."""
+        return sum(self.sizes[:rank])
+
+
 class SolverConfig(_Section):
     """How k is solved at run time, where ``gpu_fraction`` is "solve"."""
 
@@ -81,6 +125,13 @@ class HyTrainConfig(_Section):
     shard_fractions: tuple[float, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
 
+    batch_sizes: tuple[int, ...] | None = None
+    """Samples of the global batch that each rank computes in ``engine.train_batch``, one number a
+    rank, 0 for a rank that only holds state; null: as DeepSpeed's keys say."""
+
+    micro_batch_sizes: tuple[int, ...] | None = None
+    """Most samples that each rank computes at once, one number a rank; needs ``batch_sizes``."""
+
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
 
@@ -105,6 +156,22 @@ class HyTrainConfig(_Section):
                 f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}"
             )
         return value
+
+    def batch_shares(self) -> BatchShares | None:
+        """Who computes how much of the global batch; None where DeepSpeed's keys say it.
+
+        Raises:
+            ConfigError: the sizes are not possible.
+        """
+        if self.batch_sizes is None:
+            if self.micro_batch_sizes is not None:
+                raise ConfigError(
+                    f'"{SECTION}.micro_batch_sizes" needs "{SECTION}.batch_sizes": give both, one '
+                    "number a rank"
+                )
+            return None
+        micro = self.micro_batch_sizes or tuple(max(1, size) for size in self.batch_sizes)
+        return BatchShares(self.batch_sizes, micro)
 
     @staticmethod
     def from_deepspeed(config: Mapping[str, Any]) -> HyTrainConfig | None:

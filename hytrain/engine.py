@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,6 +31,7 @@ from hytrain.errors import AbortedBackwardError, CheckpointError, ConfigError, E
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.build import BuildSettings, build_optimizer
+from hytrain.optim.global_batch import BatchEngine, NumValid, train_global_batch, valid_labels
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
@@ -63,6 +64,7 @@ class HyTrainEngine(DeepSpeedEngine):
         _close_at_exit(self)
 
     hytrain_config: HyTrainConfig
+    _in_train_batch = False
     _guards: LayerGuards | None
 
     @property
@@ -128,7 +130,10 @@ class HyTrainEngine(DeepSpeedEngine):
             EngineView(
                 is_boundary=lambda: bool(self.is_gradient_accumulation_boundary()),
                 is_reducing=lambda: bool(
-                    not self.inside_no_sync_ctxt and self.enable_backward_allreduce
+                    not self.inside_no_sync_ctxt
+                    and self.enable_backward_allreduce
+                    # Ranks may have different numbers of micro-batches: they reduce once a step.
+                    and (not self._in_train_batch or self.is_gradient_accumulation_boundary())
                 ),
             ),
         )
@@ -177,6 +182,56 @@ class HyTrainEngine(DeepSpeedEngine):
             begin_window(self)
             raise
         super().step(lr_kwargs)
+
+    def train_batch(
+        self, data_iter: Iterator[Any], num_valid: NumValid | None = None
+    ) -> torch.Tensor:
+        """One step over a global batch, however unequally the ranks share it; a collective.
+
+        The gradient is that of the mean over the valid tokens of the *global* batch, as on one GPU
+        that computes all of it. Gradients are reduced once, in the last micro-batch's backward, so
+        that ranks may have different numbers of micro-batches; until then a rank keeps the whole
+        unreduced gradient (2 bytes a parameter in bf16).
+
+        Args:
+            data_iter: gives this rank's next micro-batches, on the device: as many as
+                ``"hytrain.batch_sizes"`` and ``"micro_batch_sizes"`` make, or
+                ``gradient_accumulation_steps`` without them. A mapping is passed to the model by
+                name, anything else by position.
+            num_valid: terms of a micro-batch's mean loss; default: its labels that are not -100,
+                without the first of each sample, as causal language models count.
+
+        Returns:
+            The global batch's mean loss before the update, fp32, on the device.
+
+        Raises:
+            UnsupportedError: the loss, or over what it is a mean, cannot be told.
+            StopIteration: the iterator has no further step.
+        """
+        optimizer = self._check_open()
+        shares = self.hytrain_config.batch_shares()
+        steps = int(self.gradient_accumulation_steps())
+        rank = optimizer.collectives.rank
+        count = steps if shares is None else len(shares.micro_batches(rank))
+        self._in_train_batch = optimizer.sums_over_ranks = True
+        try:
+            loss = train_global_batch(
+                cast(BatchEngine, self),
+                data_iter,
+                count,
+                num_valid or valid_labels,
+                optimizer.collectives.all_reduce,
+                optimizer.pipeline.streams.device,
+            )
+        finally:
+            self._in_train_batch = optimizer.sums_over_ranks = False
+        self.micro_steps += steps - 1  # step() has counted one
+        return loss
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, all ranks together."""
+        shares = self.hytrain_config.batch_shares()
+        return int(super().train_batch_size()) if shares is None else shares.global_batch
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took on this rank.

@@ -104,7 +104,7 @@ def late_policy(world_size: int, *, direct: bool) -> LatePolicy:
 
 
 Consumer = Callable[[LayerGradient], None]
-Agreement = Callable[[Sequence[int], Sequence[bool]], tuple[list[int], list[bool]]]
+Agreement = Callable[[Sequence[int], Sequence[bool], bool], tuple[list[int], list[bool]]]
 
 
 class GradientCollector:
@@ -340,7 +340,8 @@ class GradientCollector:
     def _learn(self) -> None:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
-        order, early = self._agree(order, early)
+        has_seen = any(layer.last_firing for layer in self.layers)
+        order, early = self._agree(order, early, has_seen)
         self.record = FiringRecord([list(layer.fired) for layer in self.layers], order, early)
 
     def discard(self) -> None:

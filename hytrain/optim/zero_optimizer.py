@@ -106,6 +106,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._step_begun = False
         self._is_reducing = False  # the current backward hands layers on as they become final
         self._was_reduced = False  # one of the backward passes since the last step did
+        self.sums_over_ranks = False
+        """Gradients of this step are summed over ranks, however they are averaged otherwise: the
+        losses are weighted."""
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._closed = False
@@ -118,8 +121,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             [layer.gradient_dtype for layer in layers],
             pipeline.streams.device,
             consume=self._consume,
-            agree=lambda order, early: collectives.agree_on_order(
-                order, early, pipeline.streams.device
+            agree=lambda order, early, has_seen: collectives.agree_on_order(
+                order, early, pipeline.streams.device, has_seen=has_seen
             ),
             on_begin=self._begin_unannounced,
             recall=self._recall if self._may_recall else None,
@@ -218,7 +221,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._step_begun = True
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
-            self.settings.unscale,
+            1.0 if self.sums_over_ranks else self.settings.unscale,
             self._read_hyper(),
             hold=self._may_recall and self.collector.is_learning,
         )

@@ -80,13 +80,21 @@ class ShardCollectives:
             dist.all_reduce(tensor, group=self.group)
 
     def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], device: torch.device
+        self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool
     ) -> tuple[list[int], list[bool]]:
-        """Rank 0's order, and early only where every rank says so; the same on all ranks."""
+        """One order for all ranks, and early only where every rank says so.
+
+        The order is that of the lowest rank that has seen a backward; a rank without one (it
+        computes no samples) has no say.
+        """
         if self.world_size == 1:
             return list(order), list(early)
+        first = torch.tensor([self.rank if has_seen else self.world_size], device=device)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
+        source = min(int(first.item()), self.world_size - 1)
+        early = early if has_seen else [True] * len(early)
         table = torch.tensor([list(order), [int(e) for e in early]], device=device)
-        dist.broadcast(table[0], self.global_rank(0), group=self.group)
+        dist.broadcast(table[0], self.global_rank(source), group=self.group)
         dist.all_reduce(table[1], op=dist.ReduceOp.MIN, group=self.group)
         agreed = table.tolist()
         return [int(i) for i in agreed[0]], [bool(e) for e in agreed[1]]

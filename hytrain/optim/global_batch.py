@@ -1,0 +1,126 @@
+"""One step over a global batch that ranks share unequally, as on one GPU that computes all of it.
+
+The mean is over the valid tokens of the global batch: each micro-batch's loss is weighted by its
+share of them, and gradients are summed over micro-batches and ranks. A rank may have more
+micro-batches than another, or none: gradients are reduced once a step, in the last one's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hytrain.errors import UnsupportedError
+
+IGNORED_LABEL = -100
+"""torch's cross entropy and transformers leave tokens with this label out of the mean."""
+
+NumValid = Callable[[Any], "int | torch.Tensor"]
+
+
+class BatchEngine(Protocol):
+    """What a step over a global batch needs of an engine."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> Any:
+        """The model's backward."""
+        ...
+
+    def step(self) -> None:
+        """The update."""
+        ...
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Whether the next backward is the step's last; None: as counted."""
+        ...
+
+
+def valid_labels(batch: Any) -> torch.Tensor:
+    """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
+
+    Args:
+        batch: a mapping with ``labels`` of shape [samples, tokens].
+
+    Raises:
+        UnsupportedError: it has none, so that nobody can tell what the model's mean is over.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
+        raise UnsupportedError(
+            "train_batch cannot tell over how many tokens the loss is a mean: the batch has no "
+            '"labels" of shape [samples, tokens]; pass num_valid=function, which takes a '
+            "micro-batch and returns the number of terms of its mean"
+        )
+    return (labels[:, 1:] != IGNORED_LABEL).sum()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model's forward returns: itself, ``.loss``, ``["loss"]`` or the first.
+
+    Raises:
+        UnsupportedError: there is no scalar tensor.
+    """
+    if isinstance(output, Mapping):
+        found: Any = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise UnsupportedError(
+            f"the model's forward returned {type(output).__name__} without a scalar loss: return "
+            "the loss, a tuple that begins with it, or an object with .loss"
+        )
+    return found
+
+
+def train_global_batch(
+    engine: BatchEngine,
+    micro_batches: Iterator[Any],
+    count: int,
+    num_valid: NumValid,
+    sum_over_ranks: Callable[[torch.Tensor], None],
+    device: torch.device,
+) -> torch.Tensor:
+    """Forward, backward and update.
+
+    Args:
+        engine: whose optimizer sums gradients over ranks while this runs.
+        micro_batches: gives this rank's next ``count``.
+        count: this rank's micro-batches in a step; may be 0.
+        num_valid: terms of a micro-batch's mean loss.
+        sum_over_ranks: sums a tensor over the ranks, in place.
+        device: of losses.
+
+    Returns:
+        The global batch's mean loss, fp32, on the device; the same on all ranks.
+
+    Raises:
+        StopIteration: the iterator ended before a step's first micro-batch.
+        UnsupportedError: loss or number of valid tokens cannot be told.
+    """
+    batches = [next(micro_batches) for _ in range(count)]
+    counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
+    sum_over_ranks(total)
+    total.clamp_(min=1.0)
+    mean = torch.zeros((), dtype=torch.float64, device=device)
+    try:
+        for number, (batch, valid) in enumerate(zip(batches, counts, strict=True), 1):
+            engine.set_gradient_accumulation_boundary(number == count)
+            output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+            loss = loss_of(output)
+            weight = valid / total
+            mean += loss.detach().double() * weight
+            engine.backward(loss * weight.to(loss.dtype), scale_wrt_gas=False)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+    finally:
+        engine.set_gradient_accumulation_boundary(None)
+    sum_over_ranks(mean)
+    return mean.float()

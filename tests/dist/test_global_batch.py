@@ -1,0 +1,35 @@
+"""Unequal batches on two to three ranks: the gradients of one process with the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import rank_batches as cases
+from harness import RankPools
+from rank_batches import Shares
+
+pytestmark = pytest.mark.timeout(240)
+
+TWO = [
+    Shares((3, 1), (2, 1), (0.5, 0.5), 2, 0.0, (0.0, 0.5)),
+    Shares((1, 4), (1, 1), (0.7, 0.3), 2, 0.5, (1.0, 0.0)),
+    Shares((5, 0), (2, 1), (0.3, 0.7), 1, 0.5, (0.5, 0.5)),
+    Shares((0, 3), (1, 3), (0.5, 0.5), 2, 0.05, (0.0, 1.0)),
+]
+THREE = [
+    Shares((1, 4, 2), (1, 3, 1), (0.2, 0.5, 0.3), 2, 0.5, (0.0, 0.5, 1.0)),
+    Shares((0, 2, 3), (1, 1, 2), (0.6, 0.2, 0.2), 1, 0.05, (0.5, 0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize("case", [*TWO, *THREE], ids=str)
+def test_training_is_that_of_one_process(ranks: RankPools, case: Shares) -> None:
+    ranks(len(case.sizes)).run(cases.train_and_compare, case)
+
+
+@pytest.mark.parametrize("case", [*TWO, *THREE], ids=str)
+def test_gradients_are_those_of_the_whole_batch(ranks: RankPools, case: Shares) -> None:
+    ranks(len(case.sizes)).run(cases.gradients_are_the_whole_batch, case)
+
+
+def test_a_mean_over_nobody_knows_what_is_refused(ranks: RankPools) -> None:
+    ranks(2).run(cases.refuses_what_it_cannot_weigh)
