@@ -64,6 +64,7 @@ def plan_placement(
             state.shard_size,
             state.gradient_dtype.itemsize,
             max(segment.dtype.itemsize for segment in state.layout.segments),
+            keeps_pending=not cpu.direct,
         )
         for state in states
     )

@@ -57,7 +57,8 @@ def read_model_sizes(
         begin, end = table.shard(layout.index, rank)
         weights_dtype = _widest(layout)
         itemsize = (gradient_dtype or weights_dtype).itemsize
-        layers.append(LayerBytes(layout.name, end - begin, itemsize, weights_dtype.itemsize))
+        sizes = end - begin, itemsize, weights_dtype.itemsize
+        layers.append(LayerBytes(layout.name, *sizes, keeps_pending=not form.is_direct))
         for span in layout.chunks(begin, end, config.offload.chunk_elements):
             gradient_bytes.append((span.end - span.begin) * itemsize)
             outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)

@@ -150,6 +150,8 @@ class LayerBytes:
         name: the layer's name.
         parameters: elements of this rank's shard.
         gradient_itemsize: bytes of an element of the gradient that waits for its update.
+        keeps_pending: whether a CPU-placed layer's gradient waits on the host for its commit; not
+            where updates are committed directly.
         weights_itemsize: bytes of an element of the training copy that comes back.
     """
 
@@ -157,6 +159,7 @@ class LayerBytes:
     parameters: int
     gradient_itemsize: int = 2
     weights_itemsize: int = 2
+    keeps_pending: bool = True
 
 
 @dataclass(frozen=True, slots=True)

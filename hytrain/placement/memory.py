@@ -94,8 +94,13 @@ def state_bytes(layers: Sequence[LayerBytes]) -> int:
     return STATE_BYTES * sum(layer.parameters for layer in layers)
 
 
+def pending_bytes(layers: Sequence[LayerBytes]) -> int:
+    """Gradients of these layers that wait on the host for their commit."""
+    return sum(layer.parameters * layer.gradient_itemsize * layer.keeps_pending for layer in layers)
+
+
 def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Gradients of these layers that wait, on either side."""
+    """Gradients of these layers that wait on the GPU for the outcome of the step."""
     return sum(layer.parameters * layer.gradient_itemsize for layer in layers)
 
 
@@ -139,7 +144,7 @@ def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
         PlacementError: ``k`` is not in 0..L.
     """
     _check_number(k, len(layers))
-    return state_bytes(layers[k:]) + gradient_bytes(layers[k:]) + staging_bytes
+    return state_bytes(layers[k:]) + pending_bytes(layers[k:]) + staging_bytes
 
 
 def _check(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> None:
@@ -184,7 +189,7 @@ def _split(
         gpu_rest=peak - state,
         gpu_missing=gpu_missing,
         host_state=state_bytes(layers[k:]),
-        host_gradients=gradient_bytes(layers[k:]),
+        host_gradients=pending_bytes(layers[k:]),
         host_missing=host_missing,
     )
 
@@ -199,7 +204,7 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
     """
     num_layers = len(layers)
     _check(layers, limits, 0)
-    moved = [layer.parameters * (STATE_BYTES + layer.gradient_itemsize) for layer in layers]
+    moved = [state_bytes([layer]) + pending_bytes([layer]) for layer in layers]
     on_host = sum(moved) + staging_bytes
     host_limit = limits.host - limits.host_reserve
     needed = [on_host - gone for gone in accumulate(moved, initial=0)]
