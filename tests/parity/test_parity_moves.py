@@ -74,7 +74,8 @@ def test_layers_that_move_with_delays(case: Case, seed: int) -> None:
 def test_layers_that_move_on_a_gpu(case: Case, seed: int) -> None:
     from test_parity_gpu import stream_delays
 
-    delays, moves = stream_delays(seed), random_moves(seed, 0.5, [])
+    moved: list[int] = []
+    delays, moves = stream_delays(seed), random_moves(seed, 0.5, moved)
 
     def disturb(engine: Any) -> None:
         delays(engine)
@@ -82,6 +83,7 @@ def test_layers_that_move_on_a_gpu(case: Case, seed: int) -> None:
 
     with environment("HYTRAIN_DELAYS", f"{seed}:300"):
         run = train(case, disturb)
+    assert sum(abs(number) for number in moved) > case.steps / 4, "hardly any layer has moved"
     found = [outcome for outcome in run.outcomes if outcome is not None]
     assert_clipping(run, found)
     assert_close_to_torch(run, torch_states(run))

@@ -103,7 +103,7 @@ def test_destroy_after_a_failure() -> None:
             _step_and_wait(engine)
         begin = time.monotonic()
         engine.destroy()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 5.0  # it must not hang; a busy machine is slow
     # Another engine in the same process is not affected.
     with built(make_model("mlp"), make_config()) as engine:
         backward(engine, 0)
