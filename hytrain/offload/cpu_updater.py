@@ -120,10 +120,6 @@ class CpuUpdater:
         """
         self.pinned.grow(self.worker, self._on_host(coming))
 
-    def room_bytes(self, coming: Collection[LayerState]) -> int:
-        """Bytes that :meth:`make_room` would take."""
-        return self.pinned.missing_bytes(self._on_host(coming))
-
     def _on_host(self, coming: Collection[LayerState]) -> list[bool]:
         names = {layer.index for layer in coming}
         return [
