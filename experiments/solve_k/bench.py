@@ -14,7 +14,7 @@ import torch
 
 from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
 from experiments.offload_step.model import build_batches, build_model
-from experiments.offload_step.records import Job, Json, Measurement
+from experiments.offload_step.records import Job, Json, Measurement, Workload
 from experiments.offload_step.sizes import model_flops
 from experiments.offload_step.systems.forward_backward import ForwardBackward
 from experiments.offload_step.systems.hytrain import HyTrain, config_of
@@ -105,9 +105,8 @@ class Bench:
         self.batches = build_batches(workload)
         synchronize(self.device)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        tokens = {"batch": workload.batch, "seq": workload.seq}
-        self.flops = model_flops(size, **tokens)
-        self.plain_flops = plain_flops(self.num_parameters, **tokens)
+        self._size = size
+        self._count_flops(workload)
         self.recorder.put(
             size=dataclasses.asdict(size),
             num_parameters=self.num_parameters,
@@ -116,6 +115,11 @@ class Bench:
             checkpointing=self.options["checkpointing"] == "on",
         )
         print(f"{self.num_parameters / 1e9:.3f} B parameters", flush=True)
+
+    def _count_flops(self, workload: Workload) -> None:
+        tokens = {"batch": workload.batch, "seq": workload.seq}
+        self.flops = model_flops(self._size, **tokens)
+        self.plain_flops = plain_flops(self.num_parameters, **tokens)
 
     def checkpoint_activations(self) -> None:
         """From now on blocks are computed again in the backward pass."""
@@ -199,6 +203,13 @@ class Bench:
         row = self.placed.observe()
         assert row is not None
         return row
+
+    def change_batch(self, batch: int) -> None:
+        """From the next step on, so many sequences a step."""
+        workload = dataclasses.replace(self.job.workload, batch=batch)
+        self.batches = build_batches(workload)
+        self._count_flops(workload)
+        self._stepper = Stepper(self.placed, self.batches, self.device)
 
     def settle(self, *, most: int, quiet: int, least: int) -> Json:
         """Steps until nothing has been decided or moved for `quiet` steps."""

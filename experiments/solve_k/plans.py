@@ -133,6 +133,19 @@ def lowered(bench: Bench) -> None:
     bench.write_metrics()
 
 
+def follow(bench: Bench) -> None:
+    """The batch is halved while it trains, and whole again: k has to follow within 20 steps."""
+    bench.start()
+    solve(bench)
+    whole = bench.job.workload.batch
+    for batch in (max(1, whole // 2), whole):
+        bench.change_batch(batch)
+        following = bench.settle(most=40, quiet=12, least=24)
+        timed = bench.timed(windows=2, steps=5)
+        bench.recorder.append("changes", {"batch": batch, "following": following, "timed": timed})
+    bench.write_metrics()
+
+
 def _reference_or_checkpointing(bench: Bench) -> Json | None:
     """The limit; None where it does not fit without checkpointing, which is then on."""
     try:
@@ -162,6 +175,7 @@ PLANS: dict[str, Callable[[Bench], None]] = {
     "sweep": sweep,
     "capped": capped,
     "lowered": lowered,
+    "follow": follow,
     "big": big,
 }
 
