@@ -1,171 +1,16 @@
-"""The `hytrain` command."""
+"""`hytrain explain`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from hytrain.cli.arguments import one_line, positive_float, positive_int, rank_number
 from hytrain.errors import ConfigError, HyTrainError
-from hytrain.version import __version__
-
-__all__ = ["main"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: Arguments without the program's name; None takes the process's.
-
-    Returns:
-        The exit status: 2 where the arguments, or a file that they name, cannot be used.
-    """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    arguments = _parser().parse_args(argv)
-    try:
-        status = arguments.run(arguments)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough; what is left must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except HyTrainError as error:
-        if not isinstance(error, ValueError):
-            raise  # not the user's to mend
-        print(f"hytrain: {_one_line(error)}", file=sys.stderr)
-        return 2
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hytrain", description="Offloaded training, measured.")
-    parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    bench = commands.add_parser("bench", help="measure a part of hytrain beside its competitors")
-    parts = bench.add_subparsers(required=True, metavar="PART")
-    _add_bench_kernel(parts.add_parser("kernel", help="the CPU optimizer's passes"))
-    plan = commands.add_parser("plan", help="deal a batch and the state to unequal GPUs")
-    subjects = plan.add_subparsers(required=True, metavar="SUBJECT")
-    _add_plan_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"))
-    explain = "why the solver chose its k, or what a configuration will do"
-    _add_explain(commands.add_parser("explain", help=explain, description=_EXPLAIN))
-    return parser
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _rank(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a rank: ranks count from 0")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _thread_list(text: str) -> tuple[int, ...]:
-    return tuple(_positive_int(part) for part in text.split(","))
-
-
-# ---- hytrain bench ----
-
-
-def _add_bench_kernel(kernel: argparse.ArgumentParser) -> None:
-    kernel.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    kernel.add_argument(
-        "--elements",
-        type=_positive_int,
-        help="length of each array (default: four last-level caches, memory allowing)",
-    )
-    kernel.add_argument(
-        "--threads",
-        type=_thread_list,
-        help="thread counts to try, as in 4,8,16 (default: quarters of the usable cores)",
-    )
-    kernel.add_argument("--repeats", type=_positive_int, default=7, help="timed rounds (7)")
-    kernel.add_argument(
-        "--cached-out",
-        action="store_true",
-        help="write the outgoing copy through the cache (default: non-temporal stores)",
-    )
-    kernel.add_argument(
-        "--variants",
-        action="store_true",
-        help="for developers: our passes alone, under several prefetch distances and schedules",
-    )
-    kernel.set_defaults(run=_bench_kernel)
-
-
-def _bench_kernel(arguments: argparse.Namespace) -> int:
-    # Imported here: it needs torch, which `hytrain --help` should not wait for.
-    from hytrain.profile import kernel_bench
-
-    options = kernel_bench.BenchOptions(
-        num_elements=arguments.elements,
-        thread_counts=arguments.threads,
-        num_rounds=arguments.repeats,
-        non_temporal=not arguments.cached_out,
-    )
-    if arguments.variants:
-        result, to_text = kernel_bench.run_variants(options), kernel_bench.format_variants
-    else:
-        result, to_text = kernel_bench.run_bench(options), kernel_bench.format_table
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(to_text(result))
-        print(json.dumps(result["machine"]))
-    return 0
-
-
-# ---- hytrain plan ----
-
-
-def _add_plan_uneven(uneven: argparse.ArgumentParser) -> None:
-    uneven.add_argument(
-        "--cases",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="latencies.json, memory.json, gpu_memory_gb.json, expected.json",
-    )
-    uneven.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    uneven.set_defaults(run=_plan_uneven)
-
-
-def _plan_uneven(arguments: argparse.Namespace) -> int:
-    # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.planner import report, uneven_cases
-
-    solved = report.solve_cases(uneven_cases.read_cases(arguments.cases))
-    if arguments.json:
-        print(json.dumps(report.cases_json(solved), indent=2))
-    else:
-        print(report.cases_table(solved))
-    return 0
-
-
-# ---- hytrain explain ----
 
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
@@ -179,7 +24,9 @@ _FOR_MODEL = ("gpu_memory", "host_memory", *_RATES)
 _FOR_CONFIG = ("model", "ranks", *_FOR_MODEL)
 
 
-def _add_explain(explain: argparse.ArgumentParser) -> None:
+def add(explain: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    explain.description = _EXPLAIN
     explain.add_argument(
         "file",
         type=Path,
@@ -187,7 +34,7 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
         help="JSON lines of a run with placement decisions, or a DeepSpeed JSON",
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
-    explain.add_argument("--rank", type=_rank, help="whose decisions, or sizes (0)")
+    explain.add_argument("--rank", type=rank_number, help="whose decisions, or sizes (0)")
     picture = explain.add_mutually_exclusive_group()
     picture.add_argument(
         "--png",
@@ -200,28 +47,28 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
     )
-    model.add_argument("--ranks", type=_positive_int, help="ranks that share the state (1)")
+    model.add_argument("--ranks", type=positive_int, help="ranks that share the state (1)")
     model.add_argument(
         "--gpu-memory",
-        type=_positive_float,
+        type=positive_float,
         metavar="GIB",
         help="of each rank's GPU (default: this machine's; without a GPU no limit)",
     )
     model.add_argument(
         "--host-memory",
-        type=_positive_float,
+        type=positive_float,
         metavar="GIB",
         help="for all ranks together (default: what is free on this machine)",
     )
     rates = explain.add_argument_group(
         "rates of an estimate, with CONFIG and --model; defaults: one H200 with 16 cores"
     )
-    rates.add_argument("--gpu-tflops", type=_positive_float, help="forward and backward (440)")
-    rates.add_argument("--tokens", type=_positive_int, help="a micro-batch on one rank (8192)")
+    rates.add_argument("--gpu-tflops", type=positive_float, help="forward and backward (440)")
+    rates.add_argument("--tokens", type=positive_int, help="a micro-batch on one rank (8192)")
     rates.add_argument(
-        "--cpu-gparams-per-s", type=_positive_float, help="CPU update, 1e9 parameters/s a rank (5)"
+        "--cpu-gparams-per-s", type=positive_float, help="CPU update, 1e9 parameters/s a rank (5)"
     )
-    rates.add_argument("--pcie-gb-per-s", type=_positive_float, help="each way (55)")
+    rates.add_argument("--pcie-gb-per-s", type=positive_float, help="each way (55)")
     explain.set_defaults(run=_explain)
 
 
@@ -309,7 +156,7 @@ def _draw(arguments: argparse.Namespace, rows: Any, costs: Any, title: str) -> N
     except ConfigError as error:
         if arguments.png is not None:
             raise
-        print(f"hytrain: {_one_line(error)}", file=sys.stderr)
+        print(f"hytrain: {one_line(error)}", file=sys.stderr)
         return
     print(f"picture: {path}", file=sys.stderr)
 
