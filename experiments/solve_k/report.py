@@ -37,6 +37,7 @@ from experiments.solve_k.checks import (
 )
 from experiments.solve_k.summary import (
     GIB,
+    batch_changes,
     lowerings,
     measured_points,
     part_name,
@@ -174,6 +175,8 @@ def rows_of(part: Json, record: Json) -> list[list[str]]:
     ]
     for each in lowerings(result):
         rows.append(_row([*start, "cap lowered"], each["followed"], limit))
+    for each in batch_changes(result):
+        rows.append(_row([*start, f"batch {each['batch']}"], each["timed"], None))
     found = solved_errors(result) or {}
     told = clipping_known_errors(result)
     for point in sorted(measured_points(result), key=lambda p: (p["gpu_layers"], p["at_step"])):

@@ -20,6 +20,11 @@ def lowerings(result: Json) -> list[Json]:
     return result.get("lowerings", [])
 
 
+def batch_changes(result: Json) -> list[Json]:
+    """The times that the batch changed and k had time to follow."""
+    return result.get("changes", [])
+
+
 def measured_points(result: Json) -> list[Json]:
     """The fixed k that could be timed, in the order in which they were."""
     return [point for point in result.get("points", []) if "step_seconds" in point]
@@ -97,6 +102,12 @@ def record_lines(record: Json) -> list[str]:
         cap = "none" if lowering["cap"] is None else f"{lowering['cap']:.3f}"
         lines.append(f"  cap lowered to {cap}")
         lines.append(_timed_line("followed", lowering["followed"], limit))
+    for change in batch_changes(result):
+        lines.append(
+            f"  batch {change['batch']}: k last moved after {change['following']['settled_after']} "
+            "steps"
+        )
+        lines.append(_timed_line("followed", change["timed"], None))
     found = solved_errors(result) or {}
     for point in sorted(measured_points(result), key=lambda point: point["gpu_layers"]):
         lines.append(_timed_line("fixed", point, limit, found.get(point["gpu_layers"])))
