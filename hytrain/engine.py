@@ -36,6 +36,7 @@ from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.records import Decision
+from hytrain.profile.host_share import HostShare, share_host
 
 
 class HyTrainEngine(DeepSpeedEngine):
@@ -121,12 +122,14 @@ class HyTrainEngine(DeepSpeedEngine):
         if not self.__dict__.get("_bias_correction", True):
             for group in optimizer.param_groups:
                 group["bias_correction"] = False
+        group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
+        collectives = ShardCollectives(group)
         return build_optimizer(
             self._model,
             optimizer,
             self.hytrain_config,
-            self._build_settings(),
-            ShardCollectives(cast("dist.ProcessGroup | None", self.seq_data_parallel_group)),
+            self._build_settings(share_host(collectives)),
+            collectives,
             EngineView(
                 is_boundary=lambda: bool(self.is_gradient_accumulation_boundary()),
                 is_reducing=lambda: bool(
@@ -138,7 +141,7 @@ class HyTrainEngine(DeepSpeedEngine):
             ),
         )
 
-    def _build_settings(self) -> BuildSettings:
+    def _build_settings(self, host: HostShare) -> BuildSettings:
         model_dtype, accumulation_dtype = self.get_data_types()
         if self.bfloat16_enabled():
             config: Any = self._config
@@ -150,7 +153,7 @@ class HyTrainEngine(DeepSpeedEngine):
             clip=ClipSettings(float(self.gradient_clipping() or 0.0), check_overflow),
             gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
             mean=bool(self.gradient_average),
-            ranks_on_host=_ranks_on_host(),
+            host=host,
         )
 
     # -- training ------------------------------------------------------------------------------
@@ -424,14 +427,6 @@ class HyTrainEngine(DeepSpeedEngine):
         if not isinstance(optimizer, HyTrainZeroOptimizer):
             raise EngineClosedError("the engine is not fully built")
         return optimizer
-
-
-def _ranks_on_host() -> int:
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text)
-    return 1
 
 
 def _close_at_exit(engine: HyTrainEngine) -> None:

@@ -16,7 +16,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -219,6 +219,56 @@ def load_corpus(
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
     tokens = np.memmap(entry / "tokens.bin", dtype=meta["dtype"], mode="r")
     return Corpus(tokens=tokens, digest=meta["sha256"])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a rank tells the others of its corpus: its digest, or what went wrong."""
+
+    digest: str | None = None
+    failure: str | None = None
+
+
+def load_together(
+    load: Callable[[], Corpus],
+    ask_all: Callable[[LoadReport], Sequence[LoadReport]],
+    *,
+    is_first: bool,
+) -> Corpus:
+    """Load on all ranks: first those that fill a cache, then the others.
+
+    Args:
+        load: this rank's corpus.
+        ask_all: gives every rank's report, in rank order; a collective.
+        is_first: whether this rank is one of those that fill a cache.
+
+    Raises:
+        DataError: some rank could not load, or the ranks' texts differ; raised on all.
+    """
+    found: Corpus | None = None
+    for turn in (True, False):
+        report = LoadReport(found.digest if found else None)
+        if is_first is turn:
+            try:
+                found = load()
+                report = LoadReport(found.digest)
+            except DataError as error:
+                # The others wait to hear of it.
+                report = LoadReport(failure=str(error))
+        reports = ask_all(report)
+        for rank, one in enumerate(reports):
+            if one.failure is not None:
+                raise DataError(f"{f'rank {rank}: ' if rank else ''}{one.failure}")
+    digests = [one.digest for one in reports]
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise DataError(
+            f"ranks 0 and {other} have different texts or tokenizers, although --data is the same: "
+            "hosts must have the same files (the default, Python's library, differs between "
+            "versions); give --data on a folder that they share"
+        )
+    assert found is not None
+    return found
 
 
 def _cache_key(sources: Sequence[Path], tokenizer: Tokenizer, text_field: str) -> str:

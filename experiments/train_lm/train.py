@@ -209,11 +209,14 @@ def _load_data(options: Options, tokenizer: corpus.Tokenizer) -> data.PackedSequ
         sources = corpus.find_sources(options.data)
         return corpus.load_corpus(sources, tokenizer, cache_dir, text_field=options.text_field)
 
-    # One process of each machine tokenises, the others then find its cache.
+    def ask_all(mine: corpus.LoadReport) -> list[corpus.LoadReport]:
+        reports = [mine] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(reports, mine)
+        return reports
+
+    # One process of each launcher tokenises, the others then find its cache.
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    tokens = load() if is_first else None
-    torch.distributed.barrier()
-    tokens = tokens if tokens is not None else load()
+    tokens = corpus.load_together(load, ask_all, is_first=is_first)
     return data.PackedSequences(tokens, seq_len=options.seq_len, seed=options.seed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -14,19 +13,6 @@ from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 _ELEMENTS = 1 << 24
 """256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
 _REPEATS = 5
-
-
-def available_cores(ranks_on_host: int) -> int:
-    """Cores of this process's affinity mask, divided among the ranks that share the mask.
-
-    A launcher that binds ranks to cores (``--bind_cores_to_rank``) leaves each its own mask,
-    which is then smaller than the machine and not divided again.
-    """
-    mine = len(os.sched_getaffinity(0))
-    everywhere = os.cpu_count() or mine
-    if ranks_on_host > 1 and mine * ranks_on_host > everywhere:
-        return max(1, mine // ranks_on_host)
-    return mine
 
 
 def candidates(cores: int) -> list[int]:
@@ -49,17 +35,17 @@ class ThreadChoice:
     seconds_per_parameter: float
 
 
-def choose_threads(ranks_on_host: int, given: int | None) -> ThreadChoice:
+def choose_threads(cores: int, given: int | None) -> ThreadChoice:
     """The fewest threads within 3 % of the fastest count, measured on the real kernel.
 
     Args:
-        ranks_on_host: processes that measure at the same time and share the cores.
+        cores: this rank's, with those of other ranks that measure at the same time left out.
         given: a count that the user chose; only its speed is measured.
 
     The launching thread and autograd's thread need a core as well; they get it because the count
     never exceeds the cores but one (but two cores are used in full).
     """
-    counts = [given] if given is not None else candidates(available_cores(ranks_on_host))
+    counts = [given] if given is not None else candidates(cores)
     p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
     gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
     out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)

@@ -26,6 +26,7 @@ from hytrain.optim.build_placement import build_placement, plan_placement
 from hytrain.optim.hyper import HyperReader, check_optimizer
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer, StepSettings
 from hytrain.parallel.collectives import ShardCollectives
+from hytrain.profile.host_share import HostShare
 from hytrain.testing.faults import injected_delays
 
 
@@ -39,14 +40,14 @@ class BuildSettings:
         gradient_dtype: dtype in which gradients are accumulated and reduced; None: each layer's
             own training copy's.
         mean: whether gradients are averaged over ranks (else summed).
-        ranks_on_host: processes that share this host's cores.
+        host: this rank's part of its host.
     """
 
     stage: Literal[1, 2]
     clip: ClipSettings
     gradient_dtype: torch.dtype | None
     mean: bool
-    ranks_on_host: int
+    host: HostShare
 
 
 def build_optimizer(
@@ -97,10 +98,8 @@ def build_optimizer(
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
-    plan = plan_placement(
-        states, config, settings.ranks_on_host, cpu_settings, collectives, streams.device
-    )
-    threads = choose_threads(settings.ranks_on_host, config.offload.cpu_threads)
+    plan = plan_placement(states, config, settings.host, cpu_settings, collectives, streams.device)
+    threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
     for state in states:
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
         _allocate_state(state, threads.num_threads)

@@ -21,6 +21,7 @@ from hytrain.placement.memory import Bounds, bounds, check_fits
 from hytrain.placement.records import Decision
 from hytrain.profile.calibration import gpu_seconds_per_parameter
 from hytrain.profile.cost_estimator import CostEstimator, InitialRates
+from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves
 
 
@@ -44,7 +45,7 @@ class PlacementPlan:
 def plan_placement(
     states: Sequence[LayerState],
     config: HyTrainConfig,
-    ranks_on_host: int,
+    host: HostShare,
     cpu: CpuSettings,
     collectives: ShardCollectives,
     device: torch.device,
@@ -73,12 +74,10 @@ def plan_placement(
             config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
         ),
         gpu_base=_known_gpu_bytes(states, collectives.world_size, device),
-        ranks_on_host=ranks_on_host,
+        host=host,
         staging_bytes=staging_bytes(states, cpu),
     )
-    limits = MemoryProbe(layer_bytes, device).limits(
-        memory.reserves, memory.gpu_base, 0, ranks_on_host
-    )
+    limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
     fit = bounds(layer_bytes, limits, memory.staging_bytes)
     unfit = torch.tensor([float(config.gpu_fraction == "solve" and not fit.fits)], device=device)
     # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.

@@ -14,6 +14,7 @@ from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
 from hytrain.placement.records import Decision
 from hytrain.profile.cost_estimator import CostEstimator
+from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves
 from hytrain.profile.step_timer import StepTimer
 
@@ -36,13 +37,13 @@ class MemorySettings:
     Attributes:
         reserves: what stays free.
         gpu_base: GPU bytes known to be needed before anything has been measured.
-        ranks_on_host: ranks that share what the host has left.
+        host: this rank's part of its host.
         staging_bytes: pinned staging on the host.
     """
 
     reserves: Reserves
     gpu_base: int
-    ranks_on_host: int
+    host: HostShare
     staging_bytes: int
 
 
@@ -70,6 +71,11 @@ class PlacementManager:
         self._steps = 0
         self._measured_since = 0
         self._warm_up = _WARM_UP
+
+    @property
+    def host(self) -> HostShare:
+        """This rank's part of its host."""
+        return self._memory.host
 
     # -- through a step ------------------------------------------------------------------------
 
@@ -122,7 +128,7 @@ class PlacementManager:
                 self._memory.reserves,
                 self._memory.gpu_base,
                 self._host_held(),
-                self._memory.ranks_on_host,
+                self._memory.host,
             )
         return self._limits
 

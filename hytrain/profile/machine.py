@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -17,17 +18,22 @@ from hytrain import _C
 _CPU_DIR = Path("/sys/devices/system/cpu")
 _SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _FALLBACK_LLC_BYTES = 32 * 2**20
-# (limit, usage, statistics) of cgroup version 2, then 1.
-_CGROUP_FILES = (
-    (
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory.current",
-        "/sys/fs/cgroup/memory.stat",
-    ),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+class _Hierarchy(NamedTuple):
+    """A version of control groups: where it is mounted, and its files in each group's folder."""
+
+    root: Path
+    controller: str
+    limit: str
+    usage: str
+
+
+_HIERARCHIES = (
+    _Hierarchy(Path("/sys/fs/cgroup"), "", "memory.max", "memory.current"),
+    _Hierarchy(
+        Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
     ),
 )
 
@@ -68,18 +74,45 @@ def last_level_cache_bytes() -> int:
 
 def available_host_bytes() -> int:
     """Host memory that this process can still take: the machine's or the cgroup's, the smaller."""
-    available = psutil.virtual_memory().available
-    for limit_file, usage_file, statistics_file in _CGROUP_FILES:
-        try:
-            limit = Path(limit_file).read_text().strip()
-            usage = int(Path(usage_file).read_text())
-            statistics = Path(statistics_file).read_text()
-        except OSError:
-            continue
-        if limit != "max":
-            usage -= _reclaimable_bytes(statistics)
-            available = min(available, max(0, int(limit) - usage))
-    return available
+    return min(host_memory_pools().values())
+
+
+def host_memory_pools() -> dict[str, int]:
+    """Bytes left in everything that this process's host memory comes out of.
+
+    Returns:
+        "machine", and each memory control group with a limit, the process's own and those around
+        it, under a name that no other group of this machine has.
+    """
+    pools = {"machine": int(psutil.virtual_memory().available)}
+    for hierarchy in _HIERARCHIES:
+        for folder in _cgroup_folders(hierarchy):
+            try:
+                limit = (folder / hierarchy.limit).read_text().strip()
+                usage = int((folder / hierarchy.usage).read_text())
+                statistics = (folder / "memory.stat").read_text()
+                where = folder.stat()
+            except OSError:
+                continue
+            if limit != "max":
+                usage -= _reclaimable_bytes(statistics)
+                # The folder's own number: what a container sees as the root is a group like others.
+                pools[f"cgroup {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
+    return pools
+
+
+def _cgroup_folders(hierarchy: _Hierarchy) -> list[Path]:
+    """This process's group and those around it, the root included; the root alone if unknown."""
+    try:
+        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for line in lines:
+        if len(line) == 3 and hierarchy.controller in line[1].split(","):
+            own = Path(line[2].strip("/"))
+            inside = own if (hierarchy.root / own).is_dir() and ".." not in own.parts else Path()
+            return [hierarchy.root / folder for folder in dict.fromkeys((inside, *inside.parents))]
+    return [hierarchy.root]
 
 
 def _reclaimable_bytes(memory_stat: str) -> int:

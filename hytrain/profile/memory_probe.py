@@ -9,7 +9,8 @@ import torch
 
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import STATE_BYTES, gpu_reserve, host_reserve
-from hytrain.profile.machine import available_host_bytes
+from hytrain.profile.host_share import HostShare
+from hytrain.profile.machine import host_memory_pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +101,19 @@ class MemoryProbe:
         self._peak = peak
         return self._transient
 
-    def limits(self, reserves: Reserves, gpu_base: int, host_held: int, ranks: int) -> MemoryLimits:
+    def limits(
+        self, reserves: Reserves, gpu_base: int, host_held: int, share: HostShare
+    ) -> MemoryLimits:
         """What there is now.
 
         Args:
             reserves: what stays free.
             gpu_base: what is known to be needed on the GPU before anything has been measured.
             host_held: host bytes that this rank's layers hold already.
-            ranks: ranks that share what the host has left.
+            share: this rank's part of what the host has left.
         """
         gpu = usable_gpu_bytes(self._device)
-        host = available_host_bytes() // ranks + host_held
+        host = share.memory(host_memory_pools()) + host_held
         return MemoryLimits(
             gpu=gpu,
             gpu_reserve=gpu_reserve(reserves.gpu, gpu or 0),

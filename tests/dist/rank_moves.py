@@ -18,7 +18,7 @@ from hytrain.offload import controller
 from hytrain.optim import build
 from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.records import Decision
-from hytrain.profile import memory_probe
+from hytrain.profile import host_share, memory_probe
 
 STEPS = 24
 
@@ -109,7 +109,7 @@ def one_rank_without_memory(poor: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_allocate_state", refuse)
         if dist.get_rank() == poor:
-            patch.setattr(memory_probe, "available_host_bytes", lambda: 0)
+            patch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 0})
         with (
             pytest.raises(MemoryBudgetError) as raised,
             built(make_model("mlp"), config_for([0.5, 0.5], gpu_fraction=gpu_fraction)),
@@ -117,3 +117,15 @@ def one_rank_without_memory(poor: int) -> str:
             pass
     dist.barrier()  # nobody is left in another collective
     return str(raised.value)
+
+
+def parts_of_hosts(machines: Sequence[str]) -> tuple[int, int]:
+    """This rank's (ranks on its host, cores) where each runs on the machine of that name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")  # each has a launcher of its own
+        patch.setattr(host_share, "machine_identity", lambda: machines[dist.get_rank()])
+        patch.setattr(host_share.os, "sched_getaffinity", lambda _pid: set(range(12)))
+        patch.setattr(host_share.os, "cpu_count", lambda: 12)
+        with built(make_model("mlp"), config_for([0.5, 0.5])) as engine:
+            host = engine.optimizer.placement.host
+            return host.ranks, host.cores

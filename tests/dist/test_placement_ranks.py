@@ -57,3 +57,10 @@ def test_a_rank_that_does_not_fit_is_refused_on_all(ranks: RankPools, poor: int)
     messages = ranks(2).run(cases.one_rank_without_memory, poor)
     assert "the optimizer state fits in no split between GPU and host" in messages[poor]
     assert "another rank" in messages[1 - poor]
+
+
+@pytest.mark.parametrize(("machines", "part"), [("ab", (1, 12)), ("aa", (2, 6))], ids=str)
+def test_ranks_ask_each_other_where_they_run(
+    ranks: RankPools, machines: str, part: tuple[int, int]
+) -> None:
+    assert ranks(2).run(cases.parts_of_hosts, machines) == [part, part]

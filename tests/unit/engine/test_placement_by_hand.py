@@ -50,7 +50,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the host has left and what the "GPU" has."""
 
     def limit(host: int, gpu: int | None = None) -> None:
-        monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: host)
+        monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": host})
         monkeypatch.setattr(memory_probe, "usable_gpu_bytes", lambda _device: gpu)
 
     return limit

@@ -26,6 +26,7 @@ from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve
 from hytrain.profile import memory_probe
 from hytrain.profile.cost_estimator import CostEstimator, InitialRates
+from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import Reserves
 
 SIZES = (98_000_000, *[113_000_000] * 24, 98_000_000)
@@ -106,7 +107,7 @@ class Simulation:
         self.spans: list[Any] = []
         self.marked_steps: list[int] = []
         self.steps = 0
-        monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: 500 * GIB)
+        monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 500 * GIB})
         layers: Any = [
             SimpleNamespace(index=i, name=f"layer {i}", shard_size=n, placement="cpu")
             for i, n in enumerate(SIZES)
@@ -149,7 +150,7 @@ class Simulation:
         estimator = CostEstimator(
             layer_bytes, 16 << 20, InitialRates(1 / 4e9, 1 / 120e9), updates_overlap=False
         )
-        memory = MemorySettings(Reserves(0, 0), 0, 1, 0)
+        memory = MemorySettings(Reserves(0, 0), 0, HostShare(1, 1, {}), 0)
         self.manager = PlacementManager(pipeline, layer_bytes, self.controller, estimator, memory)
         clock: Any = SimpleNamespace(
             mark=self._mark,

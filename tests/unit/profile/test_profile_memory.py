@@ -13,6 +13,7 @@ from hytrain.offload import threads
 from hytrain.placement.costs import LayerBytes
 from hytrain.profile import machine, memory_probe
 from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves, usable_gpu_bytes
 
 GIB = 1 << 30
@@ -29,16 +30,22 @@ def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     available = SimpleNamespace(available=100 * GIB)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: available)
 
-    def write(version: int, limit: str, usage: int, statistics: str) -> None:
-        names = [f"{kind}{version}" for kind in ("limit", "usage", "stat")]
-        for name, text in zip(names, (limit, str(usage), statistics), strict=True):
-            (tmp_path / name).write_text(text + "\n")
+    hierarchies = {
+        hierarchy.controller: hierarchy._replace(root=tmp_path / f"version{version}")
+        for version, hierarchy in zip((2, 1), machine._HIERARCHIES, strict=True)
+    }
 
-    files = tuple(
-        tuple(str(tmp_path / f"{kind}{version}") for kind in ("limit", "usage", "stat"))
-        for version in (2, 1)
-    )
-    monkeypatch.setattr(machine, "_CGROUP_FILES", files)
+    def write(version: int, limit: str, usage: int, statistics: str, group: str = ".") -> str:
+        hierarchy = hierarchies["" if version == 2 else "memory"]
+        folder = hierarchy.root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / hierarchy.limit).write_text(f"{limit}\n")
+        (folder / hierarchy.usage).write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"{statistics}\n")
+        return f"cgroup {folder.stat().st_dev}:{folder.stat().st_ino}"
+
+    monkeypatch.setattr(machine, "_HIERARCHIES", tuple(hierarchies.values()))
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
     return write
 
 
@@ -74,14 +81,35 @@ def test_the_machine_may_have_less_than_the_control_group_allows(cgroup: Any) ->
     assert machine.available_host_bytes() == 100 * GIB
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_groups_around_the_own_one_count(cgroup: Any, tmp_path: Path, version: int) -> None:
+    line = "0::/jobs/7/step" if version == 2 else "4:cpu:/other\n3:hugetlb,memory:/jobs/7/step"
+    (tmp_path / "own").write_text(f"{line}\n")
+    cgroup(version, "max" if version == 2 else str(2**63 - 4096), 0, "")
+    job = cgroup(version, str(30 * GIB), 10 * GIB, "", group="jobs/7")
+    step = cgroup(version, str(50 * GIB), 10 * GIB, "", group="jobs/7/step")
+    cgroup(version, str(GIB), 0, "", group="jobs/8")
+    pools = machine.host_memory_pools()
+    assert pools[job] == 20 * GIB
+    assert pools[step] == 40 * GIB
+    assert machine.available_host_bytes() == 20 * GIB
+
+
+def test_a_group_that_is_not_mounted_here_leaves_the_root(cgroup: Any, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/docker/1234\n")
+    root = cgroup(2, str(40 * GIB), 30 * GIB, "")
+    assert machine.host_memory_pools() == {"machine": 100 * GIB, root: 10 * GIB}
+
+
 # -- the budget --------------------------------------------------------------------------------
 
+ALONE = HostShare(1, 1, {"machine": 1})
 LAYERS = [LayerBytes(f"layer {index}", 1000) for index in range(4)]
 
 
 def test_ranks_share_the_host_and_each_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: 80 * GIB)
-    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(5, 6), 0, 7 * GIB, 4)
+    monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 80 * GIB})
+    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(5, 6), 0, 7 * GIB, HostShare(4, 1, {}))
     assert limits.host == 27 * GIB
     assert (limits.gpu, limits.gpu_reserve, limits.host_reserve) == (None, 5, 6)
     assert limits.gpu_base_at == ()
@@ -91,8 +119,8 @@ def test_ranks_share_the_host_and_each_keeps_what_it_holds(monkeypatch: pytest.M
 def test_the_reserve_is_a_share_and_a_gib_at_least(
     monkeypatch: pytest.MonkeyPatch, host: int, reserve: int
 ) -> None:
-    monkeypatch.setattr(memory_probe, "available_host_bytes", lambda: host)
-    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(), 0, 0, 1)
+    monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": host})
+    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(), 0, 0, ALONE)
     assert limits.host_reserve == reserve
     assert limits.gpu_reserve == GIB
 
@@ -174,11 +202,11 @@ def test_state_on_its_way_out_is_no_base(allocator: FakeAllocator) -> None:
 def test_limits_go_by_the_measured_base(allocator: FakeAllocator) -> None:
     allocator.free = allocator.total = 1000 * GIB
     probe = MemoryProbe(LAYERS, GPU)
-    before = probe.limits(Reserves(host=0), 12345, 0, 1)
+    before = probe.limits(Reserves(host=0), 12345, 0, ALONE)
     assert (before.gpu_base, before.gpu_base_at) == (12345, ())
     assert before.gpu_reserve == 40 * GIB
     probe_step(probe, allocator, [1, 2, 3, 4], begin=9, peak=0, k=0)
-    after = probe.limits(Reserves(host=0), 12345, 0, 1)
+    after = probe.limits(Reserves(host=0), 12345, 0, ALONE)
     assert (after.gpu_base, after.gpu_base_at) == (9, (1, 2, 3, 9))
 
 
@@ -210,9 +238,8 @@ def timed_kernel(
 
 
 def test_the_fewest_threads_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "available_cores", lambda _ranks: 16)
     order, _ = timed_kernel(monkeypatch, {8: 1.05, 10: 1.02, 12: 1.0, 15: 1.01})
-    choice = threads.choose_threads(1, None)
+    choice = threads.choose_threads(16, None)
     assert choice.num_threads == 10
     assert choice.seconds_per_parameter == pytest.approx(1.02 / 1024)
     assert order[:4] == [8, 10, 12, 15]  # in turns: a slow moment hits them all
@@ -222,18 +249,6 @@ def test_a_given_count_is_timed_and_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     _, runs = timed_kernel(monkeypatch, {3: 2.0})
     assert threads.choose_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024)
     assert set(runs) == {3}
-
-
-@pytest.mark.parametrize(
-    ("mine", "everywhere", "ranks", "cores"),
-    [(16, 16, 1, 16), (16, 16, 4, 4), (4, 16, 4, 4), (2, 2, 4, 1), (8, 16, 4, 2)],
-)
-def test_ranks_divide_the_cores_that_they_share(
-    monkeypatch: pytest.MonkeyPatch, mine: int, everywhere: int, ranks: int, cores: int
-) -> None:
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _pid: set(range(mine)))
-    monkeypatch.setattr(threads.os, "cpu_count", lambda: everywhere)
-    assert threads.available_cores(ranks) == cores
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import corpus
 import numpy as np
@@ -170,3 +173,61 @@ def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         corpus.make_tokenizer(tmp_path / "none")
     with pytest.raises(corpus.DataError, match="cannot be loaded"):
         corpus.make_tokenizer(tmp_path)
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+
+def _load_on(ranks: list[tuple[bool, Callable[[], corpus.Corpus]]]) -> list[corpus.Corpus | str]:
+    """What each rank got, or its error; (is_first, load) of each."""
+    reports: list[corpus.LoadReport] = [corpus.LoadReport()] * len(ranks)
+    barrier = Barrier(len(ranks), timeout=20)
+
+    def one(rank: int) -> corpus.Corpus | str:
+        def ask_all(mine: corpus.LoadReport) -> list[corpus.LoadReport]:
+            reports[rank] = mine
+            barrier.wait()
+            everywhere = list(reports)
+            barrier.wait()
+            return everywhere
+
+        try:
+            return corpus.load_together(ranks[rank][1], ask_all, is_first=ranks[rank][0])
+        except corpus.DataError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+def _corpus(digest: str = "x") -> corpus.Corpus:
+    return corpus.Corpus(tokens=np.zeros(4, dtype=np.uint16), digest=digest)
+
+
+def test_the_first_of_each_host_loads_before_the_others() -> None:
+    order: list[bool] = []
+
+    def load(is_first: bool) -> corpus.Corpus:
+        order.append(is_first)
+        return _corpus()
+
+    # LOCAL_RANK 0 need not be the lowest rank of its host.
+    flags = [True, False, True, False, False]
+    found = _load_on([(flag, lambda flag=flag: load(flag)) for flag in flags])
+    assert all(isinstance(one, corpus.Corpus) for one in found)
+    assert order == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_cannot_load_ends_all_of_them(failing: int) -> None:
+    def fail() -> corpus.Corpus:
+        raise corpus.DataError("--data x does not exist")
+
+    found = _load_on([(rank != 1, fail if rank == failing else _corpus) for rank in range(3)])
+    where = f"rank {failing}: " if failing else ""
+    assert found == [f"{where}--data x does not exist"] * 3
+
+
+def test_hosts_with_different_texts_are_refused() -> None:
+    found = _load_on([(True, _corpus), (False, _corpus), (True, lambda: _corpus("y"))])
+    assert all("ranks 0 and 2 have different texts" in str(message) for message in found)
