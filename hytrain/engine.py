@@ -30,6 +30,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.errors import AbortedBackwardError, CheckpointError, ConfigError, EngineClosedError
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
+from hytrain.layers.hooks import AddedHooks
 from hytrain.optim.build import BuildSettings, build_optimizer
 from hytrain.optim.global_batch import BatchEngine, NumValid, train_global_batch, valid_labels
 from hytrain.optim.statistics import StepStatistics
@@ -54,6 +55,21 @@ class HyTrainEngine(DeepSpeedEngine):
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
+        hooks = AddedHooks(kwargs["model"])
+        object.__setattr__(self, "_added_hooks", hooks)
+        try:
+            self._build(*args, **kwargs)
+        except BaseException:
+            # The model can be given to another engine: nothing of this one is left on it.
+            optimizer = vars(self).get("optimizer")
+            if isinstance(optimizer, HyTrainZeroOptimizer):
+                optimizer.destroy()
+            hooks.note()
+            hooks.remove()
+            raise
+        hooks.note()
+
+    def _build(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not isinstance(self.optimizer, HyTrainZeroOptimizer):
             raise ConfigError(
@@ -65,6 +81,7 @@ class HyTrainEngine(DeepSpeedEngine):
         _close_at_exit(self)
 
     hytrain_config: HyTrainConfig
+    _added_hooks: AddedHooks
     _in_train_batch = False
     _guards: LayerGuards | None
 
@@ -418,8 +435,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
-        if self._guards is not None:
-            self._guards.remove()
+        self._added_hooks.remove()
         super().destroy()
 
     def _check_open(self) -> HyTrainZeroOptimizer:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from hytrain.layers.state import LayerState
@@ -47,25 +46,22 @@ class WeightsOwner(Protocol):
 
 
 class LayerGuards:
-    """Forward pre-hooks on a model's modules."""
+    """Forward pre-hooks on a model's modules; whoever built the engine takes them off again."""
 
     def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
         self._owner = owner
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._states = list(owner.layer_states)
         self._guarded = _modules_of_layers(model, self._states)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         for module, indices in self._guarded.items():
             if module is not model:
-                self._handles.append(
-                    module.register_forward_pre_hook(self._guard(module, sorted(indices)))
-                )
-        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
-        self._handles.append(model.register_forward_hook(self._end))
+                module.register_forward_pre_hook(self._guard(module, sorted(indices)))
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
         # Tools that read a module's weights do it through its state_dict.
         self._reads_names = False
-        self._handles.append(model.register_state_dict_pre_hook(self._before_state_dict))
+        model.register_state_dict_pre_hook(self._before_state_dict)
 
     @contextmanager
     def reading_names(self) -> Generator[None]:
@@ -79,12 +75,6 @@ class LayerGuards:
     def _before_state_dict(self, *_args: object) -> None:
         if not self._reads_names:
             self._owner.synchronize()
-
-    def remove(self) -> None:
-        """Detaches from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _guard(
         self, module: nn.Module, indices: list[int]

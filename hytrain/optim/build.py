@@ -104,21 +104,25 @@ def build_optimizer(
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
         _allocate_state(state, threads.num_threads)
     cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
-    norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
-    pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
-    return HyTrainZeroOptimizer(
-        basic_optimizer,
-        pipeline,
-        collectives,
-        reader,
-        StepSettings(
-            unscale=1.0 / collectives.world_size if settings.mean else 1.0,
-            reduce_every_backward=settings.stage == 2,
-            overlap_forward=config.offload.overlap_forward,
-        ),
-        engine,
-        build_placement(plan, pipeline, config, threads),
-    )
+    try:
+        norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
+        pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
+        return HyTrainZeroOptimizer(
+            basic_optimizer,
+            pipeline,
+            collectives,
+            reader,
+            StepSettings(
+                unscale=1.0 / collectives.world_size if settings.mean else 1.0,
+                reduce_every_backward=settings.stage == 2,
+                overlap_forward=config.offload.overlap_forward,
+            ),
+            engine,
+            build_placement(plan, pipeline, config, threads),
+        )
+    except BaseException:
+        cpu.close()  # its thread and its pinned memory belong to nobody now
+        raise
 
 
 def _make_states(
