@@ -6,7 +6,8 @@ when a step is final is decided elsewhere. See DESIGN "preview and commit" for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -86,8 +87,21 @@ class UpdatePipeline:
         self._record = native_record(unscale, hyper)
         self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
+    @contextmanager
+    def reducing(self) -> Generator[None]:
+        """Where gradients are reduced, summed and measured: beside backward, on several ranks.
+
+        What is made here is used by the worker and by updates on the device, which have events to
+        wait for; compute goes on with the layers below.
+        """
+        if self._collectives.world_size == 1:
+            yield
+            return
+        with self.streams.on_communication():
+            yield
+
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a layer's gradient, summed over the ranks.
+        """This rank's shard of a layer's gradient, summed over the ranks; within :meth:`reducing`.
 
         Args:
             layer: the layer.
@@ -95,21 +109,21 @@ class UpdatePipeline:
         """
         if self._collectives.world_size == 1:
             return flat
-        with self.streams.on_communication():
-            shard = self._collectives.reduce_scatter(flat, layer.sizes)
+        shard = self._collectives.reduce_scatter(flat, layer.sizes)
         self.streams.used_on_communication(flat)
-        if self.streams.is_cuda:
-            # The shard was made on the communication stream; compute may add to it or free it.
-            torch.cuda.current_stream().wait_stream(self.streams.communication)
-            shard.record_stream(torch.cuda.current_stream())
         return shard
+
+    def add(self, shard: torch.Tensor, held: torch.Tensor) -> None:
+        """Adds what was reduced before to a reduced gradient; within :meth:`reducing`."""
+        shard.add_(held)
+        self.streams.used_on_communication(held)
 
     def send(
         self, layer: LayerState, gradient: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
-        """Hands over a layer's final reduced gradient; its update may begin at once.
+        """Hands over a layer's final reduced gradient, in the stream that made it.
 
-        The pipeline owns the gradient from here on.
+        Its update may begin at once. The pipeline owns the gradient from here on.
 
         Args:
             layer: the layer.
@@ -130,6 +144,8 @@ class UpdatePipeline:
 
     def launch_outcome(self) -> None:
         """Starts the decision on the device, and the updates there, which wait for nobody."""
+        if self._collectives.world_size > 1:
+            self.streams.compute_waits_for_communication()
         self.norm.launch_decision(self._unscale)
 
     def finish_step(self, hyper: tuple[AdamHyper, ...]) -> Outcome | None:
@@ -301,8 +317,7 @@ class UpdatePipeline:
         with self.streams.on_communication(after=layer.weights_ready):
             for low, high, flat in layer.storage.runs:
                 self._collectives.all_gather(flat, layer.sizes_within(low, high))
-        if self.streams.is_cuda:
-            torch.cuda.current_stream().wait_stream(self.streams.communication)
+        self.streams.compute_waits_for_communication()
 
     def wait_all(self) -> None:
         """As :meth:`wait` for every layer, in the one order that all ranks follow."""

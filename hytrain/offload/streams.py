@@ -34,7 +34,7 @@ class Streams:
         return event
 
     def record_compute(self, event: torch.cuda.Event | None) -> None:
-        """Records the event on the compute stream."""
+        """Records the event on the current stream: compute's, but while gradients are reduced."""
         if event is not None:
             event.record(torch.cuda.current_stream(self.device))
 
@@ -55,6 +55,11 @@ class Streams:
             self.communication.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.communication):
             yield
+
+    def compute_waits_for_communication(self) -> None:
+        """What the compute stream runs from now on comes after all communication so far."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).wait_stream(self.communication)
 
     @contextmanager
     def on_update(self) -> Generator[None]:

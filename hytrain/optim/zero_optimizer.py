@@ -261,16 +261,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         local, gradient.local = gradient.local, None
         assert local is not None
         squares = gradient.squares
-        shard = self.pipeline.reduce(state, local)
-        if gradient.held is not None:
-            shard.add_(gradient.held)
-            gradient.held = None
-            squares = None
+        with self.pipeline.reducing():
+            shard = self.pipeline.reduce(state, local)
+            if gradient.held is not None:
+                self.pipeline.add(shard, gradient.held)
+                gradient.held = None
+                squares = None
+            if self._step_begun:
+                self._send(state, shard, squares)
+            else:
+                gradient.held = shard
         if self._step_begun:
-            self._send(state, shard, squares)
             self.placement.gradient(state.index)
-        else:
-            gradient.held = shard
 
     def _send(
         self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
@@ -412,7 +414,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             if not state.sent:
                 held, gradient.held = gradient.held, None
                 assert held is not None
-                self._send(state, held)
+                with self.pipeline.reducing():
+                    self._send(state, held)
 
     def _record(self, outcome: Outcome | None) -> None:
         self.overflow = outcome is not None and outcome.skip
