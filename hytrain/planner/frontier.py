@@ -80,11 +80,11 @@ class Menu:
         inner: list[Load] = []
         outer: list[Load] = []
         if problem.allow_idle:
-            idle = load(problem, gpu, collectives, 0, 0, "keep")
+            idle = load(problem, gpu, collectives, 0, 0, problem.activations[0])
             if idle.room >= 0.0:
                 inner, outer = [idle], [idle]
         for policy in problem.activations:
-            for size in range(1, problem.batch + 1):
+            for size in gpu.micro_sizes(problem.batch):
                 if gpu.peak_bytes.at(size) > gpu.memory_bytes:
                     continue
                 for least, batch in _batches(problem.batch, size):
@@ -380,7 +380,8 @@ class Frontier:
             if not menu.loads:
                 continue
             slowest = 2.0 * float(menu.inner.compute.max())
-            copies = (2.0 * whole + float(menu.inner.offloaded.max())) / menu.gpu.copy_rate
+            copied = problem.model.itemsize * whole + float(menu.inner.offloaded.max())
+            copies = copied / menu.gpu.copy_rate
             updates = whole / menu.gpu.update_rate + whole / menu.host.rank_update_rate
             moved = problem.update_bytes * whole / menu.host.bandwidth
             seconds = max(seconds, slowest + copies + updates + moved)

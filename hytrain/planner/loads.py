@@ -1,25 +1,37 @@
 """What a rank's work takes: seconds of a step, bytes of GPU and host. hytrain's own cost model.
 
-With l = ceil(b / m) micro-batches, all charged at full size, recompute charged, per layer:
+With l = ceil(b / m) micro-batches, all charged at full size, and r for recomputation (0 where
+activations are stored), one layer takes, layer-major
 
     forward   max(AG, l f(m), boundary bytes / copy rate where they are offloaded)
-    backward  max(RS (+ AG in stage 3), l f(m) + l g(m) + (l - 1) accumulation, the same bytes)
+    backward  max(RS (+ AG in stage 3), l (r(m) + g(m)) + (l - 1) accumulation, the same bytes)
+
+and where micro-batches pass through the model one by one, gradients being reduced in the last
+one's backward,
+
+    forward   max(AG, f(m)) + (l - 1) f(m)
+    backward  (l - 1) (r(m) + g(m) + accumulation) + max(RS, r(m) + g(m))
+
+(in stage 3 each micro-batch waits for its own AG, forward and backward); on the GPU, that makes
+
     compute   L (forward + backward) + l outside(m)
 
 In stages 1 and 2 the AG is that of the updated weights, under forward. The rank's step is as long
 as the longest of these lines, a step of the job as that of its slowest rank:
 
     GPU       compute + GPU-placed parameters / GPU rate
-    CPU       forward + backward + CPU-placed parameters / CPU rate, or 2 B each way over the copy
-              rate: the worker begins with the first layer's gradient, and the last layer's forward
-              follows its end
+    CPU       edge + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The edge
+              is what the worker cannot use: it begins with the first layer's gradient, and the
+              last layer's forward follows its end; micro-batches between the first and the last
+              have nothing for it, unless the step is layer-major
     copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
     host      all traffic of all its ranks / bandwidth of its memory
 
-These are the limits of a step (DESIGN.md, section 8). The walk through the pipeline that training
-itself solves k with is finer; a caller who has it can have the plan's step predicted by it.
-Memory: 2 B a parameter of training copy (of the shard in stage 3) + 14 B a GPU-placed parameter +
-C(m) + kept boundary activations; on the host 14 to 16 B a CPU-placed parameter + offloaded ones.
+These are the limits of a step (DESIGN.md, section 8); steps.py is finer, it walks through the steps
+of all ranks together. Memory, where an element of the training copy has 2 B: 2 B a parameter (of
+the shard in stage 3) + 14 B a GPU-placed parameter + C(m) + what the activation policy leaves
+there + whole gradients before they are reduced; on the host 14 to 16 B a CPU-placed parameter +
+offloaded activations.
 """
 
 from __future__ import annotations
@@ -30,10 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.planner.cover import Floats
-from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
-
-TRAINING_COPY_BYTES = 2
-"""Of a parameter; so much of it crosses to the host as a gradient, and back as a weight."""
+from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, Host, PlanProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +53,8 @@ class Load:
         batch: samples.
         microbatch: of them at once; 0 where there are none.
         activations: policy between layers.
-        forward: seconds of one layer.
-        backward: seconds of one layer.
-        compute: seconds of both passes.
+        compute: seconds of both passes of all micro-batches.
+        edge: seconds of a step in which the CPU worker can do nothing.
         room: bytes of the GPU left for state, and in stage 3 for the training copy; may be
             negative.
         offloaded: bytes of activations that go to the host.
@@ -55,16 +63,10 @@ class Load:
     batch: int
     microbatch: int
     activations: Activations
-    forward: float
-    backward: float
     compute: float
+    edge: float
     room: float
     offloaded: float
-
-    @property
-    def edge(self) -> float:
-        """Seconds of a step in which the CPU worker can do nothing."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,11 @@ class Collectives:
         return Collectives(factor * gather, factor * scatter)
 
 
+def num_micro(batch: int, microbatch: int) -> int:
+    """Micro-batches of a batch; 0 of none."""
+    return -(-batch // microbatch) if batch else 0
+
+
 def load(
     problem: PlanProblem,
     gpu: GpuProfile,
@@ -96,34 +103,91 @@ def load(
 ) -> Load:
     """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
     model = problem.model
-    number = -(-batch // microbatch) if batch else 0
-    forward = number * gpu.forward_ms.at(microbatch) / 1e3 if batch else 0.0
-    backward = forward
-    peak = float(gpu.idle_bytes)
-    outside = 0.0
-    if batch:
-        backward += number * gpu.backward_ms.at(microbatch) / 1e3
-        backward += (number - 1) * problem.accumulation_ms / 1e3
-        peak = gpu.peak_bytes.at(microbatch)
-        if gpu.outside_ms is not None:
-            outside = number * gpu.outside_ms.at(microbatch) / 1e3
-    boundary = float(batch * model.num_layers * model.boundary_bytes)
-    offloaded = boundary if activations == "offload" else 0.0
+    number = num_micro(batch, microbatch)
+    offloaded = 0.0
+    if activations == "offload":
+        offloaded = float(batch * model.num_layers * model.boundary_bytes)
     copy = offloaded / model.num_layers / gpu.copy_rate
-    in_backward = collectives.scatter + (collectives.gather if problem.stage == 3 else 0.0)
-    forward = max(collectives.gather, forward, copy)
-    backward = max(in_backward, backward, copy)
-    whole = 0.0 if problem.stage == 3 else float(TRAINING_COPY_BYTES * model.parameters)
+    forward, backward, unused = _layer(
+        problem, gpu, collectives, number, microbatch, copy, activations
+    )
+    outside = 0.0
+    if batch and gpu.outside_ms is not None:
+        outside = number * gpu.outside_ms.at(microbatch) / 1e3
+    whole = 0.0 if problem.stage == 3 else float(model.itemsize * model.parameters)
     return Load(
         batch=batch,
         microbatch=microbatch,
         activations=activations,
-        forward=forward,
-        backward=backward,
         compute=model.num_layers * (forward + backward) + outside,
-        room=gpu.memory_bytes - peak - (boundary - offloaded) - whole,
+        edge=forward + backward + (model.num_layers - 1) * unused,
+        room=gpu.memory_bytes - _peak(problem, gpu, batch, microbatch, activations) - whole,
         offloaded=offloaded,
     )
+
+
+def _layer(
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    collectives: Collectives,
+    number: int,
+    microbatch: int,
+    copy: float,
+    activations: Activations,
+) -> tuple[float, float, float]:
+    """Seconds of one layer's forward and backward, and of them in which no update can run."""
+    gather, scatter = collectives.gather, collectives.scatter
+    sharded = gather if problem.stage == 3 else 0.0
+    if number == 0:
+        return max(gather, copy), max(scatter + sharded, copy), 0.0
+    once, back = micro_seconds(gpu, microbatch, activations)
+    adding = problem.accumulation_ms / 1e3
+    if activations in LAYER_MAJOR:
+        forward = max(gather, number * once, copy)
+        backward = max(scatter + sharded, number * back + (number - 1) * adding, copy)
+        return forward, backward, 0.0
+    forward, backward = max(gather, once), max(scatter + sharded, back)
+    further = max(sharded, once) + max(sharded, back + adding)
+    total = forward + backward + (number - 1) * further
+    return total - backward, backward, (number - 1) * further
+
+
+def micro_seconds(
+    gpu: GpuProfile, microbatch: int, activations: Activations
+) -> tuple[float, float]:
+    """Seconds of one layer's forward and backward of one micro-batch, recomputation included."""
+    forward, backward = gpu.forward_ms.at(microbatch), gpu.backward_ms.at(microbatch)
+    if activations != "store":
+        again = forward if gpu.recompute_ms is None else gpu.recompute_ms.at(microbatch)
+        backward += again
+    return forward / 1e3, backward / 1e3
+
+
+def _peak(
+    problem: PlanProblem, gpu: GpuProfile, batch: int, microbatch: int, activations: Activations
+) -> float:
+    """Bytes of the GPU's peak beside training copy and state."""
+    model = problem.model
+    gradients = float(problem.gradient_bytes * model.parameters)
+    if not batch:
+        return float(gpu.idle_bytes)
+    working = gpu.peak_bytes.at(microbatch)
+    boundary = float(model.num_layers * model.boundary_bytes)
+    if activations == "store":
+        assert gpu.stored_bytes is not None, "checked by the problem"
+        peak = gpu.stored_bytes.at(microbatch)
+    elif activations == "recompute":
+        peak = working + microbatch * boundary
+    elif activations == "keep":
+        peak = working + batch * boundary
+    else:
+        peak = working
+    if activations not in LAYER_MAJOR and batch > microbatch:
+        return peak + gradients  # they wait for the last micro-batch
+    if problem.cluster.num_ranks > 1:
+        # The first backward keeps them until it ends, when all activations are gone.
+        return max(peak, working + gradients)
+    return peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +204,11 @@ class Lines:
         return max(self.gpu, self.cpu, self.copies)
 
 
-def lines(host: Host, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float) -> Lines:
+def lines(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
+) -> Lines:
     """With so many parameters of state on either side."""
-    copied = TRAINING_COPY_BYTES * on_cpu
+    copied = problem.model.itemsize * on_cpu
     cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
     return Lines(
         gpu=work.compute + on_gpu / gpu.update_rate,
@@ -165,7 +231,7 @@ def gpu_bytes(
     problem: PlanProblem, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
 ) -> float:
     """The peak of a rank's GPU."""
-    sharded = TRAINING_COPY_BYTES * (on_gpu + on_cpu) if problem.stage == 3 else 0.0
+    sharded = problem.model.itemsize * (on_gpu + on_cpu) if problem.stage == 3 else 0.0
     return gpu.memory_bytes - work.room + sharded + problem.gpu_state_bytes * on_gpu
 
 
@@ -202,7 +268,8 @@ def gpu_capacity(
     """
     each, room = problem.gpu_state_bytes, columns.room
     if problem.stage == 3:
-        each, room = each + TRAINING_COPY_BYTES, room - TRAINING_COPY_BYTES * on_cpu
+        itemsize = problem.model.itemsize
+        each, room = each + itemsize, room - itemsize * on_cpu
     return np.minimum(room / each, (step - columns.compute) * gpu.update_rate)
 
 
@@ -213,11 +280,12 @@ def cpu_capacity(
 
     Negative where not even the activations can be copied in a step of so many seconds.
     """
-    seconds = max(1.0 / host.rank_update_rate, TRAINING_COPY_BYTES / gpu.copy_rate)
-    copied = (step * gpu.copy_rate - columns.offloaded) / TRAINING_COPY_BYTES
+    itemsize = problem.model.itemsize
+    seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
+    copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
     most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
     if problem.stage == 3:
-        most = np.minimum(most, np.maximum(0.0, columns.room) / TRAINING_COPY_BYTES)
+        most = np.minimum(most, np.maximum(0.0, columns.room) / itemsize)
     return most
 
 
@@ -235,7 +303,7 @@ def largest_shards(
     on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
     each = problem.gpu_state_bytes * gpu_part
     if problem.stage == 3:
-        each = each + TRAINING_COPY_BYTES
+        each = each + problem.model.itemsize
     room = columns.room[:, None]
     unlimited = np.full((len(columns.room), num_layers + 1), np.inf)
     shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)

@@ -2,9 +2,9 @@
 
     {"version": 1, "model": {name, num_layers, parameters}, "global_batch", "stage",
      "predicted": {"step_seconds", "lower_bound", "gap"},
-     "ranks": [{"host", "device", "memory_bytes", "batch_size", "microbatch_size", "activations",
-                "shard_fraction", "gpu_layers", "step_seconds", "gpu_bytes", "host_bytes",
-                "limit"}, ...]}
+     "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
+                "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
+                "gpu_bytes", "host_bytes", "limit"}, ...]}
 
 Ranks are in the order of the job's. Training compares the file with what it finds
 (:func:`difference`) and refuses a plan for something else.
@@ -23,8 +23,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hytrain.planner.errors import PlanError
-from hytrain.planner.plan import Plan
-from hytrain.planner.problem import PlanProblem
+from hytrain.planner.problem import Activations, PlanProblem
+from hytrain.planner.result import Plan
 
 VERSION = 1
 # Two devices of one type differ by this share of memory at most (what drivers keep for themselves).
@@ -53,14 +53,18 @@ class Predicted(_Record):
 
 
 class PlannedRank(_Record):
-    """One rank: what it is, what it does, what that is predicted to take."""
+    """One rank: what it is, what it does, what that is predicted to take.
+
+    ``multiprocessors`` and ``memory_bytes`` tell the device apart from others of its name.
+    """
 
     host: str
     device: str
+    multiprocessors: int = Field(ge=0)
     memory_bytes: int = Field(ge=1)
     batch_size: int = Field(ge=0)
     microbatch_size: int = Field(ge=0)
-    activations: Literal["keep", "offload"]
+    activations: Activations
     shard_fraction: float = Field(ge=0.0, le=1.0)
     gpu_layers: int = Field(ge=0)
     step_seconds: float = Field(ge=0.0)
@@ -109,7 +113,8 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
         PlannedRank(
             host=rank.host,
             device=rank.device,
-            memory_bytes=gpu.memory_bytes,
+            multiprocessors=gpu.multiprocessors,
+            memory_bytes=gpu.memory_bytes if gpu.limit_bytes is None else gpu.limit_bytes,
             batch_size=rank.batch_size,
             microbatch_size=rank.microbatch_size,
             activations=rank.activations,
@@ -176,11 +181,19 @@ def read_plan(path: Path) -> PlanFile:
 
 @dataclass(frozen=True, slots=True)
 class ActualRank:
-    """A rank as training finds it; ``memory_bytes`` of the device that it may use."""
+    """A rank as training finds it.
+
+    Attributes:
+        host: its host's name.
+        device: the device's name.
+        memory_bytes: of the device, or of its part that the process may use.
+        multiprocessors: that the process may use; 0 where not known.
+    """
 
     host: str
     device: str
     memory_bytes: int
+    multiprocessors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +246,27 @@ def _rank_differences(planned: Sequence[PlannedRank], found: Sequence[ActualRank
     planned_groups = _groups([rank.host for rank in planned])
     found_groups = _groups([rank.host for rank in found])
     for number, (plan, actual) in enumerate(zip(planned, found, strict=True)):
-        if plan.device != actual.device:
-            words.append(f"rank {number}: planned for {plan.device}, found {actual.device}")
-        elif actual.memory_bytes < plan.memory_bytes * (1.0 - _MEMORY_TOLERANCE):
-            words.append(
-                f"rank {number} ({plan.device}): planned with {plan.memory_bytes / _GIB:.2f} GiB, "
-                f"found {actual.memory_bytes / _GIB:.2f}"
-            )
+        words += [f"rank {number}{text}" for text in _device_differences(plan, actual)]
         if planned_groups[number] != found_groups[number]:
             words.append(
                 f"rank {number}: planned on {plan.host} with ranks {planned_groups[number]}, found "
                 f"on {actual.host} with ranks {found_groups[number]}"
             )
     return words
+
+
+def _device_differences(plan: PlannedRank, actual: ActualRank) -> list[str]:
+    if plan.device != actual.device:
+        return [f": planned for {plan.device}, found {actual.device}"]
+    if actual.memory_bytes < plan.memory_bytes * (1.0 - _MEMORY_TOLERANCE):
+        return [
+            f" ({plan.device}): planned with {plan.memory_bytes / _GIB:.2f} GiB, found "
+            f"{actual.memory_bytes / _GIB:.2f}"
+        ]
+    planned, found = plan.multiprocessors, actual.multiprocessors
+    if planned and found and planned != found:
+        return [f" ({plan.device}): planned with {planned} multiprocessors, found {found}"]
+    return []
 
 
 def _groups(hosts: Sequence[str]) -> list[list[int]]:

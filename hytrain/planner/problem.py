@@ -2,8 +2,8 @@
 
 The problem is larger than Cephalo's (uneven.py), since optimizer state may live on the host and be
 updated there. For each rank a plan decides the samples b of the global batch, the micro-batch m,
-the shard s of the state, how many of the L layers are updated on the GPU (K), and whether the
-activations between layers are kept or offloaded. loads.py has the times and the memory.
+the shard s of the state, how many of the L layers are updated on the GPU (K), and what becomes of
+activations between forward and backward. loads.py has the times and the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from typing import Literal
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 
-Activations = Literal["keep", "offload"]
+Activations = Literal["store", "recompute", "keep", "offload"]
+"""What becomes of activations between forward and backward.
+
+"store" and "recompute": one micro-batch after another passes through the whole model; of each layer
+all activations stay, or its input, and the rest is computed again. "keep" and "offload": all
+micro-batches pass through one layer after another (layer-major); the inputs of all layers for all
+samples stay on the GPU, or go to the host; the rest is computed again.
+"""
+
+ACTIVATIONS: tuple[Activations, ...] = ("store", "recompute", "keep", "offload")
+UNEVEN_FACTOR = 1.25
+"""What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
+
+LAYER_MAJOR: tuple[Activations, ...] = ("keep", "offload")
 
 
 def _positive(what: str, **values: float) -> None:
@@ -34,12 +47,19 @@ class GpuProfile:
         forward_ms: one layer's forward against the samples of a micro-batch.
         backward_ms: one layer's backward without recompute.
         peak_bytes: C, against the samples of a micro-batch: peak of all but the training copy, the
-            optimizer state and the activations between layers.
+            optimizer state and the activations that other layers have left.
         idle_bytes: C where no sample is computed.
         update_rate: parameters/s that the GPU updates.
         copy_rate: bytes/s to the host, and at the same time from it.
         outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
             passes; None for nothing.
+        recompute_ms: what computing one layer again adds to its backward; None for its forward.
+        stored_bytes: C with all activations of all layers, where they are stored; None where that
+            was not measured.
+        multiprocessors: by which it is told apart from others of its name; 0 where not known.
+        limit_bytes: likewise, memory of the device or the process's part of it; None for
+            memory_bytes.
+        most_samples: of a micro-batch; None for no limit.
     """
 
     name: str
@@ -51,6 +71,15 @@ class GpuProfile:
     update_rate: float
     copy_rate: float
     outside_ms: Table | None = None
+    recompute_ms: Table | None = None
+    stored_bytes: Table | None = None
+    multiprocessors: int = 0
+    limit_bytes: int | None = None
+    most_samples: int | None = None
+
+    def micro_sizes(self, batch: int) -> range:
+        """Micro-batches that may be used for so many samples."""
+        return range(1, min(batch, self.most_samples or batch) + 1)
 
     def __post_init__(self) -> None:
         _positive(
@@ -110,7 +139,7 @@ class Cluster:
     hosts: tuple[Host, ...]
     all_gather_ms: Table
     reduce_scatter_ms: Table
-    uneven_factor: float = 1.25
+    uneven_factor: float = UNEVEN_FACTOR
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -138,20 +167,28 @@ class Model:
         num_layers: L.
         parameters: of all of it.
         boundary_bytes: activations between two layers, per sample.
+        itemsize: bytes of a parameter of the training copy, and of its gradient; so many cross to
+            the host and come back.
     """
 
     name: str
     num_layers: int
     parameters: int
     boundary_bytes: int = 0
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
-        _positive(f"model {self.name}", num_layers=self.num_layers, parameters=self.parameters)
+        _positive(
+            f"model {self.name}",
+            num_layers=self.num_layers,
+            parameters=self.parameters,
+            itemsize=self.itemsize,
+        )
 
     @property
     def layer_bytes(self) -> float:
         """The training copy of one layer."""
-        return 2.0 * self.parameters / self.num_layers
+        return float(self.itemsize) * self.parameters / self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +200,11 @@ class PlanProblem:
         model: what.
         batch: samples of the global batch.
         stage: of ZeRO; 3 shards the training copy too.
-        activations: which policies for activations between layers may be used.
+        activations: which policies for activations may be used.
         accumulation_ms: what each further micro-batch adds to a layer's backward.
+        gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
+            while micro-batches pass through the model one by one, and at the end of the first
+            backward of several ranks, which have not agreed on an order yet.
         gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy.
         host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
@@ -180,6 +220,7 @@ class PlanProblem:
     gpu_state_bytes: int = 14
     host_state_bytes: int = 14
     update_bytes: int = 30
+    gradient_bytes: int = 0
     allow_idle: bool = True
 
     def __post_init__(self) -> None:
@@ -187,8 +228,17 @@ class PlanProblem:
             raise PlanError(f"a batch of {self.batch} samples: at least 1 is needed")
         if self.stage not in (1, 2, 3):
             raise PlanError(f"stage must be 1, 2 or 3, got {self.stage}")
-        if not self.activations or set(self.activations) - {"keep", "offload"}:
-            raise PlanError(f'activations must be "keep" or "offload", got {self.activations}')
+        if not self.activations or set(self.activations) - set(ACTIVATIONS):
+            raise PlanError(f"activations must be of {ACTIVATIONS}, got {self.activations}")
+        if "store" in self.activations:
+            unknown = {gpu.name for _, gpu in self.cluster.ranks if gpu.stored_bytes is None}
+            if unknown:
+                raise PlanError(
+                    f'activations cannot be "store": what {", ".join(sorted(unknown))} would need '
+                    "for them is not known"
+                )
+        if self.gradient_bytes < 0:
+            raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
         if not 0.0 <= self.accumulation_ms < math.inf:
             raise PlanError(f"accumulation_ms must not be negative, got {self.accumulation_ms}")
         _positive(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hytrain.planner.plan import Plan
+from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Assignment, Infeasible, solve, state_shares
 from hytrain.planner.uneven_cases import UnevenCase
 

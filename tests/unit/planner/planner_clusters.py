@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from hytrain.planner.curves import Table
 from hytrain.planner.loads import Collectives, Load, load
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import Activations, Cluster, GpuProfile, Host, Model, PlanProblem
 
 PARAMETERS = 1_000_000_000
+_POLICIES: tuple[tuple[Activations, ...], ...] = (
+    ("keep",),
+    ("keep", "offload"),
+    ("store",),
+    ("store", "recompute"),
+)
 
 
 @st.composite
@@ -28,6 +34,8 @@ def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
         update_rate=draw(st.sampled_from((5e9, 1e11))),
         copy_rate=draw(st.sampled_from((5e9, 5e10))),
         outside_ms=draw(st.sampled_from((None, Table(((1.0, 3.0),))))),
+        recompute_ms=draw(st.sampled_from((None, Table(((1.0, 5.0),))))),
+        stored_bytes=Table(((1.0, 1e9), (2.0, draw(st.integers(10, 30)) * 1e8))),
     )
 
 
@@ -62,8 +70,9 @@ def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProb
         model=Model("tiny", draw(st.integers(1, 3)), PARAMETERS, draw(st.sampled_from((0, 10**8)))),
         batch=draw(st.integers(1, most_batch)),
         stage=draw(st.sampled_from((2, 3))),
-        activations=draw(st.sampled_from((("keep",), ("keep", "offload")))),
+        activations=draw(st.sampled_from(_POLICIES)),
         accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
+        gradient_bytes=draw(st.sampled_from((0, 2))),
         allow_idle=draw(st.booleans()),
     )
 
@@ -163,7 +172,7 @@ def _largest(
     if on_gpu > 0.0:
         room = min(room, (step - work.compute) * gpu.update_rate / on_gpu)
     if on_cpu > 0.0:
-        window = max(0.0, step - work.forward - work.backward)
+        window = max(0.0, step - work.edge)
         rate = host.update_rates.at(host.cores / len(host.gpus))
         room = min(room, window * rate / on_cpu, window * gpu.copy_rate / 2.0 / on_cpu)
         room = min(room, (step * gpu.copy_rate - work.offloaded) / 2.0 / on_cpu)

@@ -12,7 +12,7 @@ from planner_clusters import PARAMETERS
 
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
-from hytrain.planner.plan import Plan, make_plan
+from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_file import (
     Actual,
     ActualRank,
@@ -23,6 +23,7 @@ from hytrain.planner.plan_file import (
     write_plan,
 )
 from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.result import Plan
 
 GB = 10**9
 

@@ -1,0 +1,253 @@
+"""From what was measured to what is planned: profiles, a batch and options make a problem.
+
+Measurements are of one block and of all that is outside; the problem's tables are of a rank's
+whole work. Reserves are taken off memory here, so that a plan fills what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from hytrain.planner.curves import Table
+from hytrain.planner.errors import PlanError
+from hytrain.planner.problem import (
+    UNEVEN_FACTOR,
+    Activations,
+    Cluster,
+    GpuProfile,
+    Host,
+    Model,
+    PlanProblem,
+)
+from hytrain.planner.profile_file import (
+    CollectiveProfile,
+    CollectiveSample,
+    DeviceProfile,
+    HostProfile,
+    LayerSample,
+    OutsideSample,
+    ProfiledModel,
+    ProfileFile,
+)
+
+_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+_STATE_BYTES = 12
+# Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
+# parameter: measured 0.9 (README).
+_STAGING_BYTES = 1
+# In stage 3, layers whose training copy is gathered at once: one in use, the others on their way.
+_GATHERED_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is asked for.
+
+    Attributes:
+        batch: samples of the global batch.
+        gpu_reserve: bytes that stay free of a GPU with so many.
+        host_reserve: bytes that stay free of a host with so many.
+        stage: of ZeRO.
+        activations: policies that may be chosen from.
+        memory_fraction: of each GPU's memory that may be used.
+        allow_idle: whether a rank may compute nothing.
+        interconnect: bytes a second of a collective, for ranks whose collectives were not measured;
+            None where they must have been.
+    """
+
+    batch: int
+    gpu_reserve: Callable[[int], int]
+    host_reserve: Callable[[int], int]
+    stage: Literal[1, 2, 3] = 2
+    activations: tuple[Activations, ...] = ("store", "recompute")
+    memory_fraction: float = 1.0
+    allow_idle: bool = True
+    interconnect: float | None = None
+
+
+def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
+    """The problem of training the profiled model on all ranks of the profile.
+
+    Raises:
+        PlanError: an option is out of range, a GPU's reserve leaves nothing, or collectives of
+            these ranks can be told neither from the profile nor from ``interconnect``.
+    """
+    model = profile.model
+    if not 0.0 < options.memory_fraction <= 1.0:
+        raise PlanError(f"memory_fraction must be in (0, 1], got {options.memory_fraction}")
+    itemsize = _ITEMSIZE[model.dtype]
+    return PlanProblem(
+        cluster=_cluster(profile, options),
+        model=Model(model.name, model.num_layers, model.parameters, model.boundary_bytes, itemsize),
+        batch=options.batch,
+        stage=options.stage,
+        activations=options.activations,
+        gpu_state_bytes=_STATE_BYTES + itemsize,
+        host_state_bytes=_STATE_BYTES + itemsize + _STAGING_BYTES,
+        # commit_then_preview reads and writes the state and two gradients, and writes the copy.
+        update_bytes=2 * _STATE_BYTES + 3 * itemsize,
+        gradient_bytes=itemsize,
+        allow_idle=options.allow_idle,
+    )
+
+
+def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
+    known: dict[tuple[str, str], GpuProfile] = {}
+    hosts: list[Host] = []
+    for host in profile.hosts:
+        for label in host.ranks:
+            if (host.host, label) not in known:
+                device = profile.device(host.host, label)
+                known[host.host, label] = gpu_profile(device, profile.model, options)
+        hosts.append(_host(host, [known[host.host, label] for label in host.ranks], options))
+    names = [host.host for host in profile.hosts for _ in host.ranks]
+    gather, scatter, factor = _collectives(profile, names, options)
+    return Cluster(tuple(hosts), gather, scatter, factor)
+
+
+def gpu_profile(device: DeviceProfile, model: ProfiledModel, options: PlanOptions) -> GpuProfile:
+    """A device as the planner sees it.
+
+    Raises:
+        PlanError: the reserve leaves nothing of its memory.
+    """
+    limit = int(device.limit_bytes * options.memory_fraction)
+    memory = min(device.memory_bytes, limit)
+    reserve = options.gpu_reserve(memory)
+    if reserve >= memory:
+        raise PlanError(
+            f"{device.label}: of {memory} bytes that can be used {reserve} are to stay free: "
+            "choose a smaller reserve"
+        )
+    idle = device.idle_bytes + _gathered_bytes(model, options)
+    return GpuProfile(
+        name=device.device,
+        memory_bytes=memory - reserve,
+        forward_ms=_rows(device.layer, lambda row: row.forward_ms),
+        backward_ms=_rows(device.layer, lambda row: row.backward_ms),
+        peak_bytes=_peak_table(device, model, idle),
+        idle_bytes=idle,
+        update_rate=device.update_rate,
+        copy_rate=min(device.copies.to_host_both, device.copies.from_host_both),
+        outside_ms=_outside(device, lambda row: row.forward_ms + row.backward_ms),
+        recompute_ms=_rows(
+            device.layer, lambda row: max(0.0, row.recompute_backward_ms - row.backward_ms)
+        ),
+        stored_bytes=_stored_table(device, model, idle),
+        multiprocessors=device.multiprocessors,
+        limit_bytes=limit,
+        # Beyond what was measured nobody knows what fits, and there is little to gain.
+        most_samples=device.layer[-1].samples,
+    )
+
+
+_Row = TypeVar("_Row", LayerSample, OutsideSample)
+
+
+def _rows(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
+    return Table(tuple((float(row.samples), value(row)) for row in rows))
+
+
+def _outside(device: DeviceProfile, value: Callable[[OutsideSample], float]) -> Table | None:
+    return _rows(device.outside, value) if device.outside else None
+
+
+def _peak_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
+    """C where layers are computed again: the larger of one layer's peak and that outside."""
+    outside = _outside(device, lambda row: row.peak_bytes)
+
+    def peak(row: LayerSample) -> float:
+        most = max(row.recompute_peak_bytes, outside.at(row.samples) if outside else 0.0)
+        # The layer's input and the next one's, on their way from or to the host.
+        return idle + most + 2 * row.samples * model.boundary_bytes
+
+    return _rows(device.layer, peak)
+
+
+def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
+    """C with all activations: at the loss, or in the last layer's backward."""
+    outside = _outside(device, lambda row: row.peak_bytes)
+
+    def stored(row: LayerSample) -> float:
+        others = (model.num_layers - 1) * row.kept_bytes
+        at_loss = row.kept_bytes + (outside.at(row.samples) if outside else 0.0)
+        return idle + others + max(row.peak_bytes, at_loss)
+
+    return _rows(device.layer, stored)
+
+
+def _gathered_bytes(model: ProfiledModel, options: PlanOptions) -> int:
+    """Training copy that stage 3 has gathered at once; what is outside is gathered as one."""
+    if options.stage != 3:
+        return 0
+    largest = max(_GATHERED_LAYERS * model.layer_parameters, *model.outside_parameters)
+    return _ITEMSIZE[model.dtype] * largest
+
+
+def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
+    rates = Table(tuple((float(row.threads), row.rate) for row in host.updates))
+    memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
+    return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, rates)
+
+
+# -- collectives -------------------------------------------------------------------------------
+
+
+def _collectives(
+    profile: ProfileFile, hosts: Sequence[str], options: PlanOptions
+) -> tuple[Table, Table, float]:
+    """All-gather, reduce-scatter (against bytes), and what unequal shards cost of both."""
+    if len(hosts) == 1:
+        return _FREE, _FREE, 1.0
+    if options.interconnect is not None:
+        ms = 1e3 * (len(hosts) - 1) / len(hosts) / options.interconnect
+        line = Table(((1.0, ms),))
+        return line, line, UNEVEN_FACTOR
+    for measured in profile.collectives:
+        if measured.hosts == tuple(hosts):
+            return _measured_collectives(measured, profile.model, 1.0)
+    similar = [one for one in profile.collectives if _spans(one.hosts) == _spans(hosts)]
+    if not similar:
+        spans = "of several hosts" if _spans(hosts) else "within a host"
+        raise PlanError(
+            f"no profile has the collectives of these {len(hosts)} ranks, nor of any others "
+            f"{spans}: measure them together with `hytrain profile` under the launcher, or give "
+            "the bandwidth with --interconnect"
+        )
+    # A ring moves (n - 1) / n of the bytes through each rank.
+    nearest = min(similar, key=lambda one: abs(len(one.hosts) - len(hosts)))
+    count = len(nearest.hosts)
+    return _measured_collectives(
+        nearest, profile.model, (len(hosts) - 1) / len(hosts) * count / (count - 1)
+    )
+
+
+_FREE = Table(((1.0, 0.0),))
+
+
+def _spans(hosts: Sequence[str]) -> bool:
+    return len(set(hosts)) > 1
+
+
+def _measured_collectives(
+    measured: CollectiveProfile, model: ProfiledModel, factor: float
+) -> tuple[Table, Table, float]:
+    def column(value: Callable[[CollectiveSample], float]) -> Table:
+        points = tuple((float(row.num_bytes), factor * value(row)) for row in measured.samples)
+        return Table(points)
+
+    gather, scatter = (
+        column(lambda row: row.all_gather_ms),
+        column(lambda row: row.reduce_scatter_ms),
+    )
+    uneven_gather = column(lambda row: row.uneven_all_gather_ms)
+    uneven_scatter = column(lambda row: row.uneven_reduce_scatter_ms)
+    size = _ITEMSIZE[model.dtype] * model.layer_parameters
+    ratios = [
+        uneven.at(size) / even.at(size)
+        for even, uneven in ((gather, uneven_gather), (scatter, uneven_scatter))
+        if even.at(size) > 0.0
+    ]
+    return gather, scatter, max(1.0, *ratios) if ratios else 1.0

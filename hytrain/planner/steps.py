@@ -1,0 +1,245 @@
+"""The steps of all ranks together, walked through: finer than the lines of loads.py.
+
+Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
+and the reduce-scatters of the layers above are through; its new weights are there when the slowest
+rank has updated its shard and all-gathers of the layers below are through. What is walked is the
+time from one decision on clipping to the next, with no step clipped:
+
+- GPU of a rank: the update of its K layers, then forward, where each layer waits for its weights,
+  further micro-batches, the last one's backward (layer-major: all micro-batches, layer by layer).
+- Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
+  longer of its update and its copies, its first chunk must have come and its last one go back.
+
+Every layer's forward waits for that layer's weights, so the worker has nothing left when forward
+has ended: one walk after another with the weights' times of the one before is the steady state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hytrain.planner.allocation import Share
+from hytrain.planner.loads import Collectives, Load, micro_seconds, num_micro
+from hytrain.planner.problem import LAYER_MAJOR, GpuProfile, Host, PlanProblem
+
+_ROUNDS = 4
+_SETTLED = 1e-6
+# Elements of a chunk, the default of "hytrain.offload.chunk_elements".
+_CHUNK = 16 * 1024 * 1024
+# More GPU layers must gain so much of the step.
+_WORTHWHILE = 0.003
+_MOST_CANDIDATES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's times, seconds. Equal ranks are walked once.
+
+    Attributes:
+        first: of a layer's forward that waits for weights.
+        middle: of all that comes between the first forward and the last backward.
+        last: of a layer's backward that gives gradients.
+        layers: of the model.
+        gpu_layers: K.
+        gpu_update: of one layer's shard.
+        cpu_update: of one layer's shard, copies beside it.
+        chunk: of its first chunk's way to the host, and of its last one's back.
+    """
+
+    first: float
+    middle: float
+    last: float
+    layers: int
+    gpu_layers: int
+    gpu_update: float
+    cpu_update: float
+    chunk: float
+
+    @property
+    def begin(self) -> float:
+        """When its forward may begin."""
+        return self.gpu_layers * self.gpu_update
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """One walk: its length, and when each layer's gradient was final, counted from its end."""
+
+    seconds: float
+    final: tuple[float, ...]
+
+
+class Steps:
+    """The steps of a plan's ranks."""
+
+    def __init__(
+        self, problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share], *, even: bool
+    ) -> None:
+        """
+        Args:
+            problem: what was planned.
+            loads: each rank's work.
+            shares: each rank's state.
+            even: whether all shards are equal.
+        """
+        self._collectives = Collectives.of(problem, even=even)
+        # In stage 3 layers are gathered where they are used: the loads' seconds have that.
+        self._gather = 0.0 if problem.stage == 3 else self._collectives.gather
+        self._num_layers = problem.model.num_layers
+        self._ranks: list[_Rank] = []
+        first = 0
+        for host in problem.cluster.hosts:
+            members = range(first, first + len(host.gpus))
+            first += len(host.gpus)
+            rate = _worker_rate(problem, host, [shares[rank] for rank in members])
+            for rank, gpu in zip(members, host.gpus, strict=True):
+                self._ranks.append(
+                    _rank(problem, gpu, self._collectives, loads[rank], shares[rank], rate)
+                )
+
+    def seconds(self, gpu_layers: Sequence[int] | None = None) -> float:
+        """The steady state's step, with these numbers of GPU layers or the shares' own."""
+        ranks = self._ranks
+        if gpu_layers is not None:
+            ranks = [
+                replace(rank, gpu_layers=number)
+                for rank, number in zip(ranks, gpu_layers, strict=True)
+            ]
+        kinds = list(dict.fromkeys(ranks))
+        return self._settle(kinds, kinds)
+
+    def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
+        """GPU layers with which each rank's updates delay the step least.
+
+        Args:
+            most: for each rank, how many have room.
+
+        Returns:
+            For each rank its own number, or a larger one that gains.
+        """
+        kinds = list(dict.fromkeys(self._ranks))
+        found: dict[tuple[_Rank, int], int] = {}
+        for rank, limit in zip(self._ranks, most, strict=True):
+            if (rank, limit) not in found:
+                found[rank, limit] = self._worthwhile(kinds, rank, limit)
+        return [found[rank, limit] for rank, limit in zip(self._ranks, most, strict=True)]
+
+    def _worthwhile(self, kinds: Sequence[_Rank], rank: _Rank, most: int) -> int:
+        if most <= rank.gpu_layers or rank.gpu_layers == rank.layers:
+            return rank.gpu_layers
+        stride = -(-(most - rank.gpu_layers) // _MOST_CANDIDATES)
+        numbers = [*range(rank.gpu_layers, most, stride), most]
+        steps: list[float] = []
+        for number in numbers:
+            other = replace(rank, gpu_layers=number)
+            steps.append(self._settle([other if one == rank else one for one in kinds], [other]))
+        allowed = min(steps) * (1.0 + _WORTHWHILE)
+        return next(number for number, step in zip(numbers, steps, strict=True) if step <= allowed)
+
+    def _settle(self, kinds: Sequence[_Rank], updating: Sequence[_Rank]) -> float:
+        """The step where only some kinds' updates are waited for."""
+        walked = self._walk(kinds, [0.0] * self._num_layers)
+        for _ in range(_ROUNDS):
+            weights = [_weights(rank, walked.final) for rank in updating]
+            again = self._walk(kinds, [max(times) for times in zip(*weights, strict=True)])
+            is_settled = abs(again.seconds - walked.seconds) <= _SETTLED * again.seconds
+            walked = again
+            if is_settled:
+                break
+        return walked.seconds
+
+    def _walk(self, kinds: Sequence[_Rank], updated: Sequence[float]) -> _Walked:
+        """From a decision, at 0, to the next; ``updated`` says when each layer's shards are."""
+        gathered: list[float] = []
+        now = 0.0
+        for time in updated:
+            now = max(now, time) + self._gather
+            gathered.append(now)
+        finals: list[list[float]] = []
+        for rank in kinds:
+            now = rank.begin
+            if rank.first > 0.0:  # a rank without samples waits for nothing
+                for weights in gathered:
+                    now = max(now, weights) + rank.first
+            now += rank.middle
+            finals.append([now + rank.last * number for number in range(1, self._num_layers + 1)])
+        reduced: list[float] = []
+        now = 0.0
+        for times in zip(*finals, strict=True):
+            now = max(now, *times) + self._collectives.scatter
+            reduced.append(now)
+        return _Walked(now, tuple(time - now for time in reversed(reduced)))
+
+
+def _weights(rank: _Rank, final: Sequence[float]) -> list[float]:
+    """When a rank has updated each layer's shard, counted from the decision."""
+    updated = [(number + 1) * rank.gpu_update for number in range(rank.gpu_layers)]
+    updated += [0.0] * (rank.layers - rank.gpu_layers)
+    ready: list[int] = []
+    coming = rank.layers - 1  # gradients become final from the last layer down
+    now = final[-1]
+    for _ in range(rank.gpu_layers, rank.layers):
+        if not ready:
+            now = max(now, final[coming])
+        while coming >= rank.gpu_layers and final[coming] <= now:
+            heapq.heappush(ready, coming)
+            coming -= 1
+        layer = heapq.heappop(ready)
+        now = max(now, final[layer] + rank.chunk) + rank.cpu_update
+        updated[layer] = now + rank.chunk
+    return updated
+
+
+def _worker_rate(problem: PlanProblem, host: Host, shares: Sequence[Share]) -> float:
+    """Parameters/s of each worker of a host, all of them busy."""
+    layers = problem.model.num_layers
+    busy = sum(share.fraction > 0.0 and share.gpu_layers < layers for share in shares)
+    together = host.bandwidth / problem.update_bytes
+    return min(host.rank_update_rate, together / max(1, busy))
+
+
+def _rank(
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    collectives: Collectives,
+    work: Load,
+    share: Share,
+    rate: float,
+) -> _Rank:
+    model = problem.model
+    shard = share.fraction * model.parameters / model.num_layers
+    copied = model.itemsize * shard / gpu.copy_rate
+    first, middle, last = _passes(problem, gpu, collectives, work)
+    return _Rank(
+        first=first,
+        middle=middle,
+        last=last,
+        layers=model.num_layers,
+        gpu_layers=share.gpu_layers,
+        gpu_update=shard / gpu.update_rate,
+        cpu_update=max(shard / rate, copied),
+        chunk=copied * min(1.0, _CHUNK / max(shard, 1.0)),
+    )
+
+
+def _passes(
+    problem: PlanProblem, gpu: GpuProfile, collectives: Collectives, work: Load
+) -> tuple[float, float, float]:
+    """Seconds of a layer's first forward, of all between, of a layer's last backward."""
+    layers = problem.model.num_layers
+    number = num_micro(work.batch, work.microbatch)
+    if number == 0:
+        return 0.0, 0.0, 0.0
+    once, back = micro_seconds(gpu, work.microbatch, work.activations)
+    outside = 0.0 if gpu.outside_ms is None else gpu.outside_ms.at(work.microbatch) / 1e3
+    sharded = collectives.gather if problem.stage == 3 else 0.0
+    adding = problem.accumulation_ms / 1e3
+    if work.activations in LAYER_MAJOR:
+        copy = work.offloaded / layers / gpu.copy_rate
+        backward = max(number * back + (number - 1) * adding, sharded, copy)
+        return max(number * once, sharded, copy), number * outside, backward
+    further = layers * (max(once, sharded) + max(back + adding, sharded))
+    middle = (number - 1) * further + number * outside
+    return max(once, sharded), middle, max(back, sharded)

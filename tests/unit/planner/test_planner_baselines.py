@@ -1,0 +1,105 @@
+"""The even split and samples by speed: what their rules say, never better than the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planner_clusters import plan_problems
+
+from hytrain.planner.baselines import baselines, even_split, samples_by_speed
+from hytrain.planner.curves import Table
+from hytrain.planner.plan import make_plan
+from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.result import Plan
+from hytrain.planner.uneven import Infeasible
+
+GB = 10**9
+
+
+def gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
+    return GpuProfile(
+        name=name,
+        memory_bytes=gigabytes * GB,
+        forward_ms=Table(((1.0, ms),)),
+        backward_ms=Table(((1.0, 2.0 * ms),)),
+        peak_bytes=Table(((1.0, 1e9), (2.0, 1.5e9))),
+        idle_bytes=GB // 2,
+        update_rate=1e11,
+        copy_rate=2e10,
+    )
+
+
+def problem(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> PlanProblem:
+    host = Host("host", gpus, 16, gigabytes * GB, 1e11, Table(((1.0, 4e8), (16.0, 4e9))))
+    collective = Table(((1e6, 0.1), (1e9, 20.0)))
+    cluster = Cluster((host,), collective, collective)
+    whole = PlanProblem(cluster, Model("m", 24, 3 * GB, 4 * 2**20), 40)
+    return replace(whole, **changes)
+
+
+def test_the_even_split_runs_at_the_slowest() -> None:
+    given_problem = problem(gpu("fast", 80, 1.0), gpu("slow", 80, 4.0))
+    even = even_split(given_problem)
+    assert isinstance(even, Plan)
+    assert [rank.batch_size for rank in even.ranks] == [20, 20]
+    assert [rank.shard_fraction for rank in even.ranks] == [0.5, 0.5]
+    assert len({rank.microbatch_size for rank in even.ranks}) == 1
+    plan = make_plan(given_problem)
+    assert isinstance(plan, Plan)
+    assert even.step_seconds > 2.0 * plan.step_seconds
+
+
+def test_a_batch_that_does_not_divide_gives_the_first_ranks_one_more() -> None:
+    even = even_split(problem(*[gpu("a", 80, 1.0)] * 3))
+    assert isinstance(even, Plan)
+    assert [rank.batch_size for rank in even.ranks] == [14, 13, 13]
+    few = even_split(problem(*[gpu("a", 80, 1.0)] * 3, batch=2))
+    assert isinstance(few, Infeasible)
+    assert "cannot be split" in few.reason
+
+
+def test_samples_follow_the_speed_and_state_does_not() -> None:
+    by_speed = samples_by_speed(problem(gpu("fast", 80, 1.0), gpu("slow", 80, 3.0)))
+    assert isinstance(by_speed, Plan)
+    assert [rank.batch_size for rank in by_speed.ranks] == [30, 10]
+    assert [rank.shard_fraction for rank in by_speed.ranks] == [0.5, 0.5]
+
+
+def test_a_small_fast_gpu_makes_even_shards_run_out_of_memory() -> None:
+    # As planned in test_planner_plan: no host memory, 42 GB of state, 8 GB on the fast GPU.
+    given_problem = problem(gpu("fast", 8, 1.0), gpu("slow", 80, 4.0), gigabytes=0)
+    assert isinstance(make_plan(given_problem), Plan)
+    for baseline, samples in zip(baselines(given_problem), (20, 32), strict=True):
+        assert isinstance(baseline.result, Infeasible), baseline.name
+        assert "host host and its GPUs lack" in baseline.result.reason
+        # Half the state is 21 GB; of 8 GB, 6 are the training copy and 1 a layer's activations. The
+        # other layers' have no room but on the host.
+        missing = (21 - 1) * GB + samples * 24 * 4 * 2**20
+        assert baseline.result.missing == pytest.approx(missing / 2**30, rel=1e-6)
+
+
+def test_a_gpu_without_room_for_its_samples_is_named() -> None:
+    for baseline in baselines(problem(gpu("big", 80, 1.0), gpu("tiny", 6, 1.0))):
+        if baseline.name == "even split":
+            assert isinstance(baseline.result, Infeasible)
+            assert "rank 1 (tiny) lacks" in baseline.result.reason
+            assert baseline.result.gpu == 1
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random=plan_problems(most_ranks=3, most_batch=4))
+def test_no_baseline_is_better_than_the_bound(random: PlanProblem) -> None:
+    plan = make_plan(replace(random, allow_idle=True))
+    for baseline in baselines(random):
+        found = baseline.result
+        if isinstance(found, Infeasible):
+            continue
+        assert sum(rank.batch_size for rank in found.ranks) == random.batch
+        assert {rank.shard_fraction for rank in found.ranks} == {1.0 / random.cluster.num_ranks}
+        for rank, (_, device) in zip(found.ranks, random.cluster.ranks, strict=True):
+            assert rank.gpu_bytes <= device.memory_bytes * (1.0 + 1e-9)
+        if isinstance(plan, Plan):
+            assert found.step_seconds >= plan.lower_bound * (1.0 - 1e-6)

@@ -1,0 +1,103 @@
+"""What a rank's work takes, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hytrain.planner.curves import Table
+from hytrain.planner.errors import PlanError
+from hytrain.planner.loads import Collectives, Load, load
+from hytrain.planner.problem import (
+    Activations,
+    Cluster,
+    GpuProfile,
+    Host,
+    Model,
+    PlanProblem,
+)
+
+GB = 10**9
+# Of one micro-batch of 2: forward 10 ms, backward 25, recomputation 15, outside 7.
+GPU = GpuProfile(
+    name="g",
+    memory_bytes=40 * GB,
+    forward_ms=Table(((2.0, 10.0),)),
+    backward_ms=Table(((2.0, 25.0),)),
+    recompute_ms=Table(((2.0, 15.0),)),
+    outside_ms=Table(((2.0, 7.0),)),
+    peak_bytes=Table(((1.0, 1.0 * GB), (2.0, 2.0 * GB))),
+    stored_bytes=Table(((1.0, 5.0 * GB), (2.0, 9.0 * GB))),
+    idle_bytes=GB // 2,
+    update_rate=1e11,
+    copy_rate=1e10,
+)
+
+
+def problem(**changes: Any) -> PlanProblem:
+    host = Host("h", (GPU, GPU), 8, 64 * GB, 1e11, Table(((8.0, 1e9),)))
+    cluster = Cluster((host,), Table(((1e9, 3.0),)), Table(((1e9, 30.0),)))
+    whole = PlanProblem(cluster, Model("m", 4, 2 * GB, 10**8), 16, gradient_bytes=2)
+    return replace(whole, **changes)
+
+
+def work(policy: Activations, batch: int = 6, gather: float = 0.0, **changes: Any) -> Load:
+    return load(problem(**changes), GPU, Collectives(gather, 0.0), batch, 2, policy)
+
+
+def test_stored_activations_are_not_computed_again() -> None:
+    # 3 micro-batches of 4 layers.
+    assert work("store").compute == pytest.approx(4 * 3 * 0.035 + 3 * 0.007)
+    for policy in ("recompute", "keep"):
+        assert work(policy).compute == pytest.approx(4 * 3 * 0.050 + 3 * 0.007)
+
+
+def test_between_the_first_and_the_last_micro_batch_the_worker_has_nothing_to_do() -> None:
+    # It has the last micro-batch's backward and the first one's forward, of 3 of 4 layers.
+    one_by_one = work("recompute")
+    assert one_by_one.edge == pytest.approx(one_by_one.compute - 0.021 - 3 * (0.010 + 0.040))
+    layer_major = work("keep")
+    assert layer_major.edge == pytest.approx(3 * 0.050)
+    assert work("recompute", batch=2).edge == pytest.approx(0.050)
+
+
+def test_a_gather_hides_under_what_is_computed_while_it_runs() -> None:
+    # 20 ms: longer than one forward of 10 ms, shorter than three.
+    assert work("keep", gather=0.020).compute == pytest.approx(work("keep").compute)
+    delay = work("store", gather=0.020).compute - work("store").compute
+    assert delay == pytest.approx(4 * 0.010)
+    # In stage 3 every micro-batch waits for its own, in forward only: backward takes 25 ms.
+    delay = work("store", gather=0.020, stage=3).compute - work("store").compute
+    assert delay == pytest.approx(4 * 3 * 0.010)
+
+
+def test_memory_of_each_policy() -> None:
+    def used(policy: Activations, batch: int) -> float:
+        return 40 * GB - 4 * GB - work(policy, batch).room
+
+    gradients = 4 * GB
+    # One micro-batch: the first backward has all gradients and one layer's activations at its end.
+    assert used("store", 2) == pytest.approx(9 * GB)
+    assert used("recompute", 2) == pytest.approx(2 * GB + gradients)
+    # Several, one by one: gradients wait beside all that a micro-batch leaves.
+    assert used("store", 4) == pytest.approx(9 * GB + gradients)
+    assert used("recompute", 4) == pytest.approx(2 * GB + 2 * 4 * 0.1 * GB + gradients)
+    # Layer-major: the inputs of all layers, of all samples, or none.
+    assert used("keep", 16) == pytest.approx(2 * GB + 16 * 4 * 0.1 * GB)
+    assert used("offload", 16) == pytest.approx(2 * GB + gradients)
+    assert load(problem(), GPU, Collectives(0.0, 0.0), 0, 0, "store").room == pytest.approx(
+        40 * GB - 4 * GB - GB // 2
+    )
+
+
+def test_storing_needs_to_know_what_is_stored() -> None:
+    unknown = replace(GPU, name="unknown", stored_bytes=None)
+    host = Host("h", (GPU, unknown), 8, 64 * GB, 1e11, Table(((8.0, 1e9),)))
+    cluster = replace(problem().cluster, hosts=(host,))
+    with pytest.raises(PlanError, match="unknown would need"):
+        problem(cluster=cluster, activations=("store",))
+    problem(cluster=cluster, activations=("recompute",))
+    with pytest.raises(PlanError, match="must not be negative"):
+        problem(gradient_bytes=-1)

@@ -1,0 +1,124 @@
+"""From profiles to a problem: every number by hand, and what cannot be told is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planner_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
+
+from hytrain.planner.errors import PlanError
+from hytrain.planner.plan import make_plan
+from hytrain.planner.profile_file import ProfileFile, merge_profiles
+from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.planner.result import Plan
+
+
+def options(**changes: Any) -> PlanOptions:
+    whole = PlanOptions(batch=16, gpu_reserve=lambda total: total // 10, host_reserve=lambda _: GIB)
+    return replace(whole, **changes)
+
+
+def _all(total: int) -> int:
+    return total
+
+
+def test_a_problem_has_what_was_measured() -> None:
+    problem = problem_from(a_profile(), options())
+    (host,) = problem.cluster.hosts
+    fast, slow = host.gpus
+    assert (fast.name, slow.name) == ("GPU", "GPU")
+    assert (fast.multiprocessors, slow.multiprocessors) == (100, 50)
+    assert fast.limit_bytes == 80 * GIB
+    usable = 80 * GIB - GIB // 2
+    assert fast.memory_bytes == usable - usable // 10
+    assert fast.forward_ms.at(2) == pytest.approx(1.2)
+    assert slow.backward_ms.at(2) == pytest.approx(4.8)
+    assert fast.recompute_ms is not None
+    assert fast.recompute_ms.at(4) == pytest.approx(0.2 + 0.5 * 4)
+    assert fast.outside_ms is not None
+    assert fast.outside_ms.at(8) == pytest.approx(9.6)
+    assert fast.copy_rate == 4.5e10
+    assert fast.most_samples == 8
+    assert host.memory_bytes == 255 * GIB
+    assert host.rank_update_rate == pytest.approx(4e9)  # 16 of 32 cores each
+    model = problem.model
+    assert (model.num_layers, model.parameters) == (12, 1_301_000_000)
+    assert (problem.gpu_state_bytes, problem.host_state_bytes, problem.update_bytes) == (14, 15, 30)
+
+
+def test_memory_of_a_micro_batch() -> None:
+    fast = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
+    # A layer's own peak is more than what is outside, up to 2 samples; then it is less.
+    layer = 2 * 250 * MIB + 400 * MIB
+    assert fast.peak_bytes.at(2) == pytest.approx(layer + 4 * 6 * MIB)
+    assert fast.peak_bytes.at(8) == pytest.approx(8 * 400 * MIB + 16 * 6 * MIB)
+    assert fast.stored_bytes is not None
+    assert fast.stored_bytes.at(2) == pytest.approx(11 * 2 * 120 * MIB + 2 * (120 + 400) * MIB)
+
+
+def test_fp32_takes_twice_as_much_of_what_is_copied() -> None:
+    profile = a_profile()
+    model = profile.model.model_copy(update={"dtype": "fp32"})
+    problem = problem_from(profile.model_copy(update={"model": model}), options())
+    assert problem.model.itemsize == 4
+    assert problem.model.layer_bytes == pytest.approx(4 * 1_301_000_000 / 12)
+    assert (problem.gpu_state_bytes, problem.host_state_bytes, problem.update_bytes) == (16, 17, 36)
+
+
+def test_stage_3_gathers_layers() -> None:
+    two = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
+    three = problem_from(a_profile(), options(stage=3)).cluster.hosts[0].gpus[0]
+    assert three.idle_bytes - two.idle_bytes == 2 * 3 * 100_000_000
+
+
+def test_a_fraction_of_memory() -> None:
+    half = problem_from(a_profile(), options(memory_fraction=0.5)).cluster.hosts[0].gpus[0]
+    assert half.limit_bytes == 40 * GIB
+    assert half.memory_bytes == 36 * GIB
+    with pytest.raises(PlanError, match="memory_fraction"):
+        problem_from(a_profile(), options(memory_fraction=0.0))
+    with pytest.raises(PlanError, match="are to stay free"):
+        problem_from(a_profile(), options(gpu_reserve=_all))
+
+
+def test_collectives_are_those_of_these_ranks() -> None:
+    cluster = problem_from(a_profile(), options()).cluster
+    assert cluster.all_gather_ms.at(64 * MIB) == pytest.approx(0.05 + 64 / 400)
+    size = 200_000_000 / MIB  # of a layer
+    factor = (0.06 + size / 350) / (0.05 + size / 400)
+    assert cluster.uneven_factor == pytest.approx(factor)
+
+
+def test_collectives_of_fewer_ranks_stand_in() -> None:
+    four = a_profile("one", *[a_device("one", "GPU")] * 4)
+    given = four.model_copy(update={"collectives": (collectives("one", "one"),)})
+    measured = problem_from(given, options()).cluster
+    # A ring moves 3/4 of the bytes through each of four ranks, 1/2 through each of two.
+    assert measured.all_gather_ms.at(64 * MIB) == pytest.approx(1.5 * (0.05 + 64 / 400))
+
+
+def test_collectives_that_nobody_measured_are_asked_for() -> None:
+    apart = merge_profiles([a_profile("one"), a_profile("two")])
+    with pytest.raises(PlanError, match="--interconnect"):
+        problem_from(apart, options())
+    given = problem_from(apart, options(interconnect=1e10)).cluster
+    assert given.all_gather_ms.at(4e7) == pytest.approx(1e3 * 4e7 * 0.75 / 1e10)
+    alone = problem_from(a_profile("one", a_device("one", "GPU")), options()).cluster
+    assert alone.all_gather_ms.at(1e9) == 0.0
+
+
+def test_a_plan_of_a_profile_deals_by_speed() -> None:
+    plan = make_plan(problem_from(a_profile(), options(batch=48)))
+    assert isinstance(plan, Plan)
+    fast, slow = plan.ranks
+    assert fast.batch_size == pytest.approx(2 * slow.batch_size, abs=4)
+    assert max(fast.microbatch_size, slow.microbatch_size) <= 8
+    assert plan.gap < 0.01
+
+
+def test_a_device_of_a_problem_is_found_by_its_label() -> None:
+    profile: ProfileFile = a_profile()
+    assert profile.device("one", "GPU, 50 SMs, 80.0 GiB").multiprocessors == 50
+    assert a_model().parameters == profile.model.parameters
