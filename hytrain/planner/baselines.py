@@ -206,7 +206,7 @@ def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasibl
         """Bytes that the rank's host must hold."""
         return max(0.0, even - work.room / each) * problem.host_state_bytes + work.offloaded
 
-    works = [min(menu, key=left_for_host) for menu in menus]
+    works = [min(menu, key=lambda work: (work.room < 0.0, left_for_host(work))) for menu in menus]
     for rank, ((_, gpu), work) in enumerate(zip(problem.cluster.ranks, works, strict=True)):
         if work.room < 0.0:
             missing = -work.room / _GIB

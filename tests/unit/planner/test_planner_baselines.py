@@ -72,7 +72,8 @@ def test_a_small_fast_gpu_makes_even_shards_run_out_of_memory() -> None:
     # As planned in test_planner_plan: no host memory, 42 GB of state, 8 GB on the fast GPU.
     given_problem = problem(gpu("fast", 8, 1.0), gpu("slow", 80, 4.0), gigabytes=0)
     assert isinstance(make_plan(given_problem), Plan)
-    for baseline, samples in zip(baselines(given_problem), (20, 32), strict=True):
+    # The even split offloads activations on both ranks, of 20 samples each.
+    for baseline, samples in zip(baselines(given_problem), (40, 31), strict=True):
         assert isinstance(baseline.result, Infeasible), baseline.name
         assert "host host and its GPUs lack" in baseline.result.reason
         # Half the state is 21 GB; of 8 GB, 6 are the training copy and 1 a layer's activations. The

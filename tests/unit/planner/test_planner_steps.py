@@ -110,7 +110,7 @@ def test_a_rank_without_samples_costs_nothing_but_its_updates() -> None:
 
 def test_collectives_hide_under_compute_but_for_the_first_and_the_last() -> None:
     # Of each layer 2 ms, under forward of 4 ms and backward of 8.
-    ranks = (gpu(4.0, update_rate=1e15),) * 2
+    ranks = (gpu(4.0, update_rate=1e18),) * 2
     free, costly = problem(*ranks), problem(*ranks, collective_ms=2.0)
     share = Share(0.5, LAYERS)
     extra = step(costly, works(costly, 1, 1), share, share)
