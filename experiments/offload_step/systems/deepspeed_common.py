@@ -23,7 +23,7 @@ def base_config(job: Job) -> Json:
     """The part of the DeepSpeed JSON that all systems which read one have in common."""
     return {
         "train_micro_batch_size_per_gpu": job.workload.batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": job.entry.options.get("accumulation", 1),
         "gradient_clipping": job.entry.clip or 0.0,
         "bf16": {"enabled": True},
         "optimizer": {

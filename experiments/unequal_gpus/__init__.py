@@ -1,0 +1,1 @@
+"""Claims about GPUs made unequal; see README.md."""

@@ -1,0 +1,209 @@
+"""The claims of this experiment, each decided from measured cases. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.offload_step import records
+from experiments.offload_step.checks import Check
+from experiments.offload_step.records import Json
+from experiments.unequal_gpus.group import REFUSED
+from experiments.unequal_gpus.planning import passes_rate
+
+SUM_OF_SPEEDS = 0.93
+TIMES_EVEN = 2.2
+PREDICTION = 0.07
+MEMORY_PREDICTION = 0.10
+SLOWDOWN = 0.10
+
+DID_NOT_FIT = (records.OUT_OF_MEMORY, REFUSED)
+
+
+def result_of(case: Json, stage: str) -> list[Json] | None:
+    """A stage's results, a rank each; None where it has not been measured."""
+    found = case["results"].get(stage)
+    return found["ranks"] if found is not None and found["status"] == records.OK else None
+
+
+def status_of(case: Json, stage: str) -> str:
+    """How a stage ended."""
+    found = case["results"].get(stage)
+    return "not measured" if found is None else found["status"]
+
+
+def throughput(case: Json, run: str) -> float | None:
+    """Samples a second of a run; "alone": the sum of all ranks'."""
+    ranks = result_of(case, run)
+    if ranks is None:
+        return None
+    rates = [rank["samples_per_second"] for rank in ranks]
+    return sum(rates) if run == "alone" else min(rates)
+
+
+def passes_throughput(case: Json) -> float | None:
+    """The sum of what the GPUs reach with forward and backward alone, without any update."""
+    ranks = result_of(case, "profile")
+    return None if ranks is None else sum(passes_rate(rank) for rank in ranks)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where either is."""
+    return None if above is None or below is None else above / below
+
+
+def step_seconds(case: Json, run: str) -> float | None:
+    """Of the slowest rank."""
+    ranks = result_of(case, run)
+    return None if ranks is None else max(rank["step_seconds"] for rank in ranks)
+
+
+def prediction_error(case: Json) -> float | None:
+    """Measured over predicted step, less 1."""
+    plan, measured = result_of(case, "plan"), step_seconds(case, "planned")
+    if plan is None or measured is None:
+        return None
+    return measured / plan[0]["planned"]["predicted_seconds"] - 1.0
+
+
+def common_size(profiles: Sequence[Json]) -> int:
+    """The largest micro-batch that all ranks have measured."""
+    return max(set.intersection(*(set(profile["sizes"]) for profile in profiles)))
+
+
+def slowdowns(case: Json) -> list[tuple[float, float, float]] | None:
+    """For each rank: stated speed, that of forward, that of backward, the first rank's being 1."""
+    profiles = result_of(case, "profile")
+    if profiles is None:
+        return None
+    size = common_size(profiles)
+
+    def seconds(profile: Json, name: str) -> float:
+        return profile[name][profile["sizes"].index(size)]
+
+    first = profiles[0]
+    return [
+        (
+            speed,
+            seconds(first, "forward") / seconds(profile, "forward"),
+            seconds(first, "backward") / seconds(profile, "backward"),
+        )
+        for speed, profile in zip(case["case"]["speeds"], profiles, strict=True)
+    ]
+
+
+def counted_slowdowns(case: Json) -> list[tuple[int, float, float]] | None:
+    """Of part slowdown: multiprocessors granted, speed of forward and of backward; the first has
+    speed 1."""
+    ranks = result_of(case, "slowdown")
+    if ranks is None:
+        return None
+    rows = ranks[0]["rows"]
+    return [
+        (
+            row["granted_sms"],
+            rows[0]["forward"] / row["forward"],
+            rows[0]["backward"] / row["backward"],
+        )
+        for row in rows
+    ]
+
+
+def nearest(counted: Sequence[tuple[int, float, float]], speed: float) -> tuple[int, float]:
+    """The number of multiprocessors whose slower or faster pass is nearest to a speed, and the
+    larger error of the two passes."""
+    errors = {
+        count: max(abs(forward / speed - 1.0), abs(backward / speed - 1.0))
+        for count, forward, backward in counted
+    }
+    best = min(errors, key=lambda count: errors[count])
+    return best, errors[best]
+
+
+def _check_slowdown(case: Json) -> list[Check]:
+    counted = counted_slowdowns(case)
+    checks: list[Check] = []
+    for speed in (0.5, 0.25):
+        found = None if counted is None else nearest(counted, speed)
+        claim = f"forward and backward from speed {speed:g}"
+        if found is not None:
+            claim += f" with {found[0]} multiprocessors"
+        checks.append(_at_most(claim, found and found[1], SLOWDOWN, case["case"]["label"]))
+    ranks = result_of(case, "slowdown")
+    ran = (
+        [row["backward_ran"] for row in ranks[0]["rows"] if "backward_ran" in row] if ranks else []
+    )
+    if ran:
+        value = float(all(each["other_thread"] and each["limited_stream"] for each in ran))
+        claim = "backward ran on another thread, on the limited stream"
+        checks.append(_at_least(claim, value, 1.0, case["case"]["label"]))
+    return checks
+
+
+def slowdown_error(case: Json) -> float | None:
+    """How far forward or backward of any rank is from its stated speed, at most."""
+    found = slowdowns(case)
+    if found is None:
+        return None
+    return max(abs(own / stated - 1.0) for stated, *both in found for own in both)
+
+
+def did_not_fit(case: Json, run: str) -> float | None:
+    """1 where it ran out of memory or was refused for it, 0 where it ran."""
+    status = status_of(case, run)
+    if status in DID_NOT_FIT:
+        return 1.0
+    return 0.0 if status == records.OK else None
+
+
+def _at_least(claim: str, value: float | None, limit: float, part: str) -> Check:
+    return Check(claim=claim, value=value, limit=limit, at_least=True, part=part)
+
+
+def _at_most(claim: str, value: float | None, limit: float, part: str) -> Check:
+    return Check(claim=claim, value=value, limit=limit, at_least=False, part=part)
+
+
+def check_case(case: Json) -> list[Check]:
+    """The claims about one case."""
+    label = case["case"]["label"]
+    if "slowdown" in case["case"]["runs"]:
+        return _check_slowdown(case)
+    error = prediction_error(case)
+    error = None if error is None else abs(error)
+    slow = slowdown_error(case)
+    checks = [_at_most("forward and backward from the stated speed, most", slow, SLOWDOWN, label)]
+    if "alone" in case["case"]["runs"]:
+        planned, even = throughput(case, "planned"), throughput(case, "even")
+        alone = throughput(case, "alone")
+        times_even = ratio(planned, even)
+        passes = ratio(planned, passes_throughput(case))
+        sum_claim = "planned over the sum of the GPUs alone"
+        checks.append(_at_least(sum_claim, ratio(planned, alone), SUM_OF_SPEEDS, label))
+        limit = TIMES_EVEN if tuple(case["case"]["speeds"]) == (1.0, 0.25) else None
+        checks += [
+            Check(claim="planned over the sum of forward and backward alone", value=passes,
+                  limit=None, at_least=True, part=label),
+            Check(claim="planned over the even split", value=times_even, limit=limit,
+                  at_least=True, part=label),
+        ]  # fmt: skip
+    limits = {"memory": MEMORY_PREDICTION}
+    if label in limits:
+        checks.append(_at_most("step predicted, error of speed", error, limits[label], label))
+    checks.append(_at_most("step predicted, error", error, PREDICTION, label))
+    for run, words in (
+        ("even", "the even split does not fit"),
+        ("even_offload", "the even split does not fit with offload either"),
+        ("no_offload", "the planned shards do not fit without offload"),
+    ):
+        if run in case["case"]["runs"] and "alone" not in case["case"]["runs"]:
+            checks.append(_at_least(words, did_not_fit(case, run), 1.0, label))
+    if label == "offload":
+        plan = result_of(case, "plan")
+        value = None if plan is None else float(plan[0]["without_host"] is not None)
+        checks.append(_at_least("the planner finds nothing without offload", value, 1.0, label))
+    return checks
+
+
+def check_all(cases: Sequence[Json]) -> list[Check]:
+    """All claims."""
+    return [check for case in cases for check in check_case(case)]

@@ -1,0 +1,177 @@
+"""Measure unequal GPUs: profile, plan, train, beside each GPU alone and the even split.
+
+    python experiments/unequal_gpus/run.py --part four --out DIR
+    python experiments/unequal_gpus/run.py --part two,memory --gpus 4 --out DIR
+    python experiments/unequal_gpus/run.py --part two --out DIR --device cpu --model toy
+
+DIR/result.json is rewritten after every stage, so that an interrupted run keeps what it has. Cases
+run side by side where there are GPUs for it (`--gpus`). The table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run as a script, Python puts this folder on the path, and the package lies two levels above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.offload_step import records
+from experiments.offload_step.records import Json
+from experiments.solve_k.sizes import MODELS
+from experiments.unequal_gpus.cases import PARTS, Case, cases_of, stages_of, waves
+from experiments.unequal_gpus.group import Place, Work, divide_cores, run_all
+from experiments.unequal_gpus.report import text_of
+
+CLOSING_SECONDS = 5.0
+"""Kept free at the end of the time."""
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _sms(text: str) -> dict[str, int]:
+    """`1=128,0.5=64` as a table from speed to multiprocessors; speeds as Python writes them."""
+    pairs = (word.split("=") for word in text.split(","))
+    return {str(float(speed)): int(count) for speed, count in pairs}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--part", required=True, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    add("--only", default=None, metavar="LABEL,...", help="these cases of the parts")
+    add("--out", required=True, type=Path, help="folder for result.json and the logs")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--gpus", default=None, type=int, help="GPUs to use; default: the largest case's")
+    add("--model", default="llama-3b", choices=MODELS)
+    add("--layers", default=None, type=int, metavar="N", help="so many blocks")
+    add("--seq", default=512, type=int, help="tokens a sample")
+    add("--batch-scale", default=1.0, type=float, help="times the cases' batches")
+    add(
+        "--sms",
+        default={"1.0": 128, "0.5": 64, "0.25": 32},
+        type=_sms,
+        metavar="SPEED=N,...",
+        help="multiprocessors that stand for a speed (1=128,0.5=64,0.25=32)",
+    )
+    add(
+        "--counts",
+        default=(128, 72, 64, 56, 40, 32, 24),
+        type=_counts,
+        metavar="N,N,...",
+        help="multiprocessors that part slowdown tries; the first is speed 1",
+    )
+    add("--warmup", default=2, type=int, help="steps before a run is timed")
+    add("--steps", default=4, type=int, help="timed steps of a run")
+    add("--even-steps", default=2, type=int, help="timed steps of the even split, which is slow")
+    add("--budget-seconds", default=550.0, type=float, help="time for everything")
+    add("--list", action="store_true", help="show the cases and stop")
+    return parser.parse_args(arguments)
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases of --part, of which --only leaves some."""
+    cases = [c for part in options.part.split(",") for c in cases_of(part, options.batch_scale)]
+    if options.only is None:
+        return cases
+    wanted = set(options.only.split(","))
+    unknown = wanted - {case.label for case in cases}
+    if unknown:
+        known = ", ".join(case.label for case in cases)
+        raise ValueError(f"--only names {sorted(unknown)}, but the parts have: {known}")
+    return [case for case in cases if case.label in wanted]
+
+
+def places(works: Sequence[Work], device: str, gpus: int) -> list[Place]:
+    """GPUs, and the cores that belong to each, for works that run side by side."""
+    cores = divide_cores(sorted(os.sched_getaffinity(0)), gpus)
+    found: list[Place] = []
+    first = 0
+    for work in works:
+        own = tuple(range(first, first + work.size))
+        first += work.size
+        found.append(Place(device=device, gpus=own, cores=tuple(cores[gpu] for gpu in own)))
+    return found
+
+
+def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Json:
+    """Runs the cases in waves; the file is written after every stage."""
+    # Imported here, so that --list and --help answer at once.
+    from experiments.offload_step.hardware import describe
+
+    begin = time.monotonic()
+    until = begin + options.budget_seconds - CLOSING_SECONDS
+    settings = {
+        name: getattr(options, name)
+        for name in (*("model", "layers", "seq", "sms", "counts", "warmup", "steps", "even_steps"),)
+    }
+    gpus = options.gpus or max(case.num_ranks for case in cases)
+    works = {
+        case.label: Work(case.label, stages_of(case, settings), case.num_ranks) for case in cases
+    }
+    result: Json = {
+        "schema": records.SCHEMA,
+        "command": command,
+        "hardware": {**describe(options.device), "gpus": gpus},
+        "settings": settings,
+        "cases": [
+            {"case": dataclasses.asdict(case), "results": works[case.label].results}
+            for case in cases
+        ],
+    }
+
+    def save() -> None:
+        result["seconds"] = time.monotonic() - begin
+        records.write_json(options.out / "result.json", result)
+        done = {label: list(work.results) for label, work in works.items() if work.results}
+        print(f"{result['seconds']:.0f} s: {done}", flush=True)
+
+    save()
+    for wave in waves(cases, gpus):
+        if time.monotonic() > until:
+            break
+        run_all(
+            [works[case.label] for case in wave],
+            "experiments.unequal_gpus.worker",
+            lambda them: places(them, options.device, gpus),
+            options.out,
+            until,
+            save,
+        )
+    save()
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0 also where a case failed: that is a result, and the file says so."""
+    options = parse(arguments)
+    try:
+        cases = chosen(options)
+        gpus = options.gpus or max(case.num_ranks for case in cases)
+        planned = waves(cases, gpus)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.list:
+        for number, wave in enumerate(planned, 1):
+            for case in wave:
+                print(f"wave {number}: {case.label:8s} about {case.seconds:.0f} s, {case.runs}")
+        return 0
+    command = shlex.join(["experiments/unequal_gpus/run.py", *arguments])
+    print(text_of(measure(options, cases, command)["cases"]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

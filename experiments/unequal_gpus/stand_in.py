@@ -1,0 +1,115 @@
+"""What stands for unequal GPUs on a machine without any: to try the scripts, not to measure.
+
+Speed: every block sleeps in proportion to its samples. Memory: the sizes of the H200 and of the 3 B
+model, scaled to the toy, and an error where the device would have run out of memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from experiments.offload_step.records import Json
+from experiments.unequal_gpus.cases import Case
+from hytrain.placement.errors import MemoryBudgetError
+
+FORWARD_SECONDS = 0.002
+BACKWARD_SECONDS = 0.004
+"""Of a sample in a block at speed 1."""
+
+STATE_BYTES = 14.0
+STATE_GIB = 38.0
+"""Of the 3 B model, that the cases are made for."""
+GPU_GIB = 139.0
+SAMPLE_GIB = 1.45
+
+
+class _Slow(torch.autograd.Function):
+    """Sleeps in forward and in backward, there on the thread that runs it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, speed: float) -> torch.Tensor:
+        ctx.speed = speed
+        time.sleep(hidden.shape[0] * FORWARD_SECONDS / speed)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        time.sleep(gradient.shape[0] * BACKWARD_SECONDS / ctx.speed)
+        return gradient, None
+
+
+def slow_down(model: torch.nn.Module, speed: float) -> None:
+    """From now on every block of the model takes longer."""
+
+    def sleep(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        del module, inputs
+        if isinstance(output, tuple):
+            return (_Slow.apply(output[0], speed), *output[1:])
+        return _Slow.apply(output, speed)
+
+    for block in model.get_submodule("model.layers").children():
+        block.register_forward_hook(sleep)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The stand-in's sizes for a model with so many parameters."""
+
+    parameters: int
+
+    @property
+    def gib(self) -> float:
+        """Bytes that stand for a GiB."""
+        return STATE_BYTES * self.parameters / STATE_GIB
+
+    def gpu(self, case: Case, rank: int) -> int:
+        """Of a rank's GPU."""
+        return int(GPU_GIB * case.memory[rank] * self.gib)
+
+    def reserve(self, case: Case, rank: int) -> int:
+        """As hytrain would keep free of it."""
+        return int(max(1.0, 0.04 * GPU_GIB * case.memory[rank]) * self.gib)
+
+    def host(self, case: Case) -> int | None:
+        """Of all ranks together; None: what there is."""
+        return None if case.host_gib is None else int(case.host_gib * self.gib)
+
+    def peak(self, samples: int) -> int:
+        """Gradients, and the activations of a micro-batch."""
+        return int(2 * self.parameters + SAMPLE_GIB * samples * self.gib)
+
+    def check(self, case: Case, rank: int, section: Json) -> None:
+        """What would happen to a rank that is told this.
+
+        Raises:
+            torch.OutOfMemoryError: a fixed placement does not fit this rank.
+            MemoryBudgetError: there is none that fits some rank, where it may be solved.
+        """
+        if section["gpu_fraction"] == "solve":
+            for each in range(case.num_ranks):
+                self._check_solved(case, each, section)
+            return
+        needed = self._needed(section, rank, section["gpu_fraction"])
+        if needed > self.gpu(case, rank):
+            raise torch.OutOfMemoryError(f"simulated: {needed} of {self.gpu(case, rank)} bytes")
+
+    def _check_solved(self, case: Case, rank: int, section: Json) -> None:
+        shard = self._fraction(section, rank) * STATE_BYTES * self.parameters
+        room = self.gpu(case, rank) - self._needed(section, rank, 0.0)
+        host = self.host(case)
+        if host is not None and room + host / case.num_ranks < shard:
+            raise MemoryBudgetError(f"simulated: rank {rank} has no room for {shard:.0f} bytes")
+
+    def _fraction(self, section: Json, rank: int) -> float:
+        fractions = section.get("shard_fractions")
+        return fractions[rank] if fractions else 1.0 / len(section["batch_sizes"])
+
+    def _needed(self, section: Json, rank: int, gpu_fraction: float) -> float:
+        state = STATE_BYTES * self.parameters * self._fraction(section, rank) * gpu_fraction
+        samples = min(section["micro_batch_sizes"][rank], section["batch_sizes"][rank])
+        return 2 * self.parameters + self.peak(samples) + state

@@ -1,0 +1,1 @@
+"""The claim about equal GPUs; see README.md."""

@@ -1,0 +1,173 @@
+"""Claims decided from results, and the table."""
+
+from __future__ import annotations
+
+import pytest
+from unequal_cases import case, profile, record, stage, trained
+
+from experiments.offload_step import records
+from experiments.offload_step.records import Json
+from experiments.unequal_gpus import checks, report
+from experiments.unequal_gpus.cases import cases_of
+from experiments.unequal_gpus.group import REFUSED, Work
+
+PLAN: Json = {
+    "planned": {
+        "batch_sizes": [77, 19],
+        "micro_batch_sizes": [8, 8],
+        "shard_fractions": [0.5, 0.5],
+        "gpu_fractions": [1.0, 1.0],
+        "predicted_seconds": 1.0,
+    },
+    "even": {},
+    "without_host": None,
+}
+
+
+def speed_case(planned: float, even: float, speeds: tuple[float, float] = (1.0, 0.25)) -> Json:
+    return record(
+        case(speeds),
+        {
+            "profile": stage(profile(1.0), profile(speeds[1])),
+            "plan": stage(PLAN, PLAN),
+            "alone": stage(trained(1.0, 80.0), trained(1.0, 20.0)),
+            "planned": stage(trained(1.05, planned), trained(1.04, planned + 1)),
+            "even": stage(trained(2.0, even), trained(2.0, even)),
+        },
+    )
+
+
+def verdicts_of(made: Json) -> dict[str, str]:
+    return {check.claim: check.verdict for check in checks.check_case(made)}
+
+
+def test_a_good_case_reaches_everything() -> None:
+    found = verdicts_of(speed_case(95.0, 40.0))
+    assert found.pop("planned over the sum of forward and backward alone") == "reported"
+    assert set(found.values()) == {"reached"}
+    assert len(found) == 4
+
+
+def test_each_claim_can_be_missed() -> None:
+    assert verdicts_of(speed_case(92.0, 40.0))["planned over the sum of the GPUs alone"] == "missed"
+    assert verdicts_of(speed_case(95.0, 45.0))["planned over the even split"] == "missed"
+    # Two speeds of which nothing is claimed beside the even split.
+    other = verdicts_of(speed_case(95.0, 90.0, (1.0, 0.5)))
+    assert other["planned over the even split"] == "reported"
+    late = speed_case(95.0, 40.0)
+    late["results"]["planned"]["ranks"][0]["step_seconds"] = 1.08
+    assert verdicts_of(late)["step predicted, error"] == "missed"
+    fast = speed_case(95.0, 40.0)
+    fast["results"]["profile"]["ranks"][1] = profile(0.3)
+    assert verdicts_of(fast)["forward and backward from the stated speed, most"] == "missed"
+
+
+def test_backward_alone_may_be_off() -> None:
+    made = speed_case(95.0, 40.0)
+    slow = profile(0.25)
+    slow["backward"] = [seconds * 0.8 for seconds in slow["backward"]]
+    made["results"]["profile"]["ranks"][1] = slow
+    assert checks.slowdown_error(made) == pytest.approx(0.25)
+
+
+def test_nothing_is_claimed_of_what_was_not_measured() -> None:
+    made = record(case(), {})
+    assert {check.verdict for check in checks.check_case(made)} <= {"not measured", "reported"}
+    assert "not measured" in report.text_of([made])
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [(records.OUT_OF_MEMORY, "reached"), (REFUSED, "reached"), (records.FAILED, "not measured")],
+)
+def test_only_what_was_out_of_memory_did_not_fit(status: str, verdict: str) -> None:
+    memory = cases_of("memory")[0]
+    results = {"even": stage({"status": status, "error": "no room"}, None, status=status)}
+    claim = "the even split does not fit"
+    assert verdicts_of(record(memory, results))[claim] == verdict
+    ran = record(memory, {"even": stage(trained(1.0, 1.0), trained(1.0, 1.0))})
+    assert verdicts_of(ran)[claim] == "missed"
+    assert f"{status}: no room" in report.text_of([record(memory, results)])
+
+
+def slowdown(rows: list[tuple[int, float, float]], *, limited: bool = True) -> Json:
+    ran = {"other_thread": True, "limited_stream": limited}
+    told = [
+        {"asked_sms": n, "granted_sms": n, "forward": f, "backward": b, "backward_ran": ran}
+        for n, f, b in rows
+    ]
+    return record(cases_of("slowdown")[0], {"slowdown": stage({"rows": told})})
+
+
+def test_the_nearest_number_of_multiprocessors_is_named() -> None:
+    made = slowdown([(128, 1.0, 2.0), (64, 1.8, 3.7), (56, 2.02, 4.1), (32, 3.9, 8.2)])
+    found = verdicts_of(made)
+    assert found["forward and backward from speed 0.5 with 56 multiprocessors"] == "reached"
+    assert found["forward and backward from speed 0.25 with 32 multiprocessors"] == "reached"
+    assert found["backward ran on another thread, on the limited stream"] == "reached"
+    assert "56 multiprocessors: forward 0.495" in report.text_of([made])
+
+
+def test_a_backward_that_is_not_slowed_down_shows() -> None:
+    rows = [(128, 1.0, 2.0), (64, 2.0, 2.0), (32, 4.0, 2.0)]
+    found = verdicts_of(slowdown(rows, limited=False))
+    assert list(found.values()) == ["missed"] * 3
+
+
+# -- taking up again ---------------------------------------------------------------------------
+
+
+def work() -> Work:
+    stages = [{"name": "a"}, {"name": "b", "needs": ["a"]}, {"name": "c"}]
+    return Work("work", stages, 2)
+
+
+GOOD = {"status": records.OK}
+OUT = {"status": records.OUT_OF_MEMORY}
+
+
+def test_a_stage_is_known_once_all_ranks_have_told() -> None:
+    made = work()
+    made.take([{"a": GOOD}, {}], [], "")
+    assert made.results == {}
+    made.take([{"a": GOOD}, {"a": GOOD}], [], "")
+    assert made.results["a"]["status"] == records.OK
+    assert [stage["name"] for stage in made.left()] == ["b", "c"]
+
+
+def test_one_rank_out_of_memory_ends_the_stage_with_the_processes() -> None:
+    made = work()
+    made.take([{"a": GOOD, "b": OUT}, {"a": GOOD}], ["log"], "")
+    assert set(made.results) == {"a"}
+    made.take([{"a": GOOD, "b": OUT}, {"a": GOOD}], ["log"], "ended")
+    assert made.results["b"] == {
+        "status": records.OUT_OF_MEMORY,
+        "ranks": [OUT, None],
+        "log": ["log"],
+    }
+    assert [stage["name"] for stage in made.left()] == ["c"]
+
+
+def test_what_needs_a_failed_stage_is_not_tried() -> None:
+    made = work()
+    made.take([{"a": OUT}, {"a": OUT}], [], "")
+    assert [stage["name"] for stage in made.left()] == ["c"]
+    # The end that follows is that of the stage which failed, not c's.
+    made.take([{"a": OUT}, {"a": OUT}], [], "ended")
+    assert [stage["name"] for stage in made.left()] == ["c"]
+    made.take([{}, {}], ["why"], "ended")
+    assert made.results["c"] == {"status": records.FAILED, "ranks": [], "log": ["why"]}
+
+
+def test_a_refused_stage_does_not_end_the_processes() -> None:
+    made = work()
+    refused = {"status": REFUSED}
+    made.take([{"c": refused}, {"c": refused}], [], "")
+    made.take([{"c": refused}, {"c": refused}], ["crash"], "ended")
+    assert made.results["a"]["status"] == records.FAILED
+
+
+def test_what_was_under_way_when_time_was_up_says_so() -> None:
+    made = work()
+    made.take([{"a": GOOD}, {}], [], "late")
+    assert made.results["a"]["status"] == records.TIMED_OUT

@@ -1,0 +1,69 @@
+"""The real path through two ranks on gloo, at toy size: profile, plan, train, run out of memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.offload_step import records
+from experiments.offload_step.records import Json
+from experiments.unequal_gpus import checks, run
+from experiments.unequal_gpus.report import text_of
+
+TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "1"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Json:
+    out = tmp_path_factory.mktemp("unequal")
+    arguments = ["--part", "memory", "--out", str(out), *TOY, "--batch-scale", "0.2"]
+    options = run.parse([*arguments, "--only", "offload", "--budget-seconds", "200"])
+    returned = run.measure(options, run.chosen(options), "a command")
+    written = records.read_json(out / "result.json")
+    assert written == json.loads(json.dumps(returned))
+    return written
+
+
+def test_the_plan_is_trained_by(result: Json) -> None:
+    (case,) = result["cases"]
+    planned, plan = checks.result_of(case, "planned"), checks.result_of(case, "plan")
+    assert planned is not None, case["results"]
+    assert plan is not None
+    assert plan[0] == plan[1]
+    for rank, told in enumerate(planned):
+        assert told["section"]["batch_sizes"] == plan[0]["planned"]["batch_sizes"]
+        assert told["gpu_fraction"] == pytest.approx(
+            plan[0]["planned"]["gpu_fractions"][rank], abs=0.13
+        )
+        assert told["losses"][0] == pytest.approx(planned[0]["losses"][0])
+    assert checks.prediction_error(case) is not None
+
+
+def test_new_processes_take_up_after_one_that_ended(result: Json) -> None:
+    (case,) = result["cases"]
+    assert checks.status_of(case, "even_offload") == "refused"
+    assert checks.status_of(case, "no_offload") == records.OUT_OF_MEMORY
+    ranks = case["results"]["no_offload"]["ranks"]
+    assert any(rank is not None and "simulated" in rank["error"] for rank in ranks)
+    assert "out of memory: simulated" in text_of(result["cases"])
+
+
+def test_backward_time_follows_forward_time(result: Json) -> None:
+    (case,) = result["cases"]
+    found = checks.slowdowns(case)
+    assert found is not None
+    # Made slower by sleeping in both passes: nobody is faster than the first by much.
+    assert all(0.0 < own < 2.0 for _, *both in found for own in both)
+
+
+def test_unknown_parts_and_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--part", "six", "--out", "unused", "--list"]) == 2
+    assert run.main(["--part", "two", "--only", "third", "--out", "unused"]) == 2
+    assert "half, quarter" in capsys.readouterr().err
+
+
+def test_the_list_shows_what_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--part", "four,two", "--gpus", "4", "--out", "unused", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["wave 1", "wave 2", "wave 2"]
