@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hytrain.cli import bench, explain, plan
+from hytrain.cli import bench, explain, plan, profile
 from hytrain.cli.arguments import one_line
 from hytrain.errors import HyTrainError
 from hytrain.version import __version__
@@ -49,9 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hytrain", description="Offloaded training, measured.")
     parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
+    # DeepSpeed's launcher gives every script this argument.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     words = "measure a part of hytrain beside its competitors"
     bench.add(commands.add_parser("bench", help=words))
+    words = "measure GPUs and hosts with a model, for a plan"
+    profile.add(commands.add_parser("profile", help=words))
     plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
     words = "why the solver chose its k, or what a configuration will do"
     explain.add(commands.add_parser("explain", help=words))

@@ -29,9 +29,14 @@ def positive_float(text: str) -> float:
     return value
 
 
-def thread_list(text: str) -> tuple[int, ...]:
+def positive_ints(text: str) -> tuple[int, ...]:
     """Positive whole numbers with commas between them."""
     return tuple(positive_int(part) for part in text.split(","))
+
+
+def positive_floats(text: str) -> tuple[float, ...]:
+    """Finite positive numbers with commas between them."""
+    return tuple(positive_float(part) for part in text.split(","))
 
 
 def one_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from hytrain.cli.arguments import positive_int, thread_list
+from hytrain.cli.arguments import positive_int, positive_ints
 
 
 def add(bench: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def _add_kernel(kernel: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument(
         "--threads",
-        type=thread_list,
+        type=positive_ints,
         help="thread counts to try, as in 4,8,16 (default: quarters of the usable cores)",
     )
     kernel.add_argument("--repeats", type=positive_int, default=7, help="timed rounds (7)")

@@ -6,17 +6,15 @@ The model is made on torch's meta device, where weights have shapes and no memor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.layers.discovery import find_layers
+from hytrain.layers.language_model import build_language_model, read_config
 from hytrain.layers.layout import LayerLayout, lay_out
 from hytrain.layers.partition import partition
 from hytrain.offload.slots import plan_slots
@@ -42,7 +40,9 @@ def read_model_sizes(
     """
     if rank >= num_ranks:
         raise ConfigError(f"--rank {rank} of --ranks {num_ranks}: ranks count from 0")
-    model = _build(path).to(getattr(torch, form.dtype))
+    description = read_config(path)
+    with torch.device("meta"):
+        model = build_language_model(description, path).to(getattr(torch, form.dtype))
     trained = [p for p in model.parameters() if p.requires_grad]
     found = find_layers(model, trained, config.layers.block_class)
     layouts = lay_out(found, {id(p): 0 for p in trained}, num_ranks)
@@ -80,39 +80,3 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _widest(layout: LayerLayout) -> torch.dtype:
     return max((segment.dtype for segment in layout.segments), key=lambda dtype: dtype.itemsize)
-
-
-def _build(path: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"--model needs transformers, which cannot be imported ({error}): "
-            "pip install hytrain[train]"
-        ) from error
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        config: Any = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read --model {file} ({error.strerror}): give a transformers config.json or "
-            "the folder that holds one"
-        ) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--model {file} is not a transformers config ({type(error).__name__}: {error}): it "
-            'must be a JSON object with a "model_type" that transformers knows'
-        ) from error
-    # A configuration does not tell what is trained with it; the heads from the likeliest on.
-    refusals: list[str] = []
-    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
-        try:
-            with torch.device("meta"):
-                return getattr(transformers, name).from_config(config)
-        except ValueError as error:
-            refusals.append(f"{name}: {str(error).splitlines()[0]}")
-    raise ConfigError(
-        f"--model {file} describes no language model that transformers can build: "
-        + "; ".join(refusals)
-    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -273,15 +274,18 @@ def device_label(name: str, multiprocessors: int, limit_bytes: int) -> str:
 
 
 def write_profile(path: Path, profile: ProfileFile) -> None:
-    """Writes profile.json.
+    """Writes profile.json: all of it or nothing.
 
     Raises:
         PlanError: the file cannot be written.
     """
     text = json.dumps(profile.model_dump(mode="json"), indent=2) + "\n"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise PlanError(f"cannot write the profile {path} ({error.strerror})") from None
 
 

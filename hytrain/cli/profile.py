@@ -1,0 +1,150 @@
+"""`hytrain profile`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hytrain.cli.arguments import positive_float, positive_floats, positive_int, positive_ints
+from hytrain.errors import ConfigError
+
+_PROFILE = (
+    "Measures the GPUs and hosts of all ranks with a model, for `hytrain plan`: times and memory "
+    "of a layer against micro-batch sizes, updates on GPU and CPU, copies, collectives. Start it "
+    "with the launcher that starts training (deepspeed --module hytrain profile ...), or alone for "
+    "one GPU. It takes a minute or two."
+)
+_SECONDS = 40.0
+_DEFAULT_LIBRARY = ""
+
+
+def add(profile: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    profile.description = _PROFILE
+    profile.add_argument("--out", type=Path, metavar="FILE", help="the profile, a JSON file")
+    profile.add_argument(
+        "--library",
+        nargs="?",
+        const=_DEFAULT_LIBRARY,
+        metavar="DIR",
+        help="add it to a library of profiles (without DIR: $HYTRAIN_PROFILES, else "
+        "~/.local/share/hytrain/profiles)",
+    )
+    profile.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: join these profiles; what several have measured, the newest has",
+    )
+    model = profile.add_argument_group("the model")
+    model.add_argument(
+        "--model",
+        metavar="PATH|MODULE:FUNCTION",
+        help="a transformers config.json or its folder; or a function of (num_layers, seq_len) "
+        "that returns a model, and a function of a micro-batch size that returns its arguments",
+    )
+    model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
+    model.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="(bf16)")
+    model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
+    how = profile.add_argument_group("measuring")
+    how.add_argument(
+        "--micro-batches",
+        type=positive_ints,
+        metavar="N,N,...",
+        help="sizes (1, 2, 4, ... until memory or speed ends)",
+    )
+    how.add_argument(
+        "--seconds",
+        type=positive_float,
+        default=_SECONDS,
+        help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 20",
+    )
+    how.add_argument(
+        "--device-memory-fraction",
+        type=positive_floats,
+        metavar="F[,F...]",
+        help="the part of each GPU's memory that may be used: one number, or one a rank",
+    )
+    how.add_argument(
+        "--settings", default="", metavar="WORDS", help="noted in the profile (clocks, limits)"
+    )
+    profile.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is None and arguments.library is None:
+        raise ConfigError("nowhere to write the profile: give --out FILE or --library [DIR]")
+    if arguments.out is not None and not arguments.out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    if arguments.merge is not None:
+        return _merge(arguments)
+    if arguments.model is None or arguments.seq_len is None:
+        raise ConfigError("--model and --seq-len say what is measured: give both")
+    return _measure(arguments)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    # Imported here, as below: `hytrain --help` should not wait for pydantic and torch.
+    from hytrain.planner.profile_file import merge_profiles, read_profile
+
+    if arguments.model is not None:
+        raise ConfigError("--merge measures nothing: leave --model out")
+    _write(arguments, merge_profiles([read_profile(path) for path in arguments.merge]))
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from hytrain.profile.launch import joined, limit_memory, local_device
+    from hytrain.profile.layer_profile import LayerOptions
+    from hytrain.profile.profile_report import profile_table
+    from hytrain.profile.profile_run import ProfileOptions, profile_ranks
+    from hytrain.profile.progress import NoProgress, progress_on
+    from hytrain.profile.ranks import Ranks
+    from hytrain.profile.subject import read_subject
+
+    options = ProfileOptions(
+        layer=LayerOptions(micro_batches=arguments.micro_batches, seconds=arguments.seconds),
+        settings=arguments.settings,
+    )
+    subject = read_subject(
+        arguments.model,
+        seq_len=arguments.seq_len,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype],
+        block_class=arguments.block_class,
+    )
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if arguments.device_memory_fraction is not None:
+        limit_memory(device, arguments.device_memory_fraction)
+    with joined(device):
+        ranks = Ranks()
+        progress = progress_on() if ranks.rank == 0 else NoProgress()
+        profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)
+        progress.close()
+        if ranks.rank == 0:
+            _write(arguments, profile)
+            print(profile_table(profile))
+        ranks.close()
+    return 0
+
+
+def _write(arguments: argparse.Namespace, profile: Any) -> None:
+    from hytrain.planner.library import add_to_library, default_folder
+    from hytrain.planner.profile_file import write_profile
+
+    written: list[Path] = []
+    if arguments.out is not None:
+        write_profile(arguments.out, profile)
+        written.append(arguments.out)
+    if arguments.library is not None:
+        is_default = arguments.library == _DEFAULT_LIBRARY
+        folder = default_folder() if is_default else Path(arguments.library)
+        written.append(add_to_library(folder, profile))
+    for path in written:
+        print(f"profile: {path}", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""Language models from a transformers configuration, made on whatever torch's default device is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hytrain.errors import ConfigError
+
+# A configuration does not tell what is trained with it; the heads from the likeliest on.
+_HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+def read_config(path: Path) -> Any:
+    """The configuration that a file holds.
+
+    Args:
+        path: a transformers ``config.json``, or the folder that holds one.
+
+    Raises:
+        ConfigError: it is none, or transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"--model needs transformers, which cannot be imported ({error}): "
+            "pip install hytrain[train]"
+        ) from error
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read --model {file} ({error.strerror}): give a transformers config.json or "
+            "the folder that holds one"
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--model {file} is not a transformers config ({type(error).__name__}: {error}): it "
+            'must be a JSON object with a "model_type" that transformers knows'
+        ) from error
+
+
+def build_language_model(config: Any, source: Path) -> nn.Module:
+    """The model that a configuration describes, randomly initialized.
+
+    Args:
+        config: of transformers.
+        source: where it was read, for errors.
+
+    Raises:
+        ConfigError: it is no language model.
+    """
+    import transformers
+
+    refusals: list[str] = []
+    for name in _HEADS:
+        try:
+            return getattr(transformers, name).from_config(config)
+        except ValueError as error:
+            refusals.append(f"{name}: {str(error).splitlines()[0]}")
+    raise ConfigError(
+        f"--model {source} describes no language model that transformers can build: "
+        + "; ".join(refusals)
+    )

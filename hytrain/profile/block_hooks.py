@@ -1,0 +1,131 @@
+"""Tells where a training pass is, block by block, and lets some blocks recompute.
+
+A block's forward lies between its module's hooks, its backward between the gradient of its output
+and the gradient of the output before. The points of a pass over n blocks, in order:
+
+    BEGIN, (ENTER, 0), (LEAVE, 0), ..., (LEAVE, n - 1), LOSS,
+    (GRADIENT, n - 1), ..., (GRADIENT, 0), (GRADIENT, -1), END
+
+(GRADIENT, i) is where the gradient of block i's output is there; -1 stands for the first block's
+input, and is left out where that needs no gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Kind = Literal["begin", "enter", "leave", "loss", "gradient", "end"]
+Point = tuple[Kind, int]
+
+BEGIN: Point = ("begin", 0)
+LOSS: Point = ("loss", 0)
+END: Point = ("end", 0)
+
+
+class BlockHooks:
+    """Hooks on the blocks of a model, until :meth:`close`."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        """
+        Args:
+            blocks: in the order of their forwards.
+        """
+        self.tell: Callable[[Point], None] = _ignore
+        """Called at each point but BEGIN, LOSS and END, on whatever thread comes there."""
+        self.boundary_bytes = 0
+        """Of the last block's input, as far as it needs a gradient; known after a pass."""
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for number, block in enumerate(blocks):
+            self._handles.append(
+                block.register_forward_pre_hook(self._entering(number), with_kwargs=True)
+            )
+            self._handles.append(block.register_forward_hook(self._leaving(number)))
+
+    def close(self) -> None:
+        """Removes the hooks. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+            inputs = list(_with_gradient([args, kwargs]))
+            self.boundary_bytes = sum(t.numel() * t.element_size() for t in inputs)
+            if number == 0 and inputs:
+                self._on_gradient(inputs[0], -1)
+            self.tell(("enter", number))
+
+        return hook
+
+    def _leaving(self, number: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: object, output: object) -> None:
+            self.tell(("leave", number))
+            first = next(_with_gradient(output), None)
+            if first is not None:
+                self._on_gradient(first, number)
+
+        return hook
+
+    def _on_gradient(self, tensor: torch.Tensor, number: int) -> None:
+        def hook(_: torch.Tensor) -> None:
+            self.tell(("gradient", number))
+
+        tensor.register_hook(hook)
+
+
+def _ignore(point: Point) -> None:
+    pass
+
+
+def _with_gradient(value: object) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers that a gradient comes back to, in order."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, Mapping):
+        for part in cast("Mapping[object, object]", value).values():
+            yield from _with_gradient(part)
+    elif isinstance(value, (tuple, list)):
+        for part in cast("Sequence[object]", value):
+            yield from _with_gradient(part)
+
+
+class Recomputation:
+    """Blocks that keep only their input until backward, and run again there."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = list(blocks)
+        self._recomputes = [True] * len(self._blocks)
+
+    def choose(self, keeps: int | None) -> None:
+        """All blocks recompute, but for this one."""
+        self._recomputes = [number != keeps for number in range(len(self._blocks))]
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """While this lasts, the blocks do what was chosen last."""
+        own = [vars(block).get("forward") for block in self._blocks]
+        for number, block in enumerate(self._blocks):
+            block.forward = self._wrapped(number, block.forward)
+        try:
+            yield
+        finally:
+            for block, before in zip(self._blocks, own, strict=True):
+                if before is None:
+                    del block.forward
+                else:
+                    block.forward = before
+
+    def _wrapped(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._recomputes[number]:
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        return run

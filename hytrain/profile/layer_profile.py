@@ -1,0 +1,373 @@
+"""Times and memory of a block, and of what is outside of the blocks, against micro-batch sizes.
+
+A copy of the model with three blocks makes ordinary training passes, back to back, so that the host
+runs ahead of a GPU as it does in training. One of the last two blocks keeps its activations, the
+others recompute them, in turns from pass to pass: one run measures both, interleaved. What is
+reported are medians.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from hytrain.errors import ConfigError
+from hytrain.planner.profile_file import LayerSample, OutsideSample
+from hytrain.profile.block_hooks import BEGIN, END, LOSS, BlockHooks, Point, Recomputation
+from hytrain.profile.machine import available_host_bytes
+from hytrain.profile.memory_meter import CpuMeter, CudaMeter, MemoryMeter
+from hytrain.profile.memory_probe import usable_gpu_bytes
+from hytrain.profile.step_timer import Clock
+from hytrain.profile.subject import Copy, Subject
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 3
+"""Blocks of the copy. The first one's forward follows the start of a pass and is not reported."""
+_TURNS = (1, 2)
+"""Which of them keeps its activations, in turns."""
+_KNEE = 1.03
+"""A doubled micro-batch that gains less than this, twice in a row, is the last one."""
+_FEWEST_PASSES = 4
+_MOST_PASSES = 16
+_TRIED_WITHOUT_GPU = 4
+"""Doublings on a CPU at most, which is for trying only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What to measure.
+
+    Attributes:
+        micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
+            fit, or gains less than 3 % twice in a row.
+        seconds: of measuring, about; at least two sizes are measured.
+    """
+
+    micro_batches: tuple[int, ...] | None = None
+    seconds: float = 40.0
+
+    def __post_init__(self) -> None:
+        sizes = self.micro_batches
+        if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
+            raise ConfigError(f"--micro-batches {sizes}: give ascending numbers of samples")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What was measured, by ascending samples.
+
+    Attributes:
+        layer: of a block.
+        outside: of all that is outside of the blocks.
+        boundary_bytes: activations between two blocks, a sample.
+        idle_bytes: what the allocator holds without model and batch (workspaces).
+    """
+
+    layer: tuple[LayerSample, ...]
+    outside: tuple[OutsideSample, ...]
+    boundary_bytes: int
+    idle_bytes: int
+
+
+def profile_layer(
+    subject: Subject,
+    device: torch.device,
+    options: LayerOptions,
+    *,
+    on_size: Callable[[int, float], None] = lambda size, share: None,
+) -> LayerProfile:
+    """Measures on the current stream of a device.
+
+    Args:
+        subject: the model.
+        device: where; on a CPU it works for trying, memory of operations' insides not counted.
+        options: which sizes, and how long.
+        on_size: called with a size when it begins, and the share of the work that is done.
+
+    Raises:
+        ConfigError: three blocks do not fit, the model has no loss, or its blocks are not called
+            one after another.
+    """
+    try:
+        model = subject.copy(_DEPTH, device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--model {subject.name}: {_DEPTH} of its layers and what is outside of them do not "
+            f"fit on {device} ({_first_line(error)})"
+        ) from error
+    bench = _Bench(subject, model, device)
+    try:
+        return bench.run(options, on_size)
+    finally:
+        bench.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Allocated at a point, and the most since the point before."""
+
+    now: int
+    peak: int
+
+
+_Value = TypeVar("_Value")
+_Pass = Mapping[Point, _Value]
+
+
+class _Bench:
+    """A copy of the model with hooks, on a device."""
+
+    def __init__(self, subject: Subject, model: Copy, device: torch.device) -> None:
+        self._subject = subject
+        self._model = model
+        self._device = device
+        self._clock = Clock(device)
+        self._hooks = BlockHooks(model.blocks)
+        self._recomputation = Recomputation(model.blocks)
+        self._boundary_bytes = 0
+        self._is_cuda = device.type == "cuda"
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        self._hooks.close()
+        self._model.model.zero_grad(set_to_none=True)
+        del self._model
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+
+    def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> LayerProfile:
+        begin = time.monotonic()
+        weights = self._meter().allocated()
+        layer: list[LayerSample] = []
+        outside: list[OutsideSample] = []
+        idle = 0
+        with self._recomputation.installed():
+            for size in options.micro_batches or _doublings():
+                spent = time.monotonic() - begin
+                on_size(size, min(1.0, spent / options.seconds))
+                left = options.seconds - spent
+                measured = self._measure_if_it_fits(size, max(0.2, left / 4))
+                if measured is None:
+                    break
+                layer.append(measured[0])
+                outside.append(measured[1])
+                is_enough = options.micro_batches is None and self._is_enough(layer, outside)
+                if is_enough or (len(layer) > 1 and time.monotonic() - begin > options.seconds):
+                    break
+        if not layer:
+            raise ConfigError(
+                f"--model {self._subject.name}: not even the smallest micro-batch fits on "
+                f"{self._device}: give a smaller --seq-len or --micro-batches"
+            )
+        if self._is_cuda:
+            idle = max(0, torch.cuda.memory_allocated(self._device) - weights)
+        return LayerProfile(
+            layer=tuple(layer),
+            outside=tuple(outside),
+            boundary_bytes=self._boundary_bytes,
+            idle_bytes=idle,
+        )
+
+    def _measure_if_it_fits(
+        self, size: int, seconds: float
+    ) -> tuple[LayerSample, OutsideSample] | None:
+        try:
+            return self._measure(size, seconds)
+        except torch.cuda.OutOfMemoryError as error:
+            logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
+        # Not in the handler: the exception holds the pass's tensors.
+        self._model.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return None
+
+    def _is_enough(self, layer: Sequence[LayerSample], outside: Sequence[OutsideSample]) -> bool:
+        if not self._is_cuda and len(layer) > _TRIED_WITHOUT_GPU:
+            return True
+        peaks = [max(b.peak_bytes, o.peak_bytes) for b, o in zip(layer, outside, strict=True)]
+        if self._is_cuda:
+            room = usable_gpu_bytes(self._device) or 0
+            room -= torch.cuda.memory_allocated(self._device)
+        else:
+            room = available_host_bytes() // 2
+        if 2 * peaks[-1] > room:
+            return True
+        speeds = [block.samples / _pass_ms(block) for block in layer[-3:]]
+        gains = [after / before for before, after in itertools.pairwise(speeds)]
+        return len(gains) == 2 and max(gains) < _KNEE
+
+    # -- one size ------------------------------------------------------------------------------
+
+    def _measure(self, size: int, seconds: float) -> tuple[LayerSample, OutsideSample]:
+        with self._subject.defaults(self._device):
+            batch = self._model.make_batch(size)
+        self._pass(batch, _TURNS[0], self._ignore)  # libraries choose and compile their kernels
+        self._wait()
+        memory = {turn: self._memory_of_pass(batch, turn) for turn in _TURNS}
+        self._wait()
+        begin = time.perf_counter()
+        self._pass(batch, _TURNS[0], self._ignore)
+        self._wait()
+        one = time.perf_counter() - begin
+        number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(seconds / one)))
+        turns = [_TURNS[i % len(_TURNS)] for i in range(number + 1)]
+        passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
+        self._wait()
+        # The first one's host was not ahead of the device.
+        times = [(turn, self._milliseconds(marks)) for turn, marks in passes[1:]]
+        self._boundary_bytes = self._hooks.boundary_bytes // size
+        return _layer_sample(size, times, memory), _outside_sample(size, times, memory)
+
+    def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
+        self._hooks.tell = tell
+        self._recomputation.choose(turn)
+        tell(BEGIN)
+        loss = self._model.loss(batch)
+        tell(LOSS)
+        loss.backward()
+        tell(END)
+        self._model.model.zero_grad(set_to_none=True)
+
+    def _time_pass(self, batch: Mapping[str, Any], turn: int) -> _Pass[Any]:
+        marks: dict[Point, Any] = {}
+        self._pass(batch, turn, lambda point: _set_once(marks, point, self._clock.mark()))
+        return _complete(marks, self._subject.name)
+
+    def _milliseconds(self, marks: _Pass[Any]) -> _Pass[float]:
+        begin = marks[BEGIN]
+        times = {point: 1e3 * self._clock.seconds(begin, mark) for point, mark in marks.items()}
+        for mark in marks.values():
+            self._clock.release(mark)
+        return times
+
+    def _memory_of_pass(self, batch: Mapping[str, Any], turn: int) -> _Pass[_Memory]:
+        meter = self._meter()
+        points: dict[Point, _Memory] = {}
+
+        def tell(point: Point) -> None:
+            _set_once(points, point, _Memory(meter.allocated(), meter.take_peak()))
+
+        meter.take_peak()
+        with meter.watching():
+            self._pass(batch, turn, tell)
+        return _complete(points, self._subject.name)
+
+    def _meter(self) -> MemoryMeter:
+        if self._is_cuda:
+            return CudaMeter(self._device)
+        model = self._model.model
+        return CpuMeter([*model.parameters(), *model.buffers()])
+
+    def _ignore(self, point: Point) -> None:
+        pass
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+
+
+def _doublings() -> Sequence[int]:
+    return [2**power for power in range(24)]
+
+
+def _set_once(points: dict[Point, _Value], point: Point, value: _Value) -> None:
+    if point in points:
+        raise ConfigError(f"--model: block {point[1]} is called more than once in a forward")
+    points[point] = value
+
+
+def _complete(points: dict[Point, _Value], name: str) -> _Pass[_Value]:
+    wanted = [(kind, i) for kind in ("enter", "leave", "gradient") for i in range(_DEPTH)]
+    missing = sorted({number for kind, number in wanted if (kind, number) not in points})
+    if missing:
+        raise ConfigError(
+            f"--model {name}: blocks {missing} were not called, or no gradient came back to them: "
+            "every block must be called once in a forward, and return a tensor with a gradient"
+        )
+    # Where the first block's input needs no gradient, its backward ends the pass.
+    points.setdefault(("gradient", -1), points[END])
+    return points
+
+
+# -- from points to samples --------------------------------------------------------------------
+
+_Times = Sequence[tuple[int, _Pass[float]]]
+_MemoryOfTurns = Mapping[int, _Pass[_Memory]]
+
+
+def _pass_ms(block: LayerSample) -> float:
+    return block.forward_ms + block.recompute_backward_ms
+
+
+def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSample:
+    # Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
+    forward: list[float] = []
+    backward: list[float] = []
+    recompute: list[float] = []
+    for block in _TURNS:
+        keeping = [points for turn, points in times if turn == block]
+        others = [points for turn, points in times if turn != block]
+        forward.append(_median(keeping, ("enter", block), ("leave", block)))
+        backward.append(_median(keeping, ("gradient", block), ("gradient", block - 1)))
+        recompute.append(_median(others, ("gradient", block), ("gradient", block - 1)))
+    kept, peaks = zip(*(_block_bytes(memory[block], block) for block in _TURNS), strict=True)
+    recompute_peaks = [
+        _block_bytes(memory[turn], block)[1]
+        for turn, block in zip(_TURNS, reversed(_TURNS), strict=True)
+    ]
+    return LayerSample(
+        samples=size,
+        forward_ms=statistics.mean(forward),
+        backward_ms=statistics.mean(backward),
+        recompute_backward_ms=statistics.mean(recompute),
+        kept_bytes=max(kept),
+        peak_bytes=max(peaks),
+        recompute_peak_bytes=max(recompute_peaks),
+    )
+
+
+def _median(passes: Sequence[_Pass[float]], begin: Point, end: Point) -> float:
+    return statistics.median(points[end] - points[begin] for points in passes)
+
+
+def _block_bytes(points: _Pass[_Memory], block: int) -> tuple[int, int]:
+    """What its forward leaves, and the most above weights and input in both passes.
+
+    When backward begins, the gradient of the output has taken the output's place.
+    """
+    before, after = points["enter", block], points["leave", block]
+    kept = max(0, after.now - before.now)
+    top, bottom = points["gradient", block], points["gradient", block - 1]
+    return kept, max(after.peak - before.now, bottom.peak - top.now + kept)
+
+
+def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> OutsideSample:
+    last = _DEPTH - 1
+    passes = [points for _, points in times]
+    forward = _median(passes, BEGIN, ("enter", 0)) + _median(passes, ("leave", last), LOSS)
+    backward = _median(passes, LOSS, ("gradient", last))
+    backward += _median(passes, ("gradient", -1), END)
+    peaks: list[int] = []
+    for points in memory.values():
+        leave = points["leave", last].now
+        peaks += [
+            points["enter", 0].peak - points[BEGIN].now,
+            points[LOSS].peak - leave,
+            points["gradient", last].peak - leave,
+            points[END].peak - points["gradient", -1].now,
+        ]
+    return OutsideSample(
+        samples=size, forward_ms=max(0.0, forward), backward_ms=max(0.0, backward),
+        peak_bytes=max(0, *peaks),
+    )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

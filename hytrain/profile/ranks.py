@@ -1,0 +1,93 @@
+"""The ranks that measure together, or this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hytrain.errors import ConfigError, HyTrainError
+
+_T = TypeVar("_T")
+
+
+class ProfileRunError(HyTrainError, RuntimeError):
+    """A measurement failed on another rank."""
+
+
+class Ranks:
+    """All ranks of the default process group.
+
+    What they say to each other goes over gloo, which leaves the GPUs alone.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        """A collective, unless alone.
+
+        Args:
+            alone: leaves a process group that there is aside.
+        """
+        self._is_joined = not alone and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._is_joined else 0
+        self.world_size = dist.get_world_size() if self._is_joined else 1
+        self.backend = dist.get_backend() if self._is_joined else ""
+        self._control: dist.ProcessGroup | None = None
+        if self._is_joined and self.backend != "gloo":
+            made = dist.new_group(backend="gloo")
+            assert isinstance(made, dist.ProcessGroup)  # all ranks are in it
+            self._control = made
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value, in rank order, on every rank; pickled."""
+        if self.world_size == 1:
+            return [value]
+        values: list[_T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return [found for found in values if found is not None]
+
+    def barrier(self) -> None:
+        """Waits for all."""
+        if self.world_size > 1:
+            dist.barrier(group=self._control)
+
+    def together(self, work: Callable[[], _T]) -> _T:
+        """Does work that may fail, and fails on every rank where it failed on any.
+
+        The work itself must not wait for other ranks.
+
+        Raises:
+            Exception: this rank's own.
+            ConfigError: another rank's, which the user can mend.
+            ProfileRunError: another rank's of another kind.
+        """
+        result: list[_T] = []
+        failure: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as error:
+            # The others must learn of it before it ends this one, whatever it is.
+            failure = error
+        told = (None, False) if failure is None else (_words(failure), _can_be_mended(failure))
+        answers = self.gather(told)
+        if failure is not None:
+            raise failure
+        for rank, (words, mendable) in enumerate(answers):
+            if words is not None:
+                kind = ConfigError if mendable else ProfileRunError
+                raise kind(f"rank {rank}: {words}")
+        return result[0]
+
+    def close(self) -> None:
+        """Ends the group that was made for this."""
+        if self._control is not None:
+            dist.destroy_process_group(self._control)
+            self._control = None
+
+
+def _words(error: Exception) -> str:
+    return str(error) if _can_be_mended(error) else f"{type(error).__name__}: {error}"
+
+
+def _can_be_mended(error: Exception) -> bool:
+    return isinstance(error, HyTrainError) and isinstance(error, ValueError)

@@ -1,0 +1,269 @@
+"""A block's times are those of the clock, its memory that of counting by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from paced_model import PacedModel, paced_build
+from torch import nn
+
+from hytrain.errors import ConfigError
+from hytrain.profile import layer_profile
+from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.profile.memory_meter import CpuMeter
+from hytrain.profile.subject import Subject, read_subject
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch, has_events=False)
+
+
+def subject_of(build: Callable[..., Any], seq_len: int = 4) -> Subject:
+    return Subject("paced", build, seq_len=seq_len, dtype=torch.float32)
+
+
+def profiled(build: Callable[..., Any], *sizes: int) -> LayerProfile:
+    options = LayerOptions(micro_batches=sizes or None, seconds=1.0 if not sizes else 60.0)
+    return profile_layer(subject_of(build), CPU, options)
+
+
+# ---- times ----
+
+
+def test_times_are_those_of_the_clock(clock: FakeDevice) -> None:
+    found = profiled(paced_build(clock, lambda n: 3.0 + n, lambda n: 5.0 * n), 1, 4)
+    assert [row.samples for row in found.layer] == [1, 4]
+    for row, around in zip(found.layer, found.outside, strict=True):
+        forward, backward = 3.0 + row.samples, 5.0 * row.samples
+        assert row.forward_ms == pytest.approx(1e3 * forward)
+        assert row.backward_ms == pytest.approx(1e3 * backward)
+        assert row.recompute_backward_ms == pytest.approx(1e3 * (forward + backward))
+        assert around.forward_ms == pytest.approx(4e3)
+        assert around.backward_ms == pytest.approx(6e3)
+
+
+def test_blocks_of_two_kinds_are_averaged(clock: FakeDevice) -> None:
+    ordinary = paced_build(clock, lambda n: 1.0, lambda n: 2.0)
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model, make_batch = ordinary(num_layers, seq_len)
+        for block in model.blocks[::2]:
+            block.arguments = (clock, lambda n: 3.0, lambda n: 6.0)
+        return model, make_batch
+
+    row = profiled(build, 1).layer[0]
+    assert row.forward_ms == pytest.approx(2e3)
+    assert row.backward_ms == pytest.approx(4e3)
+    assert row.recompute_backward_ms == pytest.approx(6e3)
+
+
+def test_the_first_pass_and_outliers_do_not_count(clock: FakeDevice) -> None:
+    passes = 0
+
+    def forward(n: int) -> float:
+        nonlocal passes
+        passes += 1
+        return 50.0 if passes < 18 or passes == 40 else 1.0  # the first passes are slow
+
+    row = profiled(paced_build(clock, forward, lambda n: 1.0), 2).layer[0]
+    assert row.forward_ms == pytest.approx(1e3)
+
+
+@pytest.mark.parametrize(
+    ("pace", "last"),
+    [(lambda n: float(n), 4), (lambda n: float(max(n, 2)), 8), (lambda n: 1.0, 16)],
+    ids=["no gain", "gain up to 2", "always gains: a CPU's limit"],
+)
+def test_sizes_end_where_nothing_is_gained(
+    clock: FakeDevice, pace: Callable[[int], float], last: int
+) -> None:
+    found = profile_layer(
+        subject_of(paced_build(clock, pace, pace)), CPU, LayerOptions(seconds=120.0)
+    )
+    assert found.layer[-1].samples == last
+
+
+# ---- memory ----
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    from support.configs import write_llama
+
+    path = write_llama(tmp_path_factory.mktemp("llama"))
+    return read_subject(str(path), seq_len=16, dtype=torch.float32)
+
+
+def _allocated_by_forward(subject: Subject, depth: int, size: int) -> int:
+    """The slow twin: what a whole model's forward leaves, without a hook anywhere."""
+    copy = subject.copy(depth, CPU)
+    meter = CpuMeter([*copy.model.parameters(), *copy.model.buffers()])
+    with subject.defaults(CPU):
+        batch = copy.make_batch(size)
+    with meter.watching():
+        loss = copy.loss(batch)
+    assert loss.requires_grad
+    return meter.allocated()
+
+
+def test_kept_bytes_are_what_one_more_block_leaves(llama: Subject) -> None:
+    found = profile_layer(llama, CPU, LayerOptions(micro_batches=(1, 3)))
+    for row in found.layer:
+        more, less = (_allocated_by_forward(llama, depth, row.samples) for depth in (4, 3))
+        assert row.kept_bytes == more - less > 0
+
+
+def test_a_linear_blocks_memory_is_counted_exactly(clock: FakeDevice) -> None:
+    size, width = 6, 8
+    found = profiled(paced_build(clock, lambda n: 1.0, lambda n: 1.0), size)
+    activation, weights = 4 * size * width, 4 * (width * width + width)
+    assert found.boundary_bytes == 4 * width
+    row = found.layer[0]
+    assert row.kept_bytes == 2 * activation  # the linear's output, and its copy
+    # The copy gives way to its gradient, the linear's output to the input's gradient.
+    assert row.peak_bytes == 2 * activation + weights
+    # Recomputation keeps as much here, and has a second output while it runs.
+    assert row.recompute_peak_bytes >= row.peak_bytes
+
+
+def test_peaks_grow_with_the_batch_and_recomputation_keeps_less(llama: Subject) -> None:
+    found = profile_layer(llama, CPU, LayerOptions(micro_batches=(1, 2, 4)))
+    first, _, last = found.layer
+    assert last.peak_bytes > 3 * first.peak_bytes
+    assert last.kept_bytes == 4 * first.kept_bytes
+    assert last.kept_bytes > 4 * found.boundary_bytes
+    assert all(row.peak_bytes >= row.kept_bytes for row in found.layer)
+    assert found.outside[-1].peak_bytes > found.outside[0].peak_bytes > 0
+
+
+# ---- limits ----
+
+
+def _out_of_memory_above(most: int, clock: FakeDevice) -> Callable[..., Any]:
+    def forward(size: int) -> float:
+        if size > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nand more")
+        return 1.0
+
+    return paced_build(clock, forward, lambda n: 1.0)
+
+
+def test_a_size_that_does_not_fit_is_the_end(clock: FakeDevice) -> None:
+    found = profiled(_out_of_memory_above(4, clock), 1, 2, 4, 8, 16)
+    assert [row.samples for row in found.layer] == [1, 2, 4]
+    assert found.boundary_bytes == 4 * 8
+
+
+def test_not_even_one_sample_fits(clock: FakeDevice) -> None:
+    with pytest.raises(ConfigError, match=r"not even the smallest micro-batch fits.*--seq-len"):
+        profiled(_out_of_memory_above(0, clock))
+
+
+def test_three_layers_do_not_fit() -> None:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(ConfigError, match=r"3 of its layers .* do not fit on cpu"):
+        profiled(build, 1)
+
+
+def test_the_time_is_up_after_two_sizes(clock: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_profile.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
+    found = profile_layer(
+        subject_of(paced_build(clock, lambda n: 1.0, lambda n: 1.0)), CPU, LayerOptions(seconds=9.0)
+    )
+    assert [row.samples for row in found.layer] == [1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])
+def test_sizes_must_ascend(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="--micro-batches"):
+        LayerOptions(micro_batches=sizes)
+
+
+# ---- models that cannot be followed ----
+
+
+class _Twice(PacedModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](super().forward(x) * x)).sum()
+
+
+class _Skips(PacedModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](self.before(x))).sum()
+
+
+class _Detached(PacedModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).detach()
+        return self.head(x).sum()
+
+
+class _NoLoss(PacedModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (_Twice, "block 0 is called more than once"),
+        (_Skips, r"blocks \[1, 2\] were not called"),
+        (_Detached, r"blocks \[0, 1, 2\] were not called, or no gradient came back"),
+        (_NoLoss, "returns a Tensor without a loss"),
+    ],
+)
+def test_a_model_that_cannot_be_followed_is_refused(
+    clock: FakeDevice, kind: type[PacedModel], words: str
+) -> None:
+    pace = lambda n: 1.0  # noqa: E731
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = kind(clock, num_layers or 5, (pace, pace))
+        return model, lambda size: {"x": torch.ones(size, 8)}
+
+    with pytest.raises(ConfigError, match=words):
+        profiled(build, 2)
+
+
+def test_a_first_block_whose_input_needs_no_gradient(clock: FakeDevice) -> None:
+    class NoEmbedding(PacedModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x).sum()
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = NoEmbedding(clock, num_layers or 5, (lambda n: 1.0, lambda n: 2.0))
+        return model, lambda size: {"x": torch.ones(size, 8)}
+
+    found = profiled(build, 1)
+    assert found.layer[0].backward_ms == pytest.approx(2e3)
+    assert found.outside[0].forward_ms == pytest.approx(3e3)
+    assert found.outside[0].backward_ms == pytest.approx(4e3)
+
+
+def test_blocks_are_as_they_were(clock: FakeDevice) -> None:
+    seen: list[nn.Module] = []
+    ordinary = paced_build(clock, lambda n: 1.0, lambda n: 1.0)
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model, make_batch = ordinary(num_layers, seq_len)
+        seen.append(model)
+        return model, make_batch
+
+    profiled(build, 1)
+    for module in seen[0].modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(parameter.grad is None for parameter in seen[0].parameters())

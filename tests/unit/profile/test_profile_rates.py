@@ -1,0 +1,90 @@
+"""What is measured of copies, the CPU's update and collectives is what was done in the time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hytrain.profile import rates
+from hytrain.profile.collective_profile import collective_samples, uneven_sizes
+from hytrain.profile.ranks import Ranks
+
+CPU = torch.device("cpu")
+ALONE = Ranks(alone=True)
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"),
+    [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (16, [1, 2, 4, 8, 12, 15, 16])],
+)
+def test_thread_counts_go_up_to_the_cores(cores: int, counts: list[int]) -> None:
+    assert rates.thread_counts(cores) == counts
+
+
+class _Time:
+    """A clock that the work moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_updates_and_sweeps_against_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Time(monkeypatch)
+    runs: list[tuple[str, int]] = []
+
+    def update(*arrays: object, out: torch.Tensor, num_threads: int) -> None:
+        runs.append(("update", num_threads))
+        clock.take(0.8 / num_threads)
+
+    def sweep(p: int, m: int, v: int, n: int, threads: int) -> None:
+        runs.append(("sweep", threads))
+        clock.take(0.4 / threads)
+
+    monkeypatch.setattr(rates, "commit_then_preview", update)
+    monkeypatch.setattr(rates._C, "read_write", sweep)
+    found = rates.cpu_rates([1, 2, 4], 4, ALONE, seconds=1.0, elements=1000)
+    assert found.updates == pytest.approx({1: 1250.0, 2: 2500.0, 4: 5000.0})
+    assert found.sweeps == pytest.approx({1: 60e3, 2: 120e3, 4: 240e3})
+    # Another host has a fourth count: this one measures its last once more, and meets it.
+    assert runs.count(("update", 4)) >= 2 * 4
+    assert runs.count(("update", 1)) == 1 + 3  # one untimed; three, though the time is up
+
+
+def test_the_median_counts_and_the_first_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Time(monkeypatch)
+    durations = iter([9.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0])
+
+    def run() -> float:
+        taken = next(durations)
+        clock.take(taken)
+        return taken
+
+    assert rates._repeat(run, ALONE, 8.0) == 1.0
+
+
+def test_the_real_kernel_and_copies_have_rates() -> None:
+    found = rates.cpu_rates([1], 1, ALONE, seconds=0.01, elements=1 << 14)
+    assert found.updates[1] > 0.0
+    assert found.sweeps[1] > 0.0
+    copies = rates.copy_rates(CPU, ALONE, seconds=0.01, num_bytes=1 << 16)
+    assert min(copies.model_dump().values()) > 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64])
+@pytest.mark.parametrize("elements", [2048, 10**6])
+def test_uneven_shards_differ_and_fit(world_size: int, elements: int) -> None:
+    sizes = uneven_sizes(elements, world_size)
+    assert len(sizes) == world_size
+    assert min(sizes) > 0
+    assert sizes[-1] >= 2 * sizes[0]
+    assert 0.9 * elements <= sum(sizes) <= elements
+
+
+def test_one_rank_has_no_collectives() -> None:
+    assert collective_samples(CPU, ALONE) == ()

@@ -1,0 +1,255 @@
+"""Ranks' measurements become devices and hosts; the command's files can be planned from."""
+
+from __future__ import annotations
+
+import datetime
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.configs import write_llama
+
+from hytrain import cli
+from hytrain.planner.errors import PlanError
+from hytrain.planner.library import add_to_library, default_folder, file_name, read_library
+from hytrain.planner.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
+from hytrain.profile import profile_run
+from hytrain.profile.device_facts import DeviceFacts
+from hytrain.profile.layer_profile import LayerProfile
+from hytrain.profile.profile_report import profile_table
+from hytrain.profile.progress import progress_on
+from hytrain.profile.rates import CpuRates
+
+Capture = pytest.CaptureFixture[str]
+NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc)
+GIB = 1024**3
+
+
+def layer_sample(samples: int, slowness: float) -> LayerSample:
+    return LayerSample(
+        samples=samples,
+        forward_ms=slowness * samples,
+        backward_ms=2.0 * slowness * samples,
+        recompute_backward_ms=3.0 * slowness * samples,
+        kept_bytes=100 * samples,
+        peak_bytes=200 * samples,
+        recompute_peak_bytes=int(210 * samples * slowness),
+    )
+
+
+def measured(slowness: float, sizes: tuple[int, ...]) -> profile_run._Measured:
+    outside = OutsideSample(samples=1, forward_ms=1.0, backward_ms=slowness, peak_bytes=5)
+    return profile_run._Measured(
+        layer=LayerProfile(
+            tuple(layer_sample(size, slowness) for size in sizes), (outside,), 64, int(slowness)
+        ),
+        update_rate=8.0 / slowness,
+        copies=CopyRates(to_host=4.0, from_host=5.0 / slowness, to_host_both=3.0, from_host_both=2),
+        cpu=CpuRates({1: 10.0 / slowness, 2: 16.0}, {1: 100.0, 2: 170.0 / slowness}),
+    )
+
+
+def rank(host: str, memory: int, cores: range) -> profile_run._Rank:
+    facts = DeviceFacts("GPU", 100, memory * GIB, memory * GIB - 7)
+    return profile_run._Rank(host, facts, frozenset(cores), 50 * GIB - len(cores), "a CPU")
+
+
+def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
+    groups = profile_run._Groups(
+        everybody=[
+            rank("one", 80, range(0, 4)),
+            rank("one", 40, range(4, 8)),
+            rank("one", 80, range(0, 4)),
+            rank("two", 80, range(0, 2)),
+        ],
+        measured=[
+            measured(1.0, (1, 2, 4)),
+            measured(1.0, (1,)),
+            measured(2.0, (1, 2)),
+            measured(1.0, (1, 2)),
+        ],
+        settings=["", "half", "", ""],
+        now=NOW,
+    )
+    devices = groups.devices()
+    large, small, other = devices
+    assert [(d.host, d.limit_bytes // GIB, d.settings) for d in devices] == [
+        ("one", 80, ""),
+        ("one", 40, "half"),
+        ("two", 80, ""),
+    ]
+    assert large.layer == (layer_sample(1, 2.0), layer_sample(2, 2.0))
+    assert small.layer == (layer_sample(1, 1.0),)
+    assert large.outside[0].backward_ms == 2.0
+    assert (large.update_rate, small.update_rate) == (4.0, 8.0)
+    assert (large.copies.from_host, large.copies.to_host) == (2.5, 4.0)
+    assert (large.idle_bytes, large.memory_bytes) == (2, 80 * GIB - 7)
+    assert other.layer == (layer_sample(1, 1.0), layer_sample(2, 1.0))
+
+    one, two = groups.hosts()
+    assert one.ranks == (large.label, small.label, large.label)
+    assert (one.cores, two.cores) == (8, 2)
+    assert one.bandwidth == pytest.approx(170.0 + 170.0 + 85.0)  # with two threads each
+    assert [(row.threads, row.rate) for row in one.updates] == [(1, 5.0), (2, 16.0)]
+    assert (one.memory_bytes, two.memory_bytes) == (50 * GIB - 4, 50 * GIB - 2)
+
+
+def test_a_ranks_part_of_the_cores() -> None:
+    bound = [rank("one", 80, range(0, 4)), rank("one", 80, range(4, 8))]
+    free = [rank("one", 80, range(0, 8))] * 2
+    assert [profile_run._cores(ranks, "one") for ranks in (bound, free)] == [4, 4]
+    assert profile_run._cores([rank("one", 80, range(0, 1))] * 3, "one") == 1
+
+
+# ---- the command ----
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+def arguments(llama: Path, *others: object, seq_len: int = 16) -> list[str]:
+    model = ["--model", llama, "--seq-len", seq_len, "--dtype", "fp32", "--seconds", "0.5"]
+    return ["profile", *map(str, [*model, "--micro-batches", "1,2", *others])]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of small arrays: what is large is for real machines."""
+    ordinary = profile_run.ProfileOptions
+
+    def options(**given: Any) -> profile_run.ProfileOptions:
+        return ordinary(rate_seconds=0.01, cpu_elements=1 << 14, copy_bytes=1 << 16, **given)
+
+    monkeypatch.setattr(profile_run, "ProfileOptions", options)
+
+
+def test_a_profile_is_written_merged_and_gathered(
+    tmp_path: Path, llama: Path, capsys: Capture
+) -> None:
+    one, two, both, library = (tmp_path / name for name in ("1.json", "2.json", "b.json", "lib"))
+    assert cli.main(arguments(llama, "--out", one)) == 0
+    captured = capsys.readouterr()
+    assert captured.out == profile_table(read_profile(one)) + "\n"
+    assert "layer, micro-batch of 2" in captured.err
+    assert f"profile: {one}" in captured.err
+    found = read_profile(one)
+    assert found.model.name == "tiny-llama"
+    assert found.model.boundary_bytes == 16 * 32 * 4
+    assert [row.samples for row in found.devices[0].layer] == [1, 2]
+    assert found.hosts[0].ranks == (found.devices[0].label,)
+
+    assert cli.main(arguments(llama, "--out", two, "--library", library)) == 0
+    assert cli.main(["profile", "--merge", str(one), str(two), "--out", str(both)]) == 0
+    newer = read_profile(two)
+    assert read_profile(both).devices == newer.devices
+    assert read_library(library) == [newer]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "b.json", "lib"]
+
+
+def refusal(capsys: Capture, *given: object) -> str:
+    assert cli.main(["profile", *map(str, given)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    tmp_path: Path, llama: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out.json"
+    model = ["--model", llama, "--seq-len", "16"]
+    assert "nowhere to write" in refusal(capsys, *model)
+    assert "there is no folder" in refusal(capsys, *model, "--out", tmp_path / "no" / "p.json")
+    assert "give both" in refusal(capsys, "--model", llama, "--out", out)
+    assert "max_position_embeddings" in refusal(
+        capsys, "--model", llama, "--seq-len", 65, "--out", out
+    )
+    assert "ascending" in refusal(capsys, *model, "--out", out, "--micro-batches", "2,1")
+    assert "leave --model out" in refusal(capsys, *model, "--merge", out, "--out", out)
+    assert "cannot read the profile" in refusal(capsys, "--merge", out, "--out", out)
+    fraction = "--device-memory-fraction"
+    assert "must be in (0, 1]" in refusal(capsys, *model, "--out", out, fraction, "1.5")
+    assert "2 values for 1 ranks" in refusal(capsys, *model, "--out", out, fraction, "0.5,1.0")
+    assert "there is none" in refusal(capsys, *model, "--out", out, fraction, "0.5")
+    assert not out.exists()
+
+
+def test_profiles_of_other_lengths_do_not_merge(
+    tmp_path: Path, llama: Path, capsys: Capture
+) -> None:
+    for name, seq_len in (("1.json", 16), ("2.json", 32)):
+        assert cli.main(arguments(llama, "--out", tmp_path / name, seq_len=seq_len)) == 0
+    capsys.readouterr()
+    files = tmp_path / "1.json", tmp_path / "2.json"
+    assert "seq_len is 16 and 32" in refusal(
+        capsys, "--merge", *files, "--out", tmp_path / "all.json"
+    )
+
+
+# ---- the library ----
+
+
+def test_a_library_has_a_file_a_model(
+    tmp_path: Path, llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYTRAIN_PROFILES", str(tmp_path / "mine"))
+    assert default_folder() == tmp_path / "mine"
+    assert cli.main(arguments(llama, "--library")) == 0
+    assert cli.main(arguments(llama, "--library", seq_len=32)) == 0
+    short, long = read_library(default_folder())
+    assert {short.model.seq_len, long.model.seq_len} == {16, 32}
+    # The same device of another host comes beside the first.
+    device = short.devices[0].model_copy(update={"host": "elsewhere"})
+    host = short.hosts[0].model_copy(update={"host": "elsewhere"})
+    other = short.model_copy(update={"devices": (device,), "hosts": (host,)})
+    path = add_to_library(default_folder(), other)
+    assert path.name == file_name(short.model)
+    assert [found.host for found in read_profile(path).hosts] == [
+        short.hosts[0].host,
+        "elsewhere",
+    ]
+    with pytest.raises(PlanError, match="there is no library"):
+        read_library(tmp_path / "nowhere")
+
+
+def test_a_name_of_any_letters_makes_a_file_name(llama: Path, tmp_path: Path) -> None:
+    assert cli.main(arguments(llama, "--out", tmp_path / "p.json")) == 0
+    model = read_profile(tmp_path / "p.json").model
+    strange = model.model_copy(update={"name": "../Some One's: 70B"})
+    assert file_name(strange).startswith("some-one-s-70b-16-fp32-")
+    assert file_name(model) != file_name(model.model_copy(update={"num_layers": 5}))
+
+
+# ---- progress ----
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    progress = progress_on(stream)
+    progress.show(0.0, "layer")
+    progress.show(0.1, "layer")
+    progress.show(0.5, "copies")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("] ")[1] for line in lines] == ["layer", "copies", "done"]
+    assert lines[1].startswith("[ 50%")
+
+
+def test_a_bar_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = progress_on(stream)
+    progress.show(0.5, "copies")
+    progress.show(0.2, "not backwards")
+    progress.close()
+    text = stream.getvalue()
+    assert "copies:  50%" in text
+    assert "not backwards:  50%" in text
+    assert "100%" in text

@@ -1,0 +1,158 @@
+"""The model that is profiled: read from where, counted how, refused why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paced_model import paced_build
+from support.configs import GPT2, LLAMA, write_config
+from torch import nn
+
+from hytrain.errors import ConfigError
+from hytrain.layers.language_model import build_language_model, read_config
+from hytrain.profile.subject import Subject, read_subject
+
+CPU = torch.device("cpu")
+
+
+def read(path: object, seq_len: int = 16) -> Subject:
+    return read_subject(str(path), seq_len=seq_len, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "tied gpt2"])
+def test_sizes_are_those_of_the_whole_model(tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = write_config(tmp_path / "some-model", fields)
+    subject = read(folder)
+    whole = build_language_model(read_config(folder), folder)
+    sizes = subject.sizes()
+    assert subject.name == read(folder / "config.json").name == "some-model"
+    assert sizes.num_layers == 4
+    total = sum(p.numel() for p in whole.parameters())
+    assert 4 * sizes.layer_parameters + sum(sizes.outside_parameters) == total
+    assert sizes.outside_parameters[0] >= 64 * 32  # the embedding
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_copy_is_the_same_model_with_fewer_layers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    copy = read(write_config(tmp_path / "model", fields)).copy(3, CPU)
+    assert len(copy.blocks) == 3
+    assert copy.model.training
+    batch = copy.make_batch(2)
+    assert batch["input_ids"].shape == (2, 16)
+    copy.loss(batch).backward()
+    assert all(p.grad is not None for p in copy.model.parameters())
+
+
+def test_kinds_of_layers_go_round(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    fields = LLAMA | {
+        "model_type": "qwen2",
+        "num_hidden_layers": 2,
+        "layer_types": kinds,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    }
+    copy = read(write_config(tmp_path / "model", fields)).copy(3, CPU)
+    assert copy.model.config.layer_types == [*kinds, kinds[0]]
+    assert len(copy.blocks) == 3
+
+
+def test_the_dtype_and_device_are_defaults_only_while_building(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        made = torch.zeros(1)
+        seen.append((num_layers, seq_len, made.dtype, made.device.type))
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers or 6)))
+        return model, lambda size: {"input": torch.ones(size, 4)}
+
+    subject = Subject("given", build, seq_len=7, dtype=torch.bfloat16)
+    assert subject.sizes().num_layers == 6
+    copy = subject.copy(3, CPU)
+    assert seen == [(None, 7, torch.bfloat16, "meta"), (3, 7, torch.bfloat16, "cpu")]
+    assert torch.get_default_dtype() == torch.float32
+    assert next(copy.model.parameters()).dtype == torch.bfloat16
+
+
+FUNCTION = """
+import torch
+from torch import nn
+
+def build(num_layers, seq_len):
+    model = nn.Sequential(*(nn.Linear(seq_len, seq_len) for _ in range(num_layers or 9)))
+    return model, lambda size: {"input": torch.ones(size, seq_len)}
+
+def with_defaults(num_layers=None, seq_len=1, *, other=None):
+    return build(num_layers, seq_len)
+
+def of_one(num_layers):
+    pass
+
+fixed = 3
+"""
+
+
+def test_a_function_of_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my_models_of_a_test.py"
+    path.write_text(FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    for model in (f"{path}:build", f"{path}:with_defaults", "my_models_of_a_test:build"):
+        assert read(model).sizes().num_layers == 9
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("{}:none", "no such function"),
+        ("{}:fixed", "no such function"),
+        ("{}:of_one", r"cannot be called with \(num_layers, seq_len\)"),
+        ("nowhere.py:build", "cannot be imported"),
+        ("no_such_module_at_all:build", "cannot be imported"),
+        ("nowhere", "cannot read --model nowhere"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, model: str, words: str) -> None:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTION)
+    with pytest.raises(ConfigError, match=words):
+        read(model.format(path))
+
+
+def test_more_tokens_than_the_model_takes(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", LLAMA)
+    assert read(folder, 64).seq_len == 64
+    with pytest.raises(ConfigError, match=r"--seq-len 65: .* max_position_embeddings 64"):
+        read(folder, 65)
+
+
+def test_a_model_of_two_stacks_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "t5", "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4}
+    subject = read(write_config(tmp_path / "model", fields | {"vocab_size": 64, "num_layers": 4}))
+    with pytest.raises(ConfigError, match=r"with 3 layers has \d+ blocks: .* --block-class"):
+        subject.copy(3, CPU)
+
+
+def test_blocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6))
+        return model, lambda size: {"input": torch.ones(size, 4)}
+
+    sizes = Subject("uneven", build, seq_len=1).sizes()
+    assert sizes.layer_parameters == round((20 + 20 + 30) / 3)
+    assert "blocks of uneven have 20 to 30 parameters" in caplog.text
+
+
+def test_a_model_that_reads_values_cannot_be_counted() -> None:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        return nn.Linear(int(torch.ones(1).item()), 4), dict
+
+    with pytest.raises(ConfigError, match="cannot be made on the meta device"):
+        Subject("reads", build, seq_len=1).sizes()
+
+
+def test_the_paced_model_of_the_tests_counts_right() -> None:
+    sizes = Subject("paced", paced_build(None, float, float), seq_len=1).sizes()
+    assert (sizes.num_layers, sizes.layer_parameters, sizes.outside_parameters) == (5, 72, (72, 72))
