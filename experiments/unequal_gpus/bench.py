@@ -24,11 +24,12 @@ from experiments.unequal_gpus.measure import Passes, collectives, copy_rate, pas
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
-from hytrain.offload.threads import available_cores, choose_threads
+from hytrain.offload.threads import choose_threads
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.memory import gpu_reserve
 from hytrain.profile.calibration import gpu_seconds_per_parameter
-from hytrain.profile.machine import available_host_bytes
+from hytrain.profile.host_share import share_host
+from hytrain.profile.machine import host_memory_pools
 from hytrain.profile.memory_probe import usable_gpu_bytes
 
 NUM_BATCHES = 4
@@ -50,6 +51,8 @@ class Bench:
         self.size = register(settings["model"], settings.get("layers"))
         local = int(os.environ["LOCAL_RANK"])
         self.device = torch.device("cuda", local) if self.is_cuda else torch.device("cpu")
+        world = ShardCollectives(ranks.everyone().get_data_parallel_group())
+        self._host_share = share_host(world)
         self.limited: Limited | None = None
         if self.is_cuda:
             share = case.memory[ranks.rank]
@@ -116,6 +119,10 @@ class Bench:
             torch.cuda.current_stream(self.device).synchronize()
             torch.cuda.synchronize(self.device)
 
+    def host_bytes(self) -> int:
+        """Host memory left for this rank, as hytrain counts it."""
+        return self._host_share.memory(host_memory_pools())
+
     # -- before the plan -----------------------------------------------------------------------
 
     def profile(self) -> Json:
@@ -127,7 +134,7 @@ class Bench:
         copy_bytes = sum(p.numel() * p.element_size() for p in parameters)
         passes = Passes(model, self.device)
         rows: dict[str, list[float]] = {
-            name: [] for name in ("sizes", "forward", "backward", "accumulation", "peak_bytes")
+            name: [] for name in ("sizes", "forward", "backward", "accumulation", "stored_bytes")
         }
         for size in self._sizes():
             reset_gpu_peak(self.ranks.device)
@@ -138,8 +145,10 @@ class Bench:
             rows["sizes"].append(size)
             for name, value in row.items():
                 rows[name].append(value)
-            peak = torch.cuda.max_memory_allocated(self.device) - copy_bytes if self.is_cuda else 0
-            rows["peak_bytes"].append(peak or self.stand_in.peak(size))
+            # At its peak are the weights, as many bytes of gradients to add to, and activations.
+            peak = torch.cuda.max_memory_allocated(self.device) if self.is_cuda else 0
+            beside = max(0, peak - 2 * copy_bytes)
+            rows["stored_bytes"].append(beside if self.is_cuda else self.stand_in.stored(size))
         if not rows["sizes"]:
             raise torch.OutOfMemoryError("not even a single sample fits")
         ran = self._backward_ran(passes, self.limited)
@@ -152,7 +161,7 @@ class Bench:
             "model": self.workload.model,
             "parameters": num_parameters,
             "num_layers": self.size.layers + 2,
-            "idle_bytes": copy_bytes + GIB if self.is_cuda else copy_bytes,
+            "idle_bytes": GIB if self.is_cuda else 0,
             "backward_ran": ran,
             "made_unequal": self.made_unequal(),
             **self._rates(),
@@ -211,12 +220,12 @@ class Bench:
 
     def _rates(self) -> Json:
         """Of updates and copies; of memory what there is."""
-        rank, ranks = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
         stand_in = self.stand_in
         total = usable_gpu_bytes(self.device)
         memory = stand_in.gpu(self.case, rank) if total is None else total
         reserve = stand_in.reserve(self.case, rank)
-        threads = choose_threads(ranks, None)
+        threads = choose_threads(self._host_share.cores, None)
         # hytrain updates on a stream of its own, which has the whole GPU.
         whole = torch.cuda.stream(torch.cuda.default_stream()) if self.is_cuda else None
         with whole or contextlib.nullcontext():
@@ -227,9 +236,9 @@ class Bench:
             "reserve_bytes": gpu_reserve(None, memory) if self.is_cuda else reserve,
             "gpu_rate": 1.0 / gpu_seconds,
             "cpu_rate": 1.0 / threads.seconds_per_parameter,
-            "cores": available_cores(ranks),
+            "cores": self._host_share.cores,
             "copy_rate": copy_rate(self.device),
-            "host_bytes": available_host_bytes() // ranks,
+            "host_bytes": self.host_bytes(),
         }
 
     # -- training ------------------------------------------------------------------------------
@@ -251,8 +260,8 @@ class Bench:
             torch.OutOfMemoryError: it does not fit.
             HyTrainError: hytrain refuses it, on all ranks.
         """
-        available = available_host_bytes() // self.ranks.size
-        section = planning.section_of(run, plan, self.ranks.rank, self.limits, available)
+        rank = self.ranks.rank
+        section = planning.section_of(run, plan, rank, self.limits, self.host_bytes())
         if not self.is_cuda:
             self.stand_in.check(self.case, self.ranks.rank, section)
         shares = BatchShares(tuple(section["batch_sizes"]), tuple(section["micro_batch_sizes"]))

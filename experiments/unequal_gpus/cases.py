@@ -82,9 +82,10 @@ FOUR = _speed_case("four", (1.0, 0.5, 0.5, 0.25), 192, 130.0)
 HALF = _speed_case("half", (1.0, 0.5), 96, 110.0)
 QUARTER = _speed_case("quarter", (1.0, 0.25), 96, 130.0)
 
-# Sizes for 2.915 B parameters: the training copy and its gradients take 10.9 GiB on every rank, a
-# sample of 512 tokens 1.5 GiB of activations, all state 38 GiB (14 bytes a parameter).
-# 22 GiB: 20 % of the state beside two samples; an even half is 19 GiB.
+# Sizes for 2.915 B parameters: the training copy and its gradients take 10.9 GiB on every rank that
+# computes, a sample of 512 tokens 1.5 GiB of activations, all state 38 GiB (14 bytes a parameter);
+# 1 GiB or 4 % stays free, and 1 GiB is for workspaces.
+# 22 GiB: 17 % of the state beside two samples; an even half is 19 GiB.
 MEMORY = Case(
     label="memory",
     speeds=(1.0, 0.5),
@@ -95,13 +96,13 @@ MEMORY = Case(
     runs=("planned", "even"),
     seconds=80.0,
 )
-# 17.5 GiB hold a tenth of the state, 42 GiB two thirds, the host a third: less than all without
-# the host, more with it; of an even half 40 % would have to be on the host.
+# 15.4 GiB hold 3 % of the state beside a sample (21 % with none), 38 GiB 62 %, the host 41 %: less
+# than all without the host, more with it; of an even half 47 % would have to be on the host.
 OFFLOAD = Case(
     label="offload",
     speeds=(1.0, 0.5),
-    memory=(0.125, 0.30),
-    host_gib=13.0,
+    memory=(0.11, 0.275),
+    host_gib=15.6,
     batch=48,
     sizes=(1, 2, 4, 8),
     runs=("planned", "even_offload", "no_offload"),

@@ -197,10 +197,14 @@ def check_case(case: Json) -> list[Check]:
     ):
         if run in case["case"]["runs"] and "alone" not in case["case"]["runs"]:
             checks.append(_at_least(words, did_not_fit(case, run), 1.0, label))
-    if label == "offload":
-        plan = result_of(case, "plan")
-        value = None if plan is None else float(plan[0]["without_host"] is not None)
-        checks.append(_at_least("the planner finds nothing without offload", value, 1.0, label))
+    for key, words, labels in (
+        ("even_split", "the planner finds no even split", ("memory", "offload")),
+        ("without_host", "the planner finds nothing without offload", ("offload",)),
+    ):
+        if label in labels:
+            plan = result_of(case, "plan")
+            value = None if plan is None else float(plan[0][key] is not None)
+            checks.append(_at_least(words, value, 1.0, label))
     return checks
 
 

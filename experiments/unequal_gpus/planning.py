@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import GIB
+from hytrain.planner.baselines import even_split
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
 from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
 from hytrain.planner.uneven import Infeasible
-
-BEYOND_BYTES = 2.0**60
-"""More than any GPU has."""
 
 LEAST_SHARD = 1e-4
 """Of the state: nobody may own nothing."""
@@ -30,30 +28,25 @@ class Limits:
 
 def table(sizes: Sequence[int], values: Sequence[float], scale: float = 1.0) -> Table:
     """Measured values against micro-batch sizes."""
-    return Table(tuple((float(s), scale * max(v, 0.0)) for s, v in zip(sizes, values, strict=True)))
+    return Table(tuple((float(s), scale * v) for s, v in zip(sizes, values, strict=True)))
 
 
 def gpu_profile(rank: Json, num_layers: int) -> GpuProfile:
-    """A rank's GPU as the planner wants it.
-
-    Times are those of the whole model over its layers. The planner adds a forward to each backward,
-    for recomputation; there is none here, so it is taken off.
-    """
+    """A rank's GPU as the planner wants it: times are those of the whole model over its layers."""
     sizes = rank["sizes"]
-    # Beyond what was measured nothing is known: there the planner finds no room.
-    walled = [*sizes, sizes[-1] + 1]
-    peaks = [*rank["peak_bytes"], BEYOND_BYTES]
     per_layer = 1e3 / num_layers
-    backward = [b - f for b, f in zip(rank["backward"], rank["forward"], strict=True)]
+    stored = table(sizes, rank["stored_bytes"])
     return GpuProfile(
         name=rank["device"],
         memory_bytes=max(1, rank["memory_bytes"] - rank["reserve_bytes"]),
         forward_ms=table(sizes, rank["forward"], per_layer),
-        backward_ms=table(sizes, backward, per_layer),
-        peak_bytes=table(walled, peaks),
+        backward_ms=table(sizes, rank["backward"], per_layer),
+        peak_bytes=stored,
+        stored_bytes=stored,
         idle_bytes=rank["idle_bytes"],
         update_rate=rank["gpu_rate"],
         copy_rate=rank["copy_rate"],
+        most_samples=sizes[-1],
     )
 
 
@@ -91,8 +84,9 @@ def problem_of(ranks: Sequence[Json], batch: int, limits: Limits) -> PlanProblem
         model=model,
         batch=batch,
         stage=2,
-        activations=("keep",),
+        activations=("store",),
         accumulation_ms=1e3 * slowest / num_layers,
+        gradient_bytes=2,
     )
 
 
@@ -121,16 +115,19 @@ def plan_of(problem: PlanProblem) -> Json:
 
 
 def verdicts(ranks: Sequence[Json], batch: int, limits: Limits) -> Json:
-    """The plan, what an even split is, and why there is no plan without the host, if so.
+    """The plan, what an even split is, and why there is none without the host or evenly, if so.
 
     Raises:
         PlanError: there is no plan.
     """
+    problem = problem_of(ranks, batch, limits)
     without_host = make_plan(problem_of(ranks, batch, Limits(host_bytes=0)))
+    evenly = even_split(problem)
     return {
-        "planned": plan_of(problem_of(ranks, batch, limits)),
+        "planned": plan_of(problem),
         "even": even_of(ranks, batch),
         "without_host": without_host.reason if isinstance(without_host, Infeasible) else None,
+        "even_split": evenly.reason if isinstance(evenly, Infeasible) else None,
     }
 
 

@@ -43,6 +43,12 @@ def _sms(text: str) -> dict[str, int]:
     return {str(float(speed)): int(count) for speed, count in pairs}
 
 
+def _limits(text: str) -> tuple[str, list[float]]:
+    """`offload=0.11,0.275,15.6`: a label with its numbers."""
+    label, _, numbers = text.partition("=")
+    return label, [float(number) for number in numbers.split(",")]
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -72,6 +78,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N,N,...",
         help="multiprocessors that part slowdown tries; the first is speed 1",
     )
+    add(
+        "--limits",
+        default=[],
+        action="append",
+        type=_limits,
+        metavar="LABEL=F,...[,GIB]",
+        help="a case's shares of GPU memory, one a rank, and GiB of host memory for all",
+    )
     add("--warmup", default=2, type=int, help="steps before a run is timed")
     add("--steps", default=4, type=int, help="timed steps of a run")
     add("--even-steps", default=2, type=int, help="timed steps of the even split, which is slow")
@@ -80,9 +94,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def limited(case: Case, limits: Sequence[tuple[str, list[float]]]) -> Case:
+    """The case with the limits that are given for it.
+
+    Raises:
+        ValueError: not as many as ranks, or one more.
+    """
+    for label, numbers in limits:
+        if label != case.label:
+            continue
+        memory, host = tuple(numbers[: case.num_ranks]), numbers[case.num_ranks :]
+        if len(memory) < case.num_ranks or len(host) > 1:
+            raise ValueError(f"--limits {label}: {case.num_ranks} shares, then the host's GiB")
+        case = dataclasses.replace(case, memory=memory, host_gib=host[0] if host else case.host_gib)
+    return case
+
+
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases of --part, of which --only leaves some."""
     cases = [c for part in options.part.split(",") for c in cases_of(part, options.batch_scale)]
+    cases = [limited(case, options.limits) for case in cases]
     if options.only is None:
         return cases
     wanted = set(options.only.split(","))

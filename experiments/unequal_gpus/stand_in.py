@@ -79,9 +79,9 @@ class Memory:
         """Of all ranks together; None: what there is."""
         return None if case.host_gib is None else int(case.host_gib * self.gib)
 
-    def peak(self, samples: int) -> int:
-        """Gradients, and the activations of a micro-batch."""
-        return int(2 * self.parameters + SAMPLE_GIB * samples * self.gib)
+    def stored(self, samples: int) -> int:
+        """The activations of a micro-batch."""
+        return int(SAMPLE_GIB * samples * self.gib)
 
     def check(self, case: Case, rank: int, section: Json) -> None:
         """What would happen to a rank that is told this.
@@ -112,4 +112,5 @@ class Memory:
     def _needed(self, section: Json, rank: int, gpu_fraction: float) -> float:
         state = STATE_BYTES * self.parameters * self._fraction(section, rank) * gpu_fraction
         samples = min(section["micro_batch_sizes"][rank], section["batch_sizes"][rank])
-        return 2 * self.parameters + self.peak(samples) + state
+        weights_and_gradients = 4 * self.parameters
+        return weights_and_gradients + self.stored(samples) + state

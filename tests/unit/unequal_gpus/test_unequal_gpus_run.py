@@ -63,6 +63,16 @@ def test_unknown_parts_and_cases_are_refused(capsys: pytest.CaptureFixture[str])
     assert "half, quarter" in capsys.readouterr().err
 
 
+def test_limits_can_be_given() -> None:
+    arguments = ["--part", "memory", "--out", "unused", "--limits", "offload=0.2,0.3,10"]
+    memory, offload = run.chosen(run.parse(arguments))
+    assert memory.memory == (0.16, 1.0)
+    assert (offload.memory, offload.host_gib) == ((0.2, 0.3), 10.0)
+    short = run.parse([*arguments[:-1], "offload=0.2"])
+    with pytest.raises(ValueError, match="2 shares"):
+        run.chosen(short)
+
+
 def test_the_list_shows_what_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--part", "four,two", "--gpus", "4", "--out", "unused", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
