@@ -21,6 +21,7 @@ import torch
 from hytrain.errors import ConfigError
 from hytrain.planner.profile_file import LayerSample, OutsideSample
 from hytrain.profile.block_hooks import BEGIN, END, LOSS, BlockHooks, Point, Recomputation
+from hytrain.profile.gradient_sink import GradientSink
 from hytrain.profile.machine import available_host_bytes
 from hytrain.profile.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 from hytrain.profile.memory_probe import usable_gpu_bytes
@@ -34,9 +35,13 @@ _DEPTH = 3
 _TURNS = (1, 2)
 """Which of them keeps its activations, in turns."""
 _KNEE = 1.03
-"""A doubled micro-batch that gains less than this, twice in a row, is the last one."""
+"""A doubled micro-batch that gains less than this, twice in a row, is the last one ..."""
+_SMALLEST_LAST = 8
+"""... of at least so many samples: a plan may go far beyond it, on a straight line."""
 _FEWEST_PASSES = 4
-_MOST_PASSES = 16
+_MOST_PASSES = 40
+_SIZE_SECONDS = 3.0
+"""Of passes of one size, at most."""
 _TRIED_WITHOUT_GPU = 4
 """Doublings on a CPU at most, which is for trying only."""
 
@@ -48,7 +53,7 @@ class LayerOptions:
     Attributes:
         micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
             fit, or gains less than 3 % twice in a row.
-        seconds: of measuring, about; at least two sizes are measured.
+        seconds: of measuring, about; sizes that were given, else at least two, are all measured.
     """
 
     micro_batches: tuple[int, ...] | None = None
@@ -132,13 +137,14 @@ class _Bench:
         self._clock = Clock(device)
         self._hooks = BlockHooks(model.blocks)
         self._recomputation = Recomputation(model.blocks)
+        self._sink = GradientSink(model.layers)
         self._boundary_bytes = 0
         self._is_cuda = device.type == "cuda"
 
     def close(self) -> None:
         """Gives the device's memory back."""
         self._hooks.close()
-        self._model.model.zero_grad(set_to_none=True)
+        self._sink.close()
         del self._model
         if self._is_cuda:
             torch.cuda.empty_cache()
@@ -159,8 +165,10 @@ class _Bench:
                     break
                 layer.append(measured[0])
                 outside.append(measured[1])
-                is_enough = options.micro_batches is None and self._is_enough(layer, outside)
-                if is_enough or (len(layer) > 1 and time.monotonic() - begin > options.seconds):
+                if options.micro_batches is None and (
+                    self._is_enough(layer, outside)
+                    or (len(layer) > 1 and time.monotonic() - begin > options.seconds)
+                ):
                     break
         if not layer:
             raise ConfigError(
@@ -184,6 +192,7 @@ class _Bench:
         except torch.cuda.OutOfMemoryError as error:
             logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
         # Not in the handler: the exception holds the pass's tensors.
+        self._sink.end_pass()
         self._model.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         return None
@@ -201,7 +210,7 @@ class _Bench:
             return True
         speeds = [block.samples / _pass_ms(block) for block in layer[-3:]]
         gains = [after / before for before, after in itertools.pairwise(speeds)]
-        return len(gains) == 2 and max(gains) < _KNEE
+        return len(gains) == 2 and max(gains) < _KNEE and layer[-1].samples >= _SMALLEST_LAST
 
     # -- one size ------------------------------------------------------------------------------
 
@@ -216,7 +225,7 @@ class _Bench:
         self._pass(batch, _TURNS[0], self._ignore)
         self._wait()
         one = time.perf_counter() - begin
-        number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(seconds / one)))
+        number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
         turns = [_TURNS[i % len(_TURNS)] for i in range(number + 1)]
         passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
         self._wait()
@@ -233,7 +242,7 @@ class _Bench:
         tell(LOSS)
         loss.backward()
         tell(END)
-        self._model.model.zero_grad(set_to_none=True)
+        self._sink.end_pass()
 
     def _time_pass(self, batch: Mapping[str, Any], turn: int) -> _Pass[Any]:
         marks: dict[Point, Any] = {}

@@ -8,7 +8,6 @@ which the slowest of them counts, since it is the one that the others will wait 
 from __future__ import annotations
 
 import datetime
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,9 @@ from hytrain.planner.profile_file import (
 from hytrain.profile import collective_profile, rates
 from hytrain.profile.calibration import gpu_seconds_per_parameter
 from hytrain.profile.device_facts import DeviceFacts, device_facts
+from hytrain.profile.host_share import RankHost, divide_host, this_host
 from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
-from hytrain.profile.machine import available_host_bytes, cpu_model, package_version
+from hytrain.profile.machine import cpu_model, host_memory_pools, package_version
 from hytrain.profile.progress import NoProgress, Progress
 from hytrain.profile.ranks import Ranks
 from hytrain.profile.subject import Subject, SubjectSizes
@@ -66,12 +66,24 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Who a rank is."""
+    """Who a rank is.
+
+    Attributes:
+        host: name of its machine, the same for all ranks there and for no others.
+        facts: of its device.
+        cores: its part of the machine's.
+        all_cores: those it may use.
+        memory_bytes: its part of the host's memory.
+        ranks_on_host: that share the machine.
+        cpu: the CPU's name.
+    """
 
     host: str
     facts: DeviceFacts
-    cores: frozenset[int]
-    host_bytes: int
+    cores: int
+    all_cores: frozenset[int]
+    memory_bytes: int
+    ranks_on_host: int
     cpu: str
 
 
@@ -113,9 +125,10 @@ def profile_ranks(
     """
     ranks = ranks if ranks is not None else Ranks()
     progress = progress if progress is not None else NoProgress()
-    hosts = ranks.gather(socket.gethostname())
-    on_host = hosts.count(hosts[ranks.rank])
-    sizes, me = ranks.together(lambda: (subject.sizes(), _who(device, options, on_host)))
+    machines = ranks.gather((socket.gethostname(), this_host()))
+    sizes, me = ranks.together(
+        lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
+    )
     everybody = ranks.gather(me)
     measured = _measure(subject, device, options, ranks, everybody, progress)
     progress.show(0.9, "collectives")
@@ -141,15 +154,40 @@ def profile_ranks(
     return ranks.gather(profile)[0]  # clocks differ; all have the first rank's
 
 
-def _who(device: torch.device, options: ProfileOptions, on_host: int) -> _Rank:
-    facts = device_facts(device, multiprocessors=options.multiprocessors, ranks_on_host=on_host)
+def _who(
+    device: torch.device,
+    options: ProfileOptions,
+    machines: Sequence[tuple[str, RankHost]],
+    rank: int,
+) -> _Rank:
+    share = divide_host([machine for _, machine in machines], rank)
+    facts = device_facts(device, multiprocessors=options.multiprocessors, ranks_on_host=share.ranks)
     return _Rank(
-        host=socket.gethostname(),
+        host=host_names(machines)[rank],
         facts=facts,
-        cores=frozenset(os.sched_getaffinity(0)),
-        host_bytes=available_host_bytes(),
+        cores=share.cores,
+        all_cores=machines[rank][1].cores,
+        memory_bytes=share.memory(host_memory_pools()),
+        ranks_on_host=share.ranks,
         cpu=cpu_model(),
     )
+
+
+def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
+    """A name for each rank's machine.
+
+    Ranks of one machine have the name that its first rank gives it (containers have several); of
+    machines that call themselves the same, the later ones get a number.
+
+    Args:
+        machines: what each rank calls its machine, and what identifies it.
+    """
+    names: dict[str, str] = {}
+    for name, where in machines:
+        if where.machine not in names:
+            number = sum(taken.split("#")[0] == name for taken in names.values())
+            names[where.machine] = f"{name}#{number + 1}" if number else name
+    return [names[where.machine] for _, where in machines]
 
 
 def _measure(
@@ -170,30 +208,16 @@ def _measure(
     seconds = options.rate_seconds
     copies = rates.copy_rates(device, ranks, seconds=seconds, num_bytes=options.copy_bytes)
     progress.show(0.7, "update on the CPU")
-    counts = [rates.thread_counts(_cores(everybody, rank.host)) for rank in everybody]
+    counts = [rates.thread_counts(rank.cores) for rank in everybody]
     cpu = rates.cpu_rates(
         counts[ranks.rank],
         max(len(each) for each in counts),
         ranks,
-        ranks_on_host=len(_of_host(everybody, everybody[ranks.rank].host)),
+        ranks_on_host=everybody[ranks.rank].ranks_on_host,
         seconds=seconds,
         elements=options.cpu_elements,
     )
     return _Measured(layer, 1.0 / update, copies, cpu)
-
-
-def _of_host(everybody: Sequence[_Rank], host: str) -> list[int]:
-    return [number for number, rank in enumerate(everybody) if rank.host == host]
-
-
-def _host_cores(everybody: Sequence[_Rank], host: str) -> int:
-    """Cores that a host's ranks may use together; each may be bound to its own."""
-    return len(frozenset[int]().union(*(rank.cores for rank in everybody if rank.host == host)))
-
-
-def _cores(everybody: Sequence[_Rank], host: str) -> int:
-    """One rank's part of them."""
-    return max(1, _host_cores(everybody, host) // len(_of_host(everybody, host)))
 
 
 # ---- from ranks to devices and hosts ----
@@ -248,18 +272,21 @@ class _Groups:
         return tuple(map(self._host, dict.fromkeys(rank.host for rank in self.everybody)))
 
     def _host(self, host: str) -> HostProfile:
-        members = _of_host(self.everybody, host)
+        members = [number for number, rank in enumerate(self.everybody) if rank.host == host]
         ranks = [self.everybody[number] for number in members]
+        # Ranks that are bound to cores may have unlike numbers of them.
+        threads = sorted(
+            set[int].intersection(*(set(self.measured[n].cpu.updates) for n in members))
+        )
         cpu = [self.measured[number].cpu for number in members]
         return HostProfile(
             host=host,
             ranks=tuple(rank.facts.label for rank in ranks),
-            cores=_host_cores(self.everybody, host),
-            memory_bytes=min(rank.host_bytes for rank in ranks),
-            bandwidth=max(sum(one.sweeps[t] for one in cpu) for t in cpu[0].sweeps),
+            cores=len(frozenset[int]().union(*(rank.all_cores for rank in ranks))),
+            memory_bytes=sum(rank.memory_bytes for rank in ranks),
+            bandwidth=max(sum(one.sweeps[t] for one in cpu) for t in threads),
             updates=tuple(
-                UpdateRate(threads=t, rate=min(one.updates[t] for one in cpu))
-                for t in sorted(cpu[0].updates)
+                UpdateRate(threads=t, rate=min(one.updates[t] for one in cpu)) for t in threads
             ),
             cpu=ranks[0].cpu,
             measured=self.now,

@@ -29,6 +29,7 @@ _ARRAY_BYTES = 18
 """A parameter: fp32 state, two gradients and the outgoing copy in bf16."""
 _ELEMENTS = 1 << 24
 _LLC_MULTIPLE = 4
+"""The state of all ranks together is so many last-level caches."""
 _MEMORY_SHARE = 0.3
 
 
@@ -179,6 +180,6 @@ def cpu_rates(
 
 
 def _elements(ranks_on_host: int) -> int:
-    wanted = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 4 // ranks_on_host)
+    wanted = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 12 // ranks_on_host)
     fits = int(_MEMORY_SHARE * available_host_bytes()) // (_ARRAY_BYTES * ranks_on_host)
     return max(1 << 16, min(wanted, fits))

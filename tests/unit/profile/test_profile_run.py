@@ -13,9 +13,13 @@ from support.configs import write_llama
 from hytrain import cli
 from hytrain.planner.errors import PlanError
 from hytrain.planner.library import add_to_library, default_folder, file_name, read_library
+from hytrain.planner.plan import make_plan
 from hytrain.planner.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
+from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.planner.result import Plan
 from hytrain.profile import profile_run
 from hytrain.profile.device_facts import DeviceFacts
+from hytrain.profile.host_share import RankHost
 from hytrain.profile.layer_profile import LayerProfile
 from hytrain.profile.profile_report import profile_table
 from hytrain.profile.progress import progress_on
@@ -52,7 +56,7 @@ def measured(slowness: float, sizes: tuple[int, ...]) -> profile_run._Measured:
 
 def rank(host: str, memory: int, cores: range) -> profile_run._Rank:
     facts = DeviceFacts("GPU", 100, memory * GIB, memory * GIB - 7)
-    return profile_run._Rank(host, facts, frozenset(cores), 50 * GIB - len(cores), "a CPU")
+    return profile_run._Rank(host, facts, len(cores), frozenset(cores), 50 * GIB, 1, "a CPU")
 
 
 def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
@@ -92,14 +96,16 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     assert (one.cores, two.cores) == (8, 2)
     assert one.bandwidth == pytest.approx(170.0 + 170.0 + 85.0)  # with two threads each
     assert [(row.threads, row.rate) for row in one.updates] == [(1, 5.0), (2, 16.0)]
-    assert (one.memory_bytes, two.memory_bytes) == (50 * GIB - 4, 50 * GIB - 2)
+    assert (one.memory_bytes, two.memory_bytes) == (150 * GIB, 50 * GIB)
 
 
-def test_a_ranks_part_of_the_cores() -> None:
-    bound = [rank("one", 80, range(0, 4)), rank("one", 80, range(4, 8))]
-    free = [rank("one", 80, range(0, 8))] * 2
-    assert [profile_run._cores(ranks, "one") for ranks in (bound, free)] == [4, 4]
-    assert profile_run._cores([rank("one", 80, range(0, 1))] * 3, "one") == 1
+def test_ranks_of_one_machine_have_one_name() -> None:
+    def machine(name: str, boot: str) -> tuple[str, RankHost]:
+        return name, RankHost(boot, frozenset({0}), frozenset())
+
+    assert profile_run.host_names(
+        [machine("a", "1"), machine("container", "1"), machine("b", "2"), machine("a", "3")]
+    ) == ["a", "a", "b", "a#2"]
 
 
 # ---- the command ----
@@ -176,6 +182,23 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
     assert "2 values for 1 ranks" in refusal(capsys, *model, "--out", out, fraction, "0.5,1.0")
     assert "there is none" in refusal(capsys, *model, "--out", out, fraction, "0.5")
     assert not out.exists()
+
+
+def test_a_plan_can_be_made_from_what_was_measured(tmp_path: Path, llama: Path) -> None:
+    path = tmp_path / "profile.json"
+    assert cli.main(arguments(llama, "--out", path)) == 0
+    profile = read_profile(path)
+    options = PlanOptions(batch=4, gpu_reserve=lambda _: 0, host_reserve=lambda _: 0)
+    plan = make_plan(problem_from(profile, options))
+    assert isinstance(plan, Plan)
+    (planned,) = plan.ranks
+    assert planned.batch_size == 4
+    assert planned.microbatch_size in (1, 2)
+    # With all state on the device, a step is its passes and its update.
+    row = next(r for r in profile.devices[0].layer if r.samples == planned.microbatch_size)
+    layers = 4 * (row.forward_ms + row.backward_ms) * (4 / planned.microbatch_size)
+    assert plan.step_seconds >= layers / 1e3
+    assert 0 < planned.gpu_bytes < profile.devices[0].memory_bytes
 
 
 def test_profiles_of_other_lengths_do_not_merge(
