@@ -17,20 +17,25 @@ NUM_BATCHES = 4
 """Batches that take turns: few, so that a loss which falls shows that updates arrive."""
 
 
-def build_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
-    """Random weights, made on the device in bf16 and then cast, so that all dtypes start equal."""
-    size = size_of(workload.model)
-    config = LlamaConfig(
+def model_config(model: str, seq: int) -> LlamaConfig:
+    """The configuration of a model, for sequences of so many tokens."""
+    size = size_of(model)
+    return LlamaConfig(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.heads,
-        max_position_embeddings=max(2048, workload.seq),
+        max_position_embeddings=max(2048, seq),
         tie_word_embeddings=False,
         use_cache=False,
     )
+
+
+def build_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights, made on the device in bf16 and then cast, so that all dtypes start equal."""
+    config = model_config(workload.model, workload.seq)
     torch.manual_seed(0)
     with torch.device(workload.device):
         model = AutoModelForCausalLM.from_config(

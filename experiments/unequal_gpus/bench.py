@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
+import json
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import hytrain
 from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import Batch, build_model
+from experiments.offload_step.model import Batch, build_model, model_config
 from experiments.offload_step.records import Json, Workload
 from experiments.offload_step.systems.base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from experiments.solve_k.sizes import register
 from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, Case
 from experiments.unequal_gpus.green import Limited, limited_stream
-from experiments.unequal_gpus.measure import Passes, collectives, copy_rate, passes_of_size
+from experiments.unequal_gpus.measure import Passes, passes_of_size
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
-from hytrain.offload.threads import choose_threads
 from hytrain.parallel.collectives import ShardCollectives
-from hytrain.placement.memory import gpu_reserve
-from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.host_share import share_host
+from hytrain.profile.layer_profile import LayerOptions
 from hytrain.profile.machine import host_memory_pools
-from hytrain.profile.memory_probe import usable_gpu_bytes
+from hytrain.profile.profile_run import ProfileOptions, profile_ranks
+from hytrain.profile.ranks import Ranks as ProfileRanks
+from hytrain.profile.subject import MakeBatch, Subject
+
+RATE_SECONDS = 0.1
+"""Of each measurement of a rate: shorter than by default, for time on GPUs is short."""
+
+COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
+"""Sizes of a layer's collectives; a block of the 3 B model has 216 MiB."""
 
 NUM_BATCHES = 4
 """Of different tokens, which take turns."""
@@ -84,7 +95,8 @@ class Bench:
     def limits(self) -> planning.Limits:
         """What the plan may use."""
         if not self.is_cuda:
-            return planning.Limits(host_bytes=self.stand_in.host(self.case))
+            least = int(self.stand_in.gib)
+            return planning.Limits(host_bytes=self.stand_in.host(self.case), least_reserve=least)
         gib = self.case.host_gib
         return planning.Limits(host_bytes=None if gib is None else int(gib * GIB))
 
@@ -125,55 +137,54 @@ class Bench:
 
     # -- before the plan -----------------------------------------------------------------------
 
-    def profile(self) -> Json:
-        """Passes of each micro-batch that fits, memory, rates, collectives."""
+    def profile(self, folder: Path) -> Json:
+        """`hytrain profile`, on all ranks at once, at each one's speed."""
         begin = time.perf_counter()
-        model = self.build()
-        parameters = list(model.parameters())
-        num_parameters = sum(p.numel() for p in parameters)
-        copy_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        passes = Passes(model, self.device)
-        rows: dict[str, list[float]] = {
-            name: [] for name in ("sizes", "forward", "backward", "accumulation", "stored_bytes")
-        }
-        for size in self._sizes():
-            reset_gpu_peak(self.ranks.device)
-            try:
-                row = passes_of_size(passes, self.batch(size))
-            except torch.OutOfMemoryError:
-                break
-            rows["sizes"].append(size)
-            for name, value in row.items():
-                rows[name].append(value)
-            # At its peak are the weights, as many bytes of gradients to add to, and activations.
-            peak = torch.cuda.max_memory_allocated(self.device) if self.is_cuda else 0
-            beside = max(0, peak - 2 * copy_bytes)
-            rows["stored_bytes"].append(beside if self.is_cuda else self.stand_in.stored(size))
-        if not rows["sizes"]:
-            raise torch.OutOfMemoryError("not even a single sample fits")
-        ran = self._backward_ran(passes, self.limited)
-        passes.drop_gradients()
-        del model, parameters, passes
-        self.clean()
-        found = {
-            **rows,
-            "accumulation": min(rows["accumulation"]),
-            "model": self.workload.model,
-            "parameters": num_parameters,
-            "num_layers": self.size.layers + 2,
-            "idle_bytes": GIB if self.is_cuda else 0,
-            "backward_ran": ran,
+        count = None if self.limited is None else self.limited.granted
+        if not self.is_cuda:
+            # By which devices of one name are told apart; here it stands for the speed.
+            count = self.settings["sms"].get(str(self.speed))
+        most = max(1, self.case.batch // 2)
+        sizes = tuple(size for size in self.case.sizes if size <= most)
+        options = ProfileOptions(
+            layer=LayerOptions(micro_batches=sizes, seconds=self.settings["profile_seconds"]),
+            rate_seconds=RATE_SECONDS,
+            collective_bytes=COLLECTIVE_BYTES,
+            multiprocessors=count,
+            settings=json.dumps(self.made_unequal()),
+        )
+        ranks = ProfileRanks()
+        try:
+            profile = profile_ranks(self._subject(), self.device, options, ranks=ranks)
+        finally:
+            ranks.close()
+        if not self.is_cuda:
+            profile = self.stand_in.instead(self.case, profile)
+        if self.ranks.rank == 0:
+            write_profile(folder / "profile.json", profile)
+        return {
+            "file": profile.model_dump(mode="json"),
             "made_unequal": self.made_unequal(),
-            **self._rates(),
-            "collectives": collectives(
-                ShardCollectives(self.ranks.everyone().get_data_parallel_group()),
-                num_parameters // (self.size.layers + 2),
-                torch.bfloat16,
-                self.device,
-            ),
+            "seconds": time.perf_counter() - begin,
         }
-        self.clean()
-        return {**found, "seconds": time.perf_counter() - begin}
+
+    def _subject(self) -> Subject:
+        config = model_config(self.workload.model, self.workload.seq)
+
+        def build(num_layers: int | None, seq_len: int) -> tuple[torch.nn.Module, MakeBatch]:
+            own = copy.deepcopy(config)
+            own.num_hidden_layers = num_layers or config.num_hidden_layers
+            model = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa")
+            if not self.is_cuda:
+                slow_down(model, self.speed)
+
+            def make_batch(samples: int) -> Batch:
+                tokens = torch.randint(config.vocab_size, (samples, seq_len))
+                return {"input_ids": tokens, "labels": tokens}
+
+            return model, make_batch
+
+        return Subject(name=self.workload.model, build=build, seq_len=self.workload.seq)
 
     def slowdown(self) -> Json:
         """Forward and backward with fewer and fewer multiprocessors."""
@@ -212,40 +223,11 @@ class Bench:
         is_limited = limited is not None and ran["stream"] == stream
         return {"other_thread": ran["other_thread"], "limited_stream": is_limited}
 
-    def _sizes(self) -> Sequence[int]:
-        """Micro-batches worth measuring: the even share is the most that a rank may get for sure,
-        and a slow GPU is left the large ones only as far as they are quick."""
-        most = max(1, self.case.batch // 2)
-        return [size for size in self.case.sizes if size <= most]
-
-    def _rates(self) -> Json:
-        """Of updates and copies; of memory what there is."""
-        rank = self.ranks.rank
-        stand_in = self.stand_in
-        total = usable_gpu_bytes(self.device)
-        memory = stand_in.gpu(self.case, rank) if total is None else total
-        reserve = stand_in.reserve(self.case, rank)
-        threads = choose_threads(self._host_share.cores, None)
-        # hytrain updates on a stream of its own, which has the whole GPU.
-        whole = torch.cuda.stream(torch.cuda.default_stream()) if self.is_cuda else None
-        with whole or contextlib.nullcontext():
-            gpu_seconds = gpu_seconds_per_parameter(self.device, torch.bfloat16)
-        return {
-            "device": torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu",
-            "memory_bytes": memory,
-            "reserve_bytes": gpu_reserve(None, memory) if self.is_cuda else reserve,
-            "gpu_rate": 1.0 / gpu_seconds,
-            "cpu_rate": 1.0 / threads.seconds_per_parameter,
-            "cores": self._host_share.cores,
-            "copy_rate": copy_rate(self.device),
-            "host_bytes": self.host_bytes(),
-        }
-
     # -- training ------------------------------------------------------------------------------
 
-    def alone(self, share: int, profile: Json) -> Json:
+    def alone(self, share: int, profile: ProfileFile) -> Json:
         """This GPU by itself, with all of the model's state."""
-        told = planning.alone_of(profile, share)
+        told = planning.alone_of(profile, self.ranks.rank, share)
         config = self._config({"gpu_fraction": told["gpu_fraction"]})
         config["train_micro_batch_size_per_gpu"] = told["micro_batch"]
         config["gradient_accumulation_steps"] = told["accumulation"]

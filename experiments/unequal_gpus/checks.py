@@ -8,7 +8,7 @@ from experiments.offload_step import records
 from experiments.offload_step.checks import Check
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.group import REFUSED
-from experiments.unequal_gpus.planning import passes_rate
+from experiments.unequal_gpus.planning import best_passes, file_of, passes_of
 
 SUM_OF_SPEEDS = 0.93
 TIMES_EVEN = 2.2
@@ -43,7 +43,10 @@ def throughput(case: Json, run: str) -> float | None:
 def passes_throughput(case: Json) -> float | None:
     """The sum of what the GPUs reach with forward and backward alone, without any update."""
     ranks = result_of(case, "profile")
-    return None if ranks is None else sum(passes_rate(rank) for rank in ranks)
+    if ranks is None:
+        return None
+    profile = file_of(ranks)
+    return sum(best_passes(passes_of(profile, rank)).rate for rank in range(len(ranks)))
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
@@ -65,29 +68,19 @@ def prediction_error(case: Json) -> float | None:
     return measured / plan[0]["planned"]["predicted_seconds"] - 1.0
 
 
-def common_size(profiles: Sequence[Json]) -> int:
-    """The largest micro-batch that all ranks have measured."""
-    return max(set.intersection(*(set(profile["sizes"]) for profile in profiles)))
-
-
 def slowdowns(case: Json) -> list[tuple[float, float, float]] | None:
-    """For each rank: stated speed, that of forward, that of backward, the first rank's being 1."""
-    profiles = result_of(case, "profile")
-    if profiles is None:
+    """For each rank: stated speed, that of forward, that of backward, the first rank's being 1; at
+    the largest micro-batch that all ranks have measured."""
+    ranks = result_of(case, "profile")
+    if ranks is None:
         return None
-    size = common_size(profiles)
-
-    def seconds(profile: Json, name: str) -> float:
-        return profile[name][profile["sizes"].index(size)]
-
-    first = profiles[0]
+    profile = file_of(ranks)
+    passes = [{p.samples: p for p in passes_of(profile, rank)} for rank in range(len(ranks))]
+    size = max(set.intersection(*map(set, passes)))
+    first = passes[0][size]
     return [
-        (
-            speed,
-            seconds(first, "forward") / seconds(profile, "forward"),
-            seconds(first, "backward") / seconds(profile, "backward"),
-        )
-        for speed, profile in zip(case["case"]["speeds"], profiles, strict=True)
+        (speed, first.forward / own[size].forward, first.backward / own[size].backward)
+        for speed, own in zip(case["case"]["speeds"], passes, strict=True)
     ]
 
 

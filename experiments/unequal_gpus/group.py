@@ -160,11 +160,13 @@ class Work:
     def left(self) -> list[Json]:
         """Stages without a result whose needs were met."""
         bad = {name for name, found in self.results.items() if found["status"] != records.OK}
-        return [
-            stage
-            for stage in self.stages
-            if stage["name"] not in self.results and not bad & set(stage.get("needs", ()))
-        ]
+        found: list[Json] = []
+        for stage in self.stages:
+            if bad & set(stage.get("needs", ())):
+                bad.add(stage["name"])
+            elif stage["name"] not in self.results:
+                found.append(stage)
+        return found
 
     def take(
         self, ranks: Sequence[Json], log: Sequence[str], ended: Literal["", "ended", "late"]

@@ -1,4 +1,4 @@
-"""From what the ranks measured to a plan, and what each run is told. Plain data, no torch."""
+"""From a profile to a plan, and what each run is told. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import GIB
+from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.planner.baselines import even_split
-from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import PlanProblem
+from hytrain.planner.profile_file import DeviceProfile, ProfileFile
+from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
 
 LEAST_SHARD = 1e-4
@@ -20,154 +23,134 @@ LEAST_SHARD = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the plan may use beside what was measured."""
+    """What the plan may use beside what was measured.
+
+    Attributes:
+        host_bytes: of all ranks together; None: what the ranks found.
+        least_reserve: bytes of a GPU that stay free at least.
+    """
 
     host_bytes: int | None
-    """Of all ranks together; None: what the ranks found."""
+    least_reserve: int = GIB
 
 
-def table(sizes: Sequence[int], values: Sequence[float], scale: float = 1.0) -> Table:
-    """Measured values against micro-batch sizes."""
-    return Table(tuple((float(s), scale * v) for s, v in zip(sizes, values, strict=True)))
+def file_of(ranks: Sequence[Json]) -> ProfileFile:
+    """What `hytrain profile` measured; the same on all ranks."""
+    return ProfileFile.model_validate(ranks[0]["file"])
 
 
-def gpu_profile(rank: Json, num_layers: int) -> GpuProfile:
-    """A rank's GPU as the planner wants it: times are those of the whole model over its layers."""
-    sizes = rank["sizes"]
-    per_layer = 1e3 / num_layers
-    stored = table(sizes, rank["stored_bytes"])
-    return GpuProfile(
-        name=rank["device"],
-        memory_bytes=max(1, rank["memory_bytes"] - rank["reserve_bytes"]),
-        forward_ms=table(sizes, rank["forward"], per_layer),
-        backward_ms=table(sizes, rank["backward"], per_layer),
-        peak_bytes=stored,
-        stored_bytes=stored,
-        idle_bytes=rank["idle_bytes"],
-        update_rate=rank["gpu_rate"],
-        copy_rate=rank["copy_rate"],
-        most_samples=sizes[-1],
-    )
+def device_of(profile: ProfileFile, rank: int) -> DeviceProfile:
+    """A rank's device. All ranks are on one host here."""
+    (host,) = profile.hosts
+    return profile.device(host.host, host.ranks[rank])
 
 
-def problem_of(ranks: Sequence[Json], batch: int, limits: Limits) -> PlanProblem:
-    """All ranks on one host, as they are in this experiment."""
-    num_layers, parameters = ranks[0]["num_layers"], ranks[0]["parameters"]
-    gpus = tuple(gpu_profile(rank, num_layers) for rank in ranks)
-    # Measured on all ranks at once, so that the host's bandwidth is in it.
-    rate = min(rank["cpu_rate"] for rank in ranks)
-    cores = sum(rank["cores"] for rank in ranks)
-    found = sum(rank["host_bytes"] for rank in ranks)
-    host = Host(
-        name="host",
-        gpus=gpus,
-        cores=cores,
-        memory_bytes=found if limits.host_bytes is None else limits.host_bytes,
-        bandwidth=30.0 * rate * len(ranks),
-        update_rates=Table(((cores / len(ranks), rate),)),
-    )
-    collectives = ranks[0]["collectives"]
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Forward and backward of the whole model at a micro-batch, in seconds."""
 
-    def against_bytes(name: str) -> Table:
-        return Table(tuple((float(size), 1e3 * seconds) for size, seconds in collectives[name]))
+    samples: int
+    forward: float
+    backward: float
 
-    cluster = Cluster(
-        hosts=(host,),
-        all_gather_ms=against_bytes("all_gather"),
-        reduce_scatter_ms=against_bytes("reduce_scatter"),
-        uneven_factor=max(1.0, collectives["uneven_factor"]),
-    )
-    model = Model(name=ranks[0]["model"], num_layers=num_layers, parameters=parameters)
-    slowest = max(rank["accumulation"] for rank in ranks)
-    return PlanProblem(
-        cluster=cluster,
-        model=model,
-        batch=batch,
-        stage=2,
-        activations=("store",),
-        accumulation_ms=1e3 * slowest / num_layers,
-        gradient_bytes=2,
-    )
+    @property
+    def rate(self) -> float:
+        """Samples a second, without any update."""
+        return self.samples / (self.forward + self.backward)
 
 
-def plan_of(problem: PlanProblem) -> Json:
-    """The plan as data.
+def passes_of(profile: ProfileFile, rank: int) -> list[Passes]:
+    """By ascending micro-batch, from a layer's times and those outside of the layers."""
+    device = device_of(profile, rank)
+    layers = profile.model.num_layers
+    outside = {row.samples: row for row in device.outside}
+    found: list[Passes] = []
+    for row in device.layer:
+        rest = outside.get(row.samples)
+        forward = layers * row.forward_ms + (rest.forward_ms if rest else 0.0)
+        backward = layers * row.backward_ms + (rest.backward_ms if rest else 0.0)
+        found.append(Passes(row.samples, forward / 1e3, backward / 1e3))
+    return found
+
+
+def best_passes(passes: Sequence[Passes]) -> Passes:
+    """The micro-batch with the most samples a second."""
+    return max(passes, key=lambda each: each.rate)
+
+
+def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
+    """A batch for all ranks of the profile; all activations are stored, as they are in training.
 
     Raises:
-        PlanError: there is none.
+        PlanError: nothing can be planned with these limits.
     """
-    found = make_plan(problem)
-    if isinstance(found, Infeasible):
-        raise PlanError(found.reason)
-    fractions = [max(rank.shard_fraction, LEAST_SHARD) for rank in found.ranks]
+
+    def kept_free(total: int) -> int:
+        if limits.host_bytes is None:
+            return host_reserve(None, total)
+        return max(0, total - limits.host_bytes)
+
+    options = PlanOptions(
+        batch=batch,
+        gpu_reserve=lambda total: max(limits.least_reserve, int(GPU_RESERVE_SHARE * total)),
+        host_reserve=kept_free,
+        stage=2,
+        activations=("store",),
+    )
+    return problem_from(profile, options)
+
+
+def data_of(problem: PlanProblem, plan: Plan) -> Json:
+    """A plan as data."""
+    fractions = [max(rank.shard_fraction, LEAST_SHARD) for rank in plan.ranks]
     return {
-        "batch_sizes": [rank.batch_size for rank in found.ranks],
-        "micro_batch_sizes": [max(1, rank.microbatch_size) for rank in found.ranks],
+        "batch_sizes": [rank.batch_size for rank in plan.ranks],
+        "micro_batch_sizes": [max(1, rank.microbatch_size) for rank in plan.ranks],
         "shard_fractions": [fraction / sum(fractions) for fraction in fractions],
-        "gpu_fractions": [rank.gpu_layers / problem.model.num_layers for rank in found.ranks],
-        "predicted_seconds": found.predicted_seconds,
-        "rank_seconds": [rank.step_seconds for rank in found.ranks],
-        "gpu_gib": [rank.gpu_bytes / GIB for rank in found.ranks],
-        "host_gib": [rank.host_bytes / GIB for rank in found.ranks],
-        "limits": [rank.limit for rank in found.ranks],
-        "gap": found.gap if found.lower_bound > 0.0 else None,
+        "gpu_fractions": [rank.gpu_layers / problem.model.num_layers for rank in plan.ranks],
+        "predicted_seconds": plan.predicted_seconds,
+        "rank_seconds": [rank.step_seconds for rank in plan.ranks],
+        "gpu_gib": [rank.gpu_bytes / GIB for rank in plan.ranks],
+        "host_gib": [rank.host_bytes / GIB for rank in plan.ranks],
+        "limits": [rank.limit for rank in plan.ranks],
+        "gap": plan.gap if plan.lower_bound > 0.0 else None,
     }
 
 
-def verdicts(ranks: Sequence[Json], batch: int, limits: Limits) -> Json:
-    """The plan, what an even split is, and why there is none without the host or evenly, if so.
+def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
+    """The plan, the even split, and why there is none without the host or evenly, if so.
 
     Raises:
         PlanError: there is no plan.
     """
-    problem = problem_of(ranks, batch, limits)
-    without_host = make_plan(problem_of(ranks, batch, Limits(host_bytes=0)))
+    problem = problem_of(profile, batch, limits)
+    planned = make_plan(problem)
+    if isinstance(planned, Infeasible):
+        raise PlanError(planned.reason)
+    without_host = make_plan(problem_of(profile, batch, dataclasses.replace(limits, host_bytes=0)))
     evenly = even_split(problem)
     return {
-        "planned": plan_of(problem),
-        "even": even_of(ranks, batch),
+        "planned": data_of(problem, planned),
+        "even": naive_even(profile, batch)
+        if isinstance(evenly, Infeasible)
+        else {**data_of(problem, evenly), "shard_fractions": None},
         "without_host": without_host.reason if isinstance(without_host, Infeasible) else None,
         "even_split": evenly.reason if isinstance(evenly, Infeasible) else None,
     }
 
 
-def best_size(rank: Json, most: int | None = None) -> int:
-    """The measured micro-batch with the most samples a second."""
-    rates = {
-        size: size / (forward + backward)
-        for size, forward, backward in zip(
-            rank["sizes"], rank["forward"], rank["backward"], strict=True
-        )
-        if most is None or size <= most
-    }
-    return max(rates, key=lambda size: rates[size]) if rates else 1
+def naive_even(profile: ProfileFile, batch: int) -> Json:
+    """Where the planner finds no even split: what somebody would do who does not ask it.
 
-
-def passes_rate(rank: Json) -> float:
-    """Samples a second of forward and backward alone, at the best micro-batch."""
-    at = rank["sizes"].index(best_size(rank))
-    return rank["sizes"][at] / (rank["forward"][at] + rank["backward"][at])
-
-
-def even_of(ranks: Sequence[Json], batch: int) -> Json:
-    """The same for every rank: a share of the batch, and the micro-batch that its slowest GPU does
-    best with, of those that divide the share if any does.
-
-    Who splits evenly looks at one GPU, the roomiest, so memory does not come into it.
+    All do the same, with the micro-batch that the roomiest GPU does best with, of those that divide
+    a share if any does, and all state on the GPUs.
     """
-    share = batch // len(ranks)
-    slowest = min(ranks, key=passes_rate)
-    dividing = [size for size in slowest["sizes"] if share % size == 0]
-    picked = {**slowest, "sizes": [], "forward": [], "backward": []}
-    for size, forward, backward in zip(
-        slowest["sizes"], slowest["forward"], slowest["backward"], strict=True
-    ):
-        if size in dividing:
-            picked["sizes"].append(size)
-            picked["forward"].append(forward)
-            picked["backward"].append(backward)
-    size = best_size(picked)
-    number = len(ranks)
+    number = len(profile.hosts[0].ranks)
+    share = batch // number
+    roomiest = max(range(number), key=lambda rank: device_of(profile, rank).memory_bytes)
+    passes = passes_of(profile, roomiest)
+    dividing = [each for each in passes if share % each.samples == 0]
+    size = best_passes(dividing or passes).samples
     return {
         "batch_sizes": [share] * number,
         "micro_batch_sizes": [size] * number,
@@ -176,9 +159,9 @@ def even_of(ranks: Sequence[Json], batch: int) -> Json:
     }
 
 
-def alone_of(rank: Json, share: int) -> Json:
+def alone_of(profile: ProfileFile, rank: int, share: int) -> Json:
     """A rank by itself: its planned share of the batch, in whole micro-batches of its best size."""
-    size = best_size(rank)
+    size = best_passes(passes_of(profile, rank)).samples
     return {
         "micro_batch": size,
         "accumulation": max(1, round(share / size)),

@@ -29,6 +29,12 @@ from experiments.unequal_gpus.cases import PARTS, Case, cases_of, stages_of, wav
 from experiments.unequal_gpus.group import Place, Work, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
 
+SETTINGS = (
+    *("model", "layers", "seq", "sms", "counts", "profile_seconds"),
+    *("warmup", "steps", "even_steps"),
+)
+"""Options that the processes are told."""
+
 CLOSING_SECONDS = 5.0
 """Kept free at the end of the time."""
 
@@ -86,6 +92,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="LABEL=F,...[,GIB]",
         help="a case's shares of GPU memory, one a rank, and GiB of host memory for all",
     )
+    add("--profile-seconds", default=12.0, type=float, help="for the layers, about")
     add("--warmup", default=2, type=int, help="steps before a run is timed")
     add("--steps", default=4, type=int, help="timed steps of a run")
     add("--even-steps", default=2, type=int, help="timed steps of the even split, which is slow")
@@ -143,10 +150,7 @@ def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Jso
 
     begin = time.monotonic()
     until = begin + options.budget_seconds - CLOSING_SECONDS
-    settings = {
-        name: getattr(options, name)
-        for name in (*("model", "layers", "seq", "sms", "counts", "warmup", "steps", "even_steps"),)
-    }
+    settings = {name: getattr(options, name) for name in SETTINGS}
     gpus = options.gpus or max(case.num_ranks for case in cases)
     works = {
         case.label: Work(case.label, stages_of(case, settings), case.num_ranks) for case in cases

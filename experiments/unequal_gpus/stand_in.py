@@ -15,6 +15,7 @@ import torch
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import Case
 from hytrain.placement.errors import MemoryBudgetError
+from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 
 FORWARD_SECONDS = 0.002
 BACKWARD_SECONDS = 0.004
@@ -71,9 +72,29 @@ class Memory:
         """Of a rank's GPU."""
         return int(GPU_GIB * case.memory[rank] * self.gib)
 
-    def reserve(self, case: Case, rank: int) -> int:
-        """As hytrain would keep free of it."""
-        return int(max(1.0, 0.04 * GPU_GIB * case.memory[rank]) * self.gib)
+    def instead(self, case: Case, profile: ProfileFile) -> ProfileFile:
+        """A profile of CPUs with the memory of the case's GPUs."""
+        (host,) = profile.hosts
+        rank_of = {label: rank for rank, label in enumerate(host.ranks)}
+        layers = profile.model.num_layers
+
+        def device(one: DeviceProfile) -> DeviceProfile:
+            memory = self.gpu(case, rank_of[one.label])
+            rows = tuple(
+                row.model_copy(
+                    update={
+                        "kept_bytes": self.stored(row.samples) // layers,
+                        "peak_bytes": self.stored(row.samples) // layers,
+                        "recompute_peak_bytes": self.stored(row.samples) // layers,
+                    }
+                )
+                for row in one.layer
+            )
+            outside = tuple(row.model_copy(update={"peak_bytes": 0}) for row in one.outside)
+            sizes = {"limit_bytes": memory, "memory_bytes": memory, "idle_bytes": 0}
+            return one.model_copy(update={**sizes, "layer": rows, "outside": outside})
+
+        return profile.model_copy(update={"devices": tuple(map(device, profile.devices))})
 
     def host(self, case: Case) -> int | None:
         """Of all ranks together; None: what there is."""

@@ -37,25 +37,25 @@ def pin(cores: str) -> None:
     os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
-def run_stage(bench: Bench, stage: Json, known: Known) -> Json:
+def run_stage(bench: Bench, stage: Json, known: Known, folder: Path) -> Json:
     """One stage's result; raises what it raises."""
     from experiments.unequal_gpus import planning
 
     kind = stage["kind"]
-    profiles = known.get("profile", [])
     rank = bench.ranks.rank
-    if kind == "profile":
-        return bench.profile()
     if kind == "slowdown":
         return bench.slowdown()
+    if kind == "profile":
+        return bench.profile(folder)
+    profile = planning.file_of(known["profile"])
     if kind == "plan":
-        return planning.verdicts(profiles, bench.case.batch, bench.limits)
+        return planning.verdicts(profile, bench.case.batch, bench.limits)
     if kind == "alone":
         plan = known.get("plan")
         share = bench.case.batch // bench.ranks.size
         if plan is not None:
             share = plan[0]["planned"]["batch_sizes"][rank] or share
-        return bench.alone(share, profiles[rank])
+        return bench.alone(share, profile)
     return bench.together(kind, known["plan"][rank])
 
 
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
 
         def run(stage: Json, known: Known) -> Json:
             with bench.slowed():
-                return run_stage(bench, stage, known)
+                return run_stage(bench, stage, known, path.parent)
 
         return run_stages(job, path, ranks, run, bench.clean)
     except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unequal_cases import case, profile, record, stage, trained
+from unequal_cases import case, device, profile_stage, record, stage, trained
 
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
@@ -28,7 +28,7 @@ def speed_case(planned: float, even: float, speeds: tuple[float, float] = (1.0, 
     return record(
         case(speeds),
         {
-            "profile": stage(profile(1.0), profile(speeds[1])),
+            "profile": profile_stage(device(1.0, 139.0), device(speeds[1], 139.0)),
             "plan": stage(PLAN, PLAN),
             "alone": stage(trained(1.0, 80.0), trained(1.0, 20.0)),
             "planned": stage(trained(1.05, planned), trained(1.04, planned + 1)),
@@ -58,16 +58,17 @@ def test_each_claim_can_be_missed() -> None:
     late["results"]["planned"]["ranks"][0]["step_seconds"] = 1.08
     assert verdicts_of(late)["step predicted, error"] == "missed"
     fast = speed_case(95.0, 40.0)
-    fast["results"]["profile"]["ranks"][1] = profile(0.3)
+    fast["results"]["profile"] = profile_stage(device(1.0, 139.0), device(0.3, 139.0))
     assert verdicts_of(fast)["forward and backward from the stated speed, most"] == "missed"
 
 
 def test_backward_alone_may_be_off() -> None:
     made = speed_case(95.0, 40.0)
-    slow = profile(0.25)
-    slow["backward"] = [seconds * 0.8 for seconds in slow["backward"]]
-    made["results"]["profile"]["ranks"][1] = slow
-    assert checks.slowdown_error(made) == pytest.approx(0.25)
+    slow = device(0.25, 139.0)
+    for row in slow["layer"]:
+        row["backward_ms"] *= 0.8
+    made["results"]["profile"] = profile_stage(device(1.0, 139.0), slow)
+    assert checks.slowdown_error(made) == pytest.approx(0.25, rel=0.01)
 
 
 def test_nothing_is_claimed_of_what_was_not_measured() -> None:
@@ -118,7 +119,11 @@ def test_a_backward_that_is_not_slowed_down_shows() -> None:
 
 
 def work() -> Work:
-    stages = [{"name": "a"}, {"name": "b", "needs": ["a"]}, {"name": "c"}]
+    stages = [
+        {"name": "a"},
+        {"name": "b", "needs": ["a"]},
+        {"name": "c"},
+    ]
     return Work("work", stages, 2)
 
 
@@ -154,6 +159,8 @@ def test_what_needs_a_failed_stage_is_not_tried() -> None:
     assert [stage["name"] for stage in made.left()] == ["c"]
     # The end that follows is that of the stage which failed, not c's.
     made.take([{"a": OUT}, {"a": OUT}], [], "ended")
+    assert [stage["name"] for stage in made.left()] == ["c"]
+    made.stages.append({"name": "d", "needs": ["b"]})
     assert [stage["name"] for stage in made.left()] == ["c"]
     made.take([{}, {}], ["why"], "ended")
     assert made.results["c"] == {"status": records.FAILED, "ranks": [], "log": ["why"]}
