@@ -5,12 +5,276 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
+
+from hytrain.cli.arguments import positive_float, positive_int
+from hytrain.errors import ConfigError
+
+_DESCRIPTION = (
+    "Deals the samples of a batch and the optimizer state to GPUs that differ in speed and memory, "
+    "on hosts that differ in cores and memory: from profiles of `hytrain profile`, or, for GPUs "
+    "that are only named, from a library of profiles or from data sheets."
+)
+_GIB = 1024**3
+_SHEET_DTYPES = ("bf16", "fp32")
 
 
 def add(plan: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    subjects = plan.add_subparsers(required=True, metavar="SUBJECT")
+    plan.description = _DESCRIPTION
+    _add_subject(plan.add_argument_group("for whom"))
+    _add_choices(plan.add_argument_group("what may be chosen"))
+    _add_hosts(plan.add_argument_group("hosts of named GPUs; default: as measured, or as usual"))
+    output = plan.add_argument_group("what comes of it")
+    output.add_argument("--out", type=Path, metavar="PLAN", help='for "hytrain": {"plan": ...}')
+    output.add_argument("--chart", type=Path, metavar="PNG", help="the picture")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=_plan)
+    subjects = plan.add_subparsers(metavar="[uneven]")
     _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"))
+
+
+def _add_subject(group: Any) -> None:
+    group.add_argument(
+        "--profile", type=Path, nargs="+", metavar="FILE", help="of `hytrain profile`; they merge"
+    )
+    group.add_argument(
+        "--gpus",
+        nargs="+",
+        metavar="NAME",
+        help="GPUs by name instead of the profile's ranks, as in: l4 l4 a6000, or 2xl4 a6000",
+    )
+    group.add_argument(
+        "--library", type=Path, metavar="DIR", help="profiles in which --gpus are looked up"
+    )
+    group.add_argument(
+        "--hosts",
+        type=positive_int,
+        nargs="+",
+        metavar="N",
+        help="how many of --gpus each host has, in order (default: one host)",
+    )
+    group.add_argument("--batch", type=positive_int, metavar="B", help="samples of a step")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a transformers config.json or its folder: needed where --gpus come from data sheets; "
+        "with profiles, it must be the profiled one",
+    )
+    group.add_argument(
+        "--seq-len", type=positive_int, metavar="N", help="tokens of a sample, data sheets (1024)"
+    )
+    group.add_argument("--dtype", choices=_SHEET_DTYPES, help="of data sheets (bf16)")
+
+
+def _add_choices(group: Any) -> None:
+    group.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO (2)")
+    group.add_argument(
+        "--activations",
+        nargs="+",
+        choices=("store", "recompute", "keep", "offload"),
+        default=["store", "recompute"],
+        help="what may become of activations: stored or computed again, micro-batch by micro-batch "
+        "(default: either); layer by layer, with the layers' inputs kept or offloaded",
+    )
+    group.add_argument(
+        "--no-idle", action="store_true", help="every rank computes at least one sample"
+    )
+    group.add_argument(
+        "--device-memory-fraction",
+        type=positive_float,
+        default=1.0,
+        metavar="F",
+        help="of each GPU's memory that may be used (1)",
+    )
+    group.add_argument(
+        "--gpu-memory-reserve",
+        type=positive_float,
+        metavar="GIB",
+        help="that stays free of each GPU (4 %%, at least 1)",
+    )
+    group.add_argument(
+        "--host-memory-reserve",
+        type=positive_float,
+        metavar="GIB",
+        help="that stays free of each host (3 %%, at least 1)",
+    )
+
+
+def _add_hosts(group: Any) -> None:
+    group.add_argument("--cores", type=positive_int, metavar="N", help="of each host")
+    group.add_argument("--host-memory", type=positive_float, metavar="GIB", help="of each host")
+    group.add_argument(
+        "--host-bandwidth", type=positive_float, metavar="GB/S", help="of each host's memory"
+    )
+    group.add_argument(
+        "--interconnect",
+        type=positive_float,
+        metavar="GB/S",
+        help="of a collective between the ranks, instead of measured ones",
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    # Imported here: `hytrain --help` should not wait for numpy.
+    from hytrain.planner import plan_report
+    from hytrain.planner.baselines import baselines
+    from hytrain.planner.errors import PlanError
+    from hytrain.planner.plan import make_plan
+    from hytrain.planner.plan_file import plan_file, write_plan
+    from hytrain.planner.profile_problem import problem_from
+    from hytrain.planner.uneven import Infeasible
+
+    if arguments.batch is None:
+        raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
+    profile, is_estimated = _profile(arguments)
+    problem = problem_from(profile, _options(arguments, profile, is_estimated=is_estimated))
+    plan = make_plan(problem)
+    if isinstance(plan, Infeasible):
+        raise PlanError(f"nothing fits: {plan.reason}")
+    others = baselines(problem)
+    if arguments.json:
+        record = plan_report.plan_json(problem, plan, others)
+        print(json.dumps({"estimated": is_estimated, **record}, indent=2))
+    else:
+        if is_estimated:
+            print("estimated from data sheets: measure with `hytrain profile` before training\n")
+        print(plan_report.plan_text(problem, plan, others))
+    if arguments.out is not None:
+        write_plan(arguments.out, plan_file(problem, plan))
+    if arguments.chart is not None:
+        from hytrain.planner.plan_chart import draw_plan
+
+        draw_plan(arguments.chart, problem, plan, others)
+    return 0
+
+
+# -- whom to plan for --------------------------------------------------------------------------
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
+    """The ranks to plan for, and whether they were never measured."""
+    from hytrain.planner import named_gpus
+    from hytrain.planner.profile_file import merge_profiles, read_profile
+
+    given = [read_profile(path) for path in arguments.profile or ()]
+    if arguments.gpus is None:
+        _refuse_beside_profile(arguments)
+        if not given:
+            raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
+        return _checked(arguments, merge_profiles(given)), False
+    groups = named_gpus.hosts_of(named_gpus.expand(arguments.gpus), arguments.hosts)
+    memory, bandwidth = arguments.host_memory, arguments.host_bandwidth
+    wishes = named_gpus.HostWishes(
+        cores=arguments.cores,
+        memory_bytes=None if memory is None else int(memory * _GIB),
+        bandwidth=None if bandwidth is None else bandwidth * 1e9,
+    )
+    if arguments.library is not None:
+        given += _library(arguments)
+    if given:
+        merged = _checked(arguments, merge_profiles(given))
+        return named_gpus.measured_cluster(merged, groups, wishes), False
+    if arguments.model is None:
+        raise ConfigError(
+            "--gpus without --profile or --library are planned for from data sheets: give the "
+            "--model, or profiles"
+        )
+    from hytrain.optim.model_shape import read_model_shape
+
+    shape = read_model_shape(
+        arguments.model,
+        seq_len=arguments.seq_len or 1024,
+        dtype=arguments.dtype or _SHEET_DTYPES[0],
+    )
+    return named_gpus.estimated_cluster(groups, shape, wishes), True
+
+
+def _refuse_beside_profile(arguments: argparse.Namespace) -> None:
+    for name in ("hosts", "library", "cores", "host_memory", "host_bandwidth"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for --gpus: without them the ranks, hosts and "
+                "memory are the profile's"
+            )
+
+
+def _library(arguments: argparse.Namespace) -> list[Any]:
+    """The profiles of a folder, of one model: the one that is asked for, or the only one."""
+    from hytrain.planner.profile_file import read_profile
+
+    folder: Path = arguments.library
+    found = [read_profile(path) for path in sorted(folder.glob("*.json"))]
+    found = [one for one in found if not _model_difference(arguments, one)]
+    models = {one.model.model_dump_json() for one in found}
+    if len(models) == 1:
+        return found
+    known = sorted({f"{one.model.name} ({one.model.seq_len} tokens)" for one in found})
+    raise ConfigError(
+        f"--library {folder} holds profiles of several models ({', '.join(known)}): say which with "
+        "--model, --seq-len and --dtype"
+        if models
+        else f"--library {folder} holds no profile of such a model: `hytrain profile` makes some"
+    )
+
+
+def _checked(arguments: argparse.Namespace, profile: Any) -> Any:
+    """With profiles, --model and the like only make sure that they are of it."""
+    difference = _model_difference(arguments, profile)
+    if difference:
+        raise ConfigError(f"{difference}: plan with a profile of the model to be trained")
+    return profile
+
+
+def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
+    """In words, what of the model asked for is not as profiled; empty where nothing."""
+    for name in ("seq_len", "dtype"):
+        value, measured = getattr(arguments, name), getattr(profile.model, name)
+        if value is not None and value != measured:
+            return f"--{name.replace('_', '-')} is {value}, the profile has {measured}"
+    if arguments.model is None:
+        return ""
+    from hytrain.optim.model_shape import read_model_shape
+
+    found = read_model_shape(
+        arguments.model, seq_len=profile.model.seq_len, dtype=profile.model.dtype
+    ).model
+    for name in ("num_layers", "parameters"):
+        asked, measured = getattr(found, name), getattr(profile.model, name)
+        if asked != measured:
+            return (
+                f"--model {arguments.model} has {name} {asked}, the profile is of "
+                f"{profile.model.name} with {measured}"
+            )
+    return ""
+
+
+def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool) -> Any:
+    from hytrain.placement.memory import gpu_reserve, host_reserve
+    from hytrain.planner.profile_problem import PlanOptions
+
+    interconnect = None if arguments.interconnect is None else arguments.interconnect * 1e9
+    if interconnect is None and is_estimated:
+        # Through the host, as long as nobody says otherwise.
+        interconnect = min(device.copies.to_host_both for device in profile.devices)
+
+    def given(gib: float | None) -> int | None:
+        return None if gib is None else int(gib * _GIB)
+
+    return PlanOptions(
+        batch=arguments.batch,
+        gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
+        host_reserve=lambda total: host_reserve(given(arguments.host_memory_reserve), total),
+        stage=arguments.stage,
+        activations=tuple(dict.fromkeys(arguments.activations)),
+        memory_fraction=arguments.device_memory_fraction,
+        allow_idle=not arguments.no_idle,
+        interconnect=interconnect,
+    )
+
+
+# -- published cases ---------------------------------------------------------------------------
 
 
 def _add_uneven(uneven: argparse.ArgumentParser) -> None:

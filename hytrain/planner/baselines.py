@@ -84,12 +84,18 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
 
 
+def own_speeds(problem: PlanProblem) -> list[float]:
+    """Samples/s that each rank computes for itself at its best micro-batch, updates left out."""
+    alone = _Loads(problem, Collectives(0.0, 0.0))
+    return [alone.speed(gpu) for _, gpu in problem.cluster.ranks]
+
+
 class _Loads:
     """Loads with even shards, each made once."""
 
-    def __init__(self, problem: PlanProblem) -> None:
+    def __init__(self, problem: PlanProblem, collectives: Collectives | None = None) -> None:
         self._problem = problem
-        self._collectives = Collectives.of(problem, even=True)
+        self._collectives = collectives or Collectives.of(problem, even=True)
         self._made: dict[tuple[object, ...], Load] = {}
         self._speeds: dict[GpuProfile, float] = {}
 

@@ -38,9 +38,11 @@ from hytrain.planner.loads import (
     host_capacity,
     host_draw,
     largest_shards,
+    layer_passes,
     load,
+    outside_seconds,
 )
-from hytrain.planner.problem import GpuProfile, Host, PlanProblem
+from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
 
 _Table = npt.NDArray[np.int64]
 
@@ -63,20 +65,27 @@ class Menu:
         gpu: the rank's.
         loads: as they would be carried out.
         amounts: samples that each computes.
+        fewest: as few as the same micro-batches allow.
         inner: their numbers.
-        outer: their numbers with as few samples as the same micro-batches allow.
+        outer: their numbers with the fewest samples.
+        growth: for each policy, which loads have it, and seconds by which compute grows, with all
+            else equal, as the last micro-batch grows from 1 sample to 2, 3, ...
     """
 
     host: Host
     gpu: GpuProfile
     loads: tuple[Load, ...]
     amounts: Ints
+    fewest: Ints
     inner: Columns
     outer: Columns
+    growth: tuple[tuple[npt.NDArray[np.bool_], Floats], ...]
 
     @staticmethod
-    def of(problem: PlanProblem, host: Host, gpu: GpuProfile, collectives: Collectives) -> Menu:
-        """Loads that leave no room on the GPU are left out."""
+    def of(
+        problem: PlanProblem, host: Host, gpu: GpuProfile, collectives: Collectives, worst: float
+    ) -> Menu:
+        """Loads that leave no room on the GPU, or take longer than ``worst``, are left out."""
         inner: list[Load] = []
         outer: list[Load] = []
         if problem.allow_idle:
@@ -89,7 +98,7 @@ class Menu:
                     continue
                 for least, batch in _batches(problem.batch, size):
                     few = load(problem, gpu, collectives, least, size, policy)
-                    if few.room < 0.0:
+                    if few.room < 0.0 or few.compute > worst:
                         break
                     full = few
                     if least != batch:
@@ -97,7 +106,39 @@ class Menu:
                     inner.append(full)
                     outer.append(few)
         amounts = np.array([work.batch for work in inner], dtype=np.intp)
-        return Menu(host, gpu, tuple(inner), amounts, Columns.of(inner), Columns.of(outer))
+        fewest = np.array([work.batch for work in outer], dtype=np.intp)
+        policies = np.array([work.activations for work in inner])
+        growth = tuple(
+            (policies == policy, _growth(problem, gpu, collectives, policy))
+            for policy in problem.activations
+        )
+        columns = Columns.of(inner), Columns.of(outer)
+        return Menu(host, gpu, tuple(inner), amounts, fewest, *columns, growth)
+
+    def samples(self, step: float, *, outer: bool) -> Ints:
+        """What each load computes in a step of so many seconds; by the outer reading at least."""
+        if not outer:
+            return self.amounts
+        most = self.fewest.copy()
+        slack = step - self.outer.compute
+        for has_policy, seconds in self.growth:
+            more = np.searchsorted(seconds, slack[has_policy] * (1.0 + _ROUNDING), side="right")
+            most[has_policy] += np.maximum(0, more - 1)
+        return np.minimum(most, self.amounts)
+
+
+def _growth(
+    problem: PlanProblem, gpu: GpuProfile, collectives: Collectives, policy: Activations
+) -> Floats:
+    """See :class:`Menu`. Layer-major, waits hide some of it, the less the more micro-batches."""
+    largest = gpu.micro_sizes(problem.batch)[-1]
+    seconds: list[float] = []
+    for size in range(1, largest + 1):
+        sizes = [(1, largest), (1, size)]
+        passes = layer_passes(problem, gpu, collectives, sizes, 0.0, policy)
+        seconds.append(problem.model.num_layers * passes.total + outside_seconds(gpu, sizes))
+    # Where a larger one is faster, a smaller one may as well take its time.
+    return np.minimum.accumulate((np.array(seconds) - seconds[0])[::-1])[::-1].copy()
 
 
 def _batches(most: int, size: int) -> list[tuple[int, int]]:
@@ -164,6 +205,7 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
     sharers = 1 if grid.outer else len(menu.host.gpus)
     possible = (held * sharers <= limits[0]) & (moved * sharers <= limits[1]) & (largest >= 0.0)
     drawn = grid.drawn(np.minimum(held, moved) if grid.outer else np.maximum(held, moved), whole)
+    samples = menu.samples(step, outer=grid.outer)
     corners = _CORNERS if problem.stage == 3 else 0
     parts: list[tuple[Ints, Ints, Ints, Ints]] = []
     for corner in range(corners + 1):
@@ -175,7 +217,7 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
         keeps = grid.held(on_gpu, whole) - drawn
         holds = grid.held(np.minimum(on_gpu + high, largest), whole)
         labels = np.flatnonzero(able)
-        parts.append((menu.amounts[able], keeps[able], holds[able], labels))
+        parts.append((samples[able], keeps[able], holds[able], labels))
     amounts, keeps, holds, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
     kept = _undominated(amounts, keeps, holds)
     return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept])
@@ -288,7 +330,13 @@ class HostTable:
 class Frontier:
     """All ranks of a problem with even or with unequal shards."""
 
-    def __init__(self, problem: PlanProblem, *, even: bool) -> None:
+    def __init__(self, problem: PlanProblem, *, even: bool, worst: float = math.inf) -> None:
+        """
+        Args:
+            problem: the ranks, and what is to be dealt to them.
+            even: whether all shards are equal.
+            worst: seconds of a step that is known to be possible: longer ones are of no interest.
+        """
         self.problem = problem
         self.even = even
         collectives = Collectives.of(problem, even=even)
@@ -296,7 +344,7 @@ class Frontier:
         for host, gpu in problem.cluster.ranks:
             kind = (_nameless(host), gpu)
             if kind not in menus:
-                menus[kind] = Menu.of(problem, host, gpu, collectives)
+                menus[kind] = Menu.of(problem, host, gpu, collectives, worst)
         self.menus = menus
         num_ranks = problem.cluster.num_ranks
         units = max(512, min(16 * num_ranks, 2048))
@@ -336,7 +384,7 @@ class Frontier:
             able = (menu.outer.compute <= step) & (menu.outer.offloaded <= step * gpu.copy_rate)
             if not able.any():
                 return False
-            samples += int(menu.amounts[able].max())
+            samples += int(menu.samples(step, outer=True)[able].max())
         return samples >= self.problem.batch
 
     def held(self, step: float) -> float:

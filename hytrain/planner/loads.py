@@ -1,20 +1,21 @@
 """What a rank's work takes: seconds of a step, bytes of GPU and host. hytrain's own cost model.
 
-With l = ceil(b / m) micro-batches, all charged at full size, and r for recomputation (0 where
-activations are stored), one layer takes, layer-major
+A rank's b samples are l micro-batches of m, but for the last one, which has what is left. With f, g
+and r their forward, backward and recomputation (0 where activations are stored), and sums over all
+micro-batches, one layer takes, layer-major
 
-    forward   max(AG, l f(m), boundary bytes / copy rate where they are offloaded)
-    backward  max(RS (+ AG in stage 3), l (r(m) + g(m)) + (l - 1) accumulation, the same bytes)
+    forward   max(AG, sum f, boundary bytes / copy rate where they are offloaded)
+    backward  max(RS (+ AG in stage 3), sum (r + g) + (l - 1) accumulation, the same bytes)
 
 and where micro-batches pass through the model one by one, gradients being reduced in the last
 one's backward,
 
-    forward   max(AG, f(m)) + (l - 1) f(m)
-    backward  (l - 1) (r(m) + g(m) + accumulation) + max(RS, r(m) + g(m))
+    forward   max(AG, f of the first) + sum of f of the others
+    backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last)
 
 (in stage 3 each micro-batch waits for its own AG, forward and backward); on the GPU, that makes
 
-    compute   L (forward + backward) + l outside(m)
+    compute   L (forward + backward) + sum of what is outside of the layers
 
 In stages 1 and 2 the AG is that of the updated weights, under forward. The rank's step is as long
 as the longest of these lines, a step of the job as that of its slowest rank:
@@ -88,9 +89,12 @@ class Collectives:
         return Collectives(factor * gather, factor * scatter)
 
 
-def num_micro(batch: int, microbatch: int) -> int:
-    """Micro-batches of a batch; 0 of none."""
-    return -(-batch // microbatch) if batch else 0
+def micro_sizes(batch: int, microbatch: int) -> list[tuple[int, int]]:
+    """(how many, their samples), in order: full ones, and the last with what is left."""
+    if not batch:
+        return []
+    full, left = divmod(batch, microbatch)
+    return [(full, microbatch)] * (full > 0) + [(1, left)] * (left > 0)
 
 
 def load(
@@ -103,53 +107,83 @@ def load(
 ) -> Load:
     """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
     model = problem.model
-    number = num_micro(batch, microbatch)
+    sizes = micro_sizes(batch, microbatch)
     offloaded = 0.0
     if activations == "offload":
         offloaded = float(batch * model.num_layers * model.boundary_bytes)
     copy = offloaded / model.num_layers / gpu.copy_rate
-    forward, backward, unused = _layer(
-        problem, gpu, collectives, number, microbatch, copy, activations
-    )
-    outside = 0.0
-    if batch and gpu.outside_ms is not None:
-        outside = number * gpu.outside_ms.at(microbatch) / 1e3
+    passes = layer_passes(problem, gpu, collectives, sizes, copy, activations)
     whole = 0.0 if problem.stage == 3 else float(model.itemsize * model.parameters)
     return Load(
         batch=batch,
         microbatch=microbatch,
         activations=activations,
-        compute=model.num_layers * (forward + backward) + outside,
-        edge=forward + backward + (model.num_layers - 1) * unused,
+        compute=model.num_layers * passes.total + outside_seconds(gpu, sizes),
+        edge=passes.total + (model.num_layers - 1) * passes.further,
         room=gpu.memory_bytes - _peak(problem, gpu, batch, microbatch, activations) - whole,
         offloaded=offloaded,
     )
 
 
-def _layer(
+@dataclass(frozen=True, slots=True)
+class LayerPasses:
+    """Seconds of one layer, of all micro-batches.
+
+    Attributes:
+        first: forward that waits for the layer's new weights.
+        further: what follows until the backward that gives the gradient; the CPU has no updates
+            to make then.
+        last: that backward.
+    """
+
+    first: float
+    further: float
+    last: float
+
+    @property
+    def total(self) -> float:
+        """Both passes of all micro-batches."""
+        return self.first + self.further + self.last
+
+
+def layer_passes(
     problem: PlanProblem,
     gpu: GpuProfile,
     collectives: Collectives,
-    number: int,
-    microbatch: int,
+    sizes: Sequence[tuple[int, int]],
     copy: float,
     activations: Activations,
-) -> tuple[float, float, float]:
-    """Seconds of one layer's forward and backward, and of them in which no update can run."""
-    gather, scatter = collectives.gather, collectives.scatter
-    sharded = gather if problem.stage == 3 else 0.0
-    if number == 0:
-        return max(gather, copy), max(scatter + sharded, copy), 0.0
-    once, back = micro_seconds(gpu, microbatch, activations)
+) -> LayerPasses:
+    """One layer's passes with micro-batches of these sizes (:func:`micro_sizes`).
+
+    ``copy``: seconds for which its offloaded activations are copied, each way.
+    """
+    sharded = collectives.gather if problem.stage == 3 else 0.0
+    least = max(collectives.scatter + sharded, copy)
+    if not sizes:
+        return LayerPasses(max(collectives.gather, copy), 0.0, least)
     adding = problem.accumulation_ms / 1e3
+    forwards, backwards = zip(
+        *(micro_seconds(gpu, size, activations) for _, size in sizes), strict=True
+    )
+    counts = [count for count, _ in sizes]
     if activations in LAYER_MAJOR:
-        forward = max(gather, number * once, copy)
-        backward = max(scatter + sharded, number * back + (number - 1) * adding, copy)
-        return forward, backward, 0.0
-    forward, backward = max(gather, once), max(scatter + sharded, back)
-    further = max(sharded, once) + max(sharded, back + adding)
-    total = forward + backward + (number - 1) * further
-    return total - backward, backward, (number - 1) * further
+        forward = sum(n * one for n, one in zip(counts, forwards, strict=True))
+        backward = sum(n * one for n, one in zip(counts, backwards, strict=True))
+        backward += (sum(counts) - 1) * adding
+        return LayerPasses(max(collectives.gather, forward, copy), 0.0, max(least, backward))
+    further = 0.0
+    for count, forward, backward in zip(counts, forwards, backwards, strict=True):
+        further += count * (max(sharded, forward) + max(sharded, backward + adding))
+    further -= max(sharded, forwards[0]) + max(sharded, backwards[-1] + adding)
+    return LayerPasses(max(collectives.gather, forwards[0]), further, max(least, backwards[-1]))
+
+
+def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
+    """Seconds outside of the layers, of all micro-batches."""
+    if gpu.outside_ms is None:
+        return 0.0
+    return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
 
 
 def micro_seconds(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hytrain.planner.baselines import samples_by_speed
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, load
 from hytrain.planner.problem import GpuProfile, PlanProblem
@@ -38,9 +39,16 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         )
     bound = math.inf
     found: Found | None = None
-    frontiers = [Frontier(problem, even=True)]
+    simple = samples_by_speed(problem)
+    if isinstance(simple, Infeasible) or (
+        not problem.allow_idle and any(rank.batch_size == 0 for rank in simple.ranks)
+    ):
+        simple = None
+    # Rounded up: it may be the best plan there is.
+    worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
+    frontiers = [Frontier(problem, even=True, worst=worst)]
     if cluster.num_ranks > 1:
-        frontiers.append(Frontier(problem, even=False))
+        frontiers.append(Frontier(problem, even=False, worst=worst))
     for frontier in frontiers:
         possible = _lower_bound(frontier)
         if possible is None:
@@ -49,6 +57,8 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         best = _search(frontier, possible, math.inf if found is None else found.step)
         if best is not None and (found is None or best.step < found.step * (1.0 - TOLERANCE)):
             found = best
+    if simple is not None and (found is None or simple.step_seconds < found.step):
+        return replace(simple, lower_bound=min(bound, simple.step_seconds))
     if found is None:
         return _missing(problem, frontiers[-1], is_bounded=math.isfinite(bound))
     return to_plan(problem, found, min(bound, found.step))

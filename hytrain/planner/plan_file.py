@@ -146,8 +146,16 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
-    """Writes plan.json."""
-    path.write_text(json.dumps(plan.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    """Writes plan.json.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    text = json.dumps(plan.model_dump(mode="json"), indent=2) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the plan {path} ({error.strerror})") from None
 
 
 def read_plan(path: Path) -> PlanFile:

@@ -41,6 +41,8 @@ def _positive(what: str, **values: float) -> None:
 class GpuProfile:
     """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
 
+    Times and bytes must not fall with more samples: the bound on the best plan counts on it.
+
     Attributes:
         name: the device's.
         memory_bytes: what the process may use of it, reserve taken off.

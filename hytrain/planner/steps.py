@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share
-from hytrain.planner.loads import Collectives, Load, micro_seconds, num_micro
-from hytrain.planner.problem import LAYER_MAJOR, GpuProfile, Host, PlanProblem
+from hytrain.planner.loads import Collectives, Load, layer_passes, micro_sizes, outside_seconds
+from hytrain.planner.problem import GpuProfile, Host, PlanProblem
 
 _ROUNDS = 4
 _SETTLED = 1e-6
@@ -229,17 +229,11 @@ def _passes(
 ) -> tuple[float, float, float]:
     """Seconds of a layer's first forward, of all between, of a layer's last backward."""
     layers = problem.model.num_layers
-    number = num_micro(work.batch, work.microbatch)
-    if number == 0:
+    sizes = micro_sizes(work.batch, work.microbatch)
+    if not sizes:
         return 0.0, 0.0, 0.0
-    once, back = micro_seconds(gpu, work.microbatch, work.activations)
-    outside = 0.0 if gpu.outside_ms is None else gpu.outside_ms.at(work.microbatch) / 1e3
-    sharded = collectives.gather if problem.stage == 3 else 0.0
-    adding = problem.accumulation_ms / 1e3
-    if work.activations in LAYER_MAJOR:
-        copy = work.offloaded / layers / gpu.copy_rate
-        backward = max(number * back + (number - 1) * adding, sharded, copy)
-        return max(number * once, sharded, copy), number * outside, backward
-    further = layers * (max(once, sharded) + max(back + adding, sharded))
-    middle = (number - 1) * further + number * outside
-    return max(once, sharded), middle, max(back, sharded)
+    # What the layers wait for outside of stage 3 is walked through here.
+    own = Collectives(collectives.gather if problem.stage == 3 else 0.0, 0.0)
+    copy = work.offloaded / layers / gpu.copy_rate
+    passes = layer_passes(problem, gpu, own, sizes, copy, work.activations)
+    return passes.first, layers * passes.further + outside_seconds(gpu, sizes), passes.last

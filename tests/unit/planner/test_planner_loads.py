@@ -54,6 +54,16 @@ def test_stored_activations_are_not_computed_again() -> None:
         assert work(policy).compute == pytest.approx(4 * 3 * 0.050 + 3 * 0.007)
 
 
+def test_the_last_micro_batch_has_what_is_left() -> None:
+    # Tables of one point are proportional: 5 samples take 5/6 of 6.
+    assert work("store", batch=5).compute == pytest.approx(5 / 6 * work("store").compute)
+    assert work("keep", batch=5).compute == pytest.approx(5 / 6 * work("keep").compute)
+    # The worker has the last one's backward, of 1 sample, and the first one's forward, of 2.
+    window = 3 * (0.010 + 0.0125)
+    uneven = work("store", batch=5)
+    assert uneven.edge == pytest.approx(uneven.compute - 2.5 * 0.007 - window)
+
+
 def test_between_the_first_and_the_last_micro_batch_the_worker_has_nothing_to_do() -> None:
     # It has the last micro-batch's backward and the first one's forward, of 3 of 4 layers.
     one_by_one = work("recompute")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_profiles import GIB, a_device, a_host, a_model, a_profile, day
+from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile, day
 
 from hytrain.planner.errors import PlanError
 from hytrain.planner.profile_file import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
+from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
 
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
@@ -122,3 +122,13 @@ def test_a_device_of_a_problem_is_found_by_its_label() -> None:
     profile: ProfileFile = a_profile()
     assert profile.device("one", "GPU, 50 SMs, 80.0 GiB").multiprocessors == 50
     assert a_model().parameters == profile.model.parameters
+
+
+def test_noise_does_not_make_more_samples_cheaper() -> None:
+    profile = a_profile()
+    device = profile.devices[0]
+    rows = [row.model_copy(update={"forward_ms": 3.0 - row.samples / 10}) for row in device.layer]
+    noisy = device.model_copy(update={"layer": tuple(rows)})
+    given = profile.model_copy(update={"devices": (noisy, *profile.devices[1:])})
+    forward = problem_from(given, options()).cluster.hosts[0].gpus[0].forward_ms
+    assert [forward.at(size) for size in (1, 2, 8)] == [2.9, 2.9, 2.9]

@@ -1,0 +1,105 @@
+"""A plan and what it is compared with, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hytrain.planner.baselines import Baseline, own_speeds
+from hytrain.planner.plan_file import plan_file
+from hytrain.planner.problem import GpuProfile, PlanProblem
+from hytrain.planner.report import align
+from hytrain.planner.result import Plan, RankPlan
+from hytrain.planner.uneven import Infeasible
+
+_GIB = 1024**3
+_LIMITS = {
+    "gpu": "compute",
+    "cpu": "CPU update",
+    "copies": "copies to the host",
+    "host": "host memory bandwidth",
+}
+# Of a GPU's memory: a plan that uses more is limited by it, too.
+_FULL = 0.95
+_HEADING = (
+    *("rank", "host", "device", "samples", "activations", "shard", "GPU layers", "step ms"),
+    *("GPU GiB", "host GiB", "limited by"),
+)
+
+
+def plan_text(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> str:
+    """What each GPU does in the plan and in what it is compared with, and what is gained."""
+    own = sum(own_speeds(problem))
+    parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
+    if plan.gap > 1e-3:
+        parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
+    for other in others:
+        parts += ["", other.name]
+        if isinstance(other.result, Infeasible):
+            parts.append(other.result.reason)
+            continue
+        gain = other.result.predicted_seconds / plan.predicted_seconds
+        words = _summary(problem, other.result, own)
+        parts += [_ranks(problem, other.result), f"{words}; the plan is {gain:.2f} x as fast"]
+    return "\n".join(parts)
+
+
+def _ranks(problem: PlanProblem, plan: Plan) -> str:
+    rows = [_HEADING]
+    for number, (rank, (_, gpu)) in enumerate(zip(plan.ranks, problem.cluster.ranks, strict=True)):
+        size = rank.microbatch_size
+        shown = (
+            f"{rank.batch_size} by {size}" if size else "none",
+            rank.activations if size else "-",
+            f"{rank.shard_fraction:.1%}",
+            f"{rank.gpu_layers} of {problem.model.num_layers}",
+            f"{1e3 * rank.step_seconds:.1f}",
+            f"{rank.gpu_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f}",
+            f"{rank.host_bytes / _GIB:.1f}",
+            limit_words(rank, gpu),
+        )
+        rows.append((str(number), rank.host, device_words(gpu), *shown))
+    return "\n".join(align(rows))
+
+
+def limit_words(rank: RankPlan, gpu: GpuProfile) -> str:
+    """What a rank's step is as long as, and whether its memory is full."""
+    words = _LIMITS[rank.limit]
+    return f"{words}, memory" if rank.gpu_bytes > _FULL * gpu.memory_bytes else words
+
+
+def device_words(gpu: GpuProfile) -> str:
+    """A device, told apart from others of its name."""
+    return f"{gpu.name}, {gpu.multiprocessors} SMs" if gpu.multiprocessors else gpu.name
+
+
+def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
+    speed = problem.batch / plan.predicted_seconds
+    words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms, {speed:.1f} samples/s"
+    if own > 0.0:
+        words += f", {speed / own:.0%} of what the GPUs compute each for itself"
+    return words
+
+
+def plan_json(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> dict[str, Any]:
+    """The plan as its file has it, and the others' steps; null and why where one does not fit."""
+    record = plan_file(problem, plan).model_dump(mode="json")
+    record["samples_per_second"] = problem.batch / plan.predicted_seconds
+    record["own_samples_per_second"] = own_speeds(problem)
+    record["compared_with"] = [_other_json(other) for other in others]
+    return record
+
+
+def _other_json(other: Baseline) -> dict[str, Any]:
+    if isinstance(other.result, Infeasible):
+        missing = {"reason": other.result.reason, "missing_gib": other.result.missing}
+        return {"name": other.name, "step_seconds": None, **missing}
+    plan = other.result
+    return {
+        "name": other.name,
+        "step_seconds": plan.predicted_seconds,
+        "batch_sizes": [rank.batch_size for rank in plan.ranks],
+        "microbatch_sizes": [rank.microbatch_size for rank in plan.ranks],
+        "gpu_layers": [rank.gpu_layers for rank in plan.ranks],
+        "gpu_bytes": [round(rank.gpu_bytes) for rank in plan.ranks],
+    }

@@ -1,0 +1,284 @@
+"""`hytrain plan`: profiles, libraries and data sheets; what is printed and written; refusals."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile
+
+from hytrain import cli
+from hytrain.planner.plan_file import read_plan
+from hytrain.planner.profile_file import ProfileFile, write_profile
+
+Capture = pytest.CaptureFixture[str]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
+}
+BLOCK = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
+
+
+def _write(folder: Path, profile: ProfileFile, name: str = "profile.json") -> Path:
+    path = folder / name
+    write_profile(path, profile)
+    return path
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    return _write(tmp_path, a_profile())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "small-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def _run(*arguments: object) -> int:
+    return cli.main(["plan", *map(str, arguments)])
+
+
+def _error(capsys: Capture, *arguments: object) -> str:
+    """What a refused command says: one line on stderr, nothing on stdout."""
+    assert _run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def _json(capsys: Capture, *arguments: object) -> dict[str, Any]:
+    assert _run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_table_says_what_each_gpu_does_and_what_is_gained(profile: Path, capsys: Capture) -> None:
+    assert _run("--profile", profile, "--batch", 32) == 0
+    text = capsys.readouterr().out
+    plan, even, by_speed = text.split("\n\n")
+    assert plan.startswith("plan\nrank")
+    assert "GPU, 100 SMs" in plan
+    assert "compute" in plan
+    assert even.startswith("even split\n")
+    assert "the plan is 1.4" in even
+    assert by_speed.startswith("samples by speed\n")
+    # 16 samples each, all at the slow one's pace; 22 and 10 are in the ratio of the speeds.
+    assert even.count("16 by 8") == 2
+
+
+def test_json_has_the_plan_and_what_it_is_compared_with(profile: Path, capsys: Capture) -> None:
+    record = _json(capsys, "--profile", profile, "--batch", 32)
+    assert record["estimated"] is False
+    assert sum(rank["batch_size"] for rank in record["ranks"]) == 32
+    assert [rank["multiprocessors"] for rank in record["ranks"]] == [100, 50]
+    names = [other["name"] for other in record["compared_with"]]
+    assert names == ["even split", "samples by speed"]
+    even = record["compared_with"][0]
+    assert even["batch_sizes"] == [16, 16]
+    assert even["step_seconds"] > 1.3 * record["predicted"]["step_seconds"]
+    fast, slow = record["own_samples_per_second"]
+    assert fast == pytest.approx(2.0 * slow)
+    assert record["samples_per_second"] < fast + slow
+
+
+def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "plan.json"
+    record = _json(capsys, "--profile", profile, "--batch", 32, "--stage", 1, "--out", out)
+    plan = read_plan(out)
+    assert plan.global_batch == 32
+    assert plan.stage == 1
+    assert plan.ranks[0].memory_bytes == 80 * GIB
+    assert plan.model_dump(mode="json")["ranks"] == record["ranks"]
+    assert _run("--profile", profile, "--batch", 32, "--out", tmp_path / "no" / "plan.json") == 2
+    assert "cannot write the plan" in capsys.readouterr().err
+
+
+def test_a_picture(profile: Path, tmp_path: Path, capsys: Capture) -> None:
+    chart = tmp_path / "plan.png"
+    assert _run("--profile", profile, "--batch", 32, "--chart", chart) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+
+
+def test_a_picture_without_matplotlib(
+    profile: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError("none here")
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert _run("--profile", profile, "--batch", 32, "--chart", tmp_path / "x.png") == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_an_even_split_that_does_not_fit_says_what_is_missing(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    fast = a_device("one", "Fast", gigabytes=9)
+    slow = a_device("one", "Slow", speed=0.25, gigabytes=80)
+    made = a_profile("one", fast, slow)
+    poor = a_host("one", fast, slow, gigabytes=2)
+    path = _write(tmp_path, made.model_copy(update={"hosts": (poor,)}))
+    assert _run("--profile", path, "--batch", 16) == 0
+    plan, even, by_speed = capsys.readouterr().out.split("\n\n")
+    assert "predicted step" in plan
+    for other in (even, by_speed):
+        assert "out of memory: " in other
+        assert "GiB" in other
+
+
+def test_nothing_that_fits_is_an_error_that_says_what_is_missing(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    device = a_device("one", "Tiny", gigabytes=6)
+    made = a_profile("one", device)
+    poor = a_host("one", device, gigabytes=2)
+    path = _write(tmp_path, made.model_copy(update={"hosts": (poor,)}))
+    text = _error(capsys, "--profile", path, "--batch", 4)
+    assert "nothing fits" in text
+    assert "GiB is missing" in text
+
+
+def test_less_memory_and_other_choices_are_planned_with(profile: Path, capsys: Capture) -> None:
+    small = _json(
+        capsys, "--profile", profile, "--batch", 32, "--device-memory-fraction", 0.15,
+        "--gpu-memory-reserve", 0.5, "--host-memory-reserve", 2, "--activations", "recompute",
+    )  # fmt: skip
+    for rank in small["ranks"]:
+        assert rank["activations"] == "recompute"
+        assert rank["memory_bytes"] == 12 * GIB
+        assert rank["gpu_bytes"] <= 11.5 * GIB
+    never = _json(capsys, "--profile", profile, "--batch", 2, "--no-idle")
+    assert [rank["batch_size"] for rank in never["ranks"]] == [1, 1]
+
+
+def test_files_of_two_hosts_are_planned_together(tmp_path: Path, capsys: Capture) -> None:
+    one = _write(tmp_path, a_profile("one"), "one.json")
+    two = _write(tmp_path, a_profile("two"), "two.json")
+    record = _json(capsys, "--profile", one, two, "--batch", 32, "--interconnect", 25)
+    assert [rank["host"] for rank in record["ranks"]] == ["one", "one", "two", "two"]
+    assert "--interconnect" in _error(capsys, "--profile", one, two, "--batch", 32)
+
+
+def test_named_gpus_are_found_in_a_library(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "library"
+    folder.mkdir()
+    _write(folder, a_profile("one", a_device("one", "NVIDIA L4", speed=0.5)), "l4.json")
+    _write(folder, a_profile("two", a_device("two", "RTX A6000")), "a6000.json")
+    record = _json(
+        capsys, "--gpus", "2xl4", "a6000", "--hosts", 2, 1, "--library", folder,
+        "--batch", 24, "--interconnect", 1000, "--cores", 8, "--host-memory", 32,
+    )  # fmt: skip
+    assert [rank["host"] for rank in record["ranks"]] == ["host0", "host0", "host1"]
+    assert [rank["device"] for rank in record["ranks"]] == ["NVIDIA L4"] * 2 + ["RTX A6000"]
+    assert record["ranks"][2]["batch_size"] > 1.5 * record["ranks"][0]["batch_size"]
+    text = _error(capsys, "--gpus", "b200", "--library", folder, "--batch", 24)
+    assert "no profile of a GPU called b200" in text
+    assert "RTX A6000" in text
+    text = _error(capsys, "--gpus", "l4", "--hosts", 2, "--library", folder, "--batch", 24)
+    assert "hosts with [2] GPUs" in text
+
+
+def test_devices_of_one_name_must_be_told_apart(profile: Path, capsys: Capture) -> None:
+    text = _error(capsys, "--gpus", "gpu", "--profile", profile, "--batch", 8)
+    assert "several GPUs are called gpu" in text
+    record = _json(capsys, "--gpus", "GPU, 50 SMs, 80.0 GiB", "--profile", profile, "--batch", 8)
+    assert record["ranks"][0]["multiprocessors"] == 50
+
+
+def test_a_library_of_several_models_asks_which(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "library"
+    folder.mkdir()
+    profile = a_profile("one", a_device("one", "L4"))
+    _write(folder, profile, "a.json")
+    longer = a_model().model_copy(update={"seq_len": 4096})
+    _write(folder, profile.model_copy(update={"model": longer}), "b.json")
+    assert "several models" in _error(capsys, "--gpus", "l4", "--library", folder, "--batch", 4)
+    record = _json(capsys, "--gpus", "l4", "--library", folder, "--batch", 4, "--seq-len", 4096)
+    assert record["model"]["num_layers"] == 12
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no profile" in _error(capsys, "--gpus", "l4", "--library", empty, "--batch", 4)
+
+
+def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
+    arguments = ("--gpus", "l4", "l4", "a6000", "p40", "--model", model, "--batch", 64)
+    assert _run(*arguments) == 0
+    assert capsys.readouterr().out.startswith("estimated from data sheets")
+    record = _json(capsys, *arguments)
+    assert record["estimated"] is True
+    assert record["model"] == {
+        "name": "small-llama",
+        "num_layers": 4,
+        "parameters": 4 * BLOCK + 2 * 1024 * 256 + 256,
+    }
+    l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])
+    assert l4 == pytest.approx(other, abs=2)
+    assert a6000 > l4 > p40
+    assert "no data sheet of a GPU called b200" in _error(
+        capsys, "--gpus", "b200", "--model", model, "--batch", 64
+    )
+    assert "give the --model" in _error(capsys, "--gpus", "l4", "--batch", 64)
+
+
+def test_the_model_of_a_profile_is_checked(profile: Path, model: Path, capsys: Capture) -> None:
+    text = _error(capsys, "--profile", profile, "--batch", 8, "--model", model)
+    assert "num_layers 4" in text
+    assert "with 12" in text
+    text = _error(capsys, "--profile", profile, "--batch", 8, "--seq-len", 2048)
+    assert "--seq-len is 2048, the profile has 1024" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "needs --batch"),
+        (("--batch", 8), "needs --profile"),
+        (("--batch", 8, "--profile", "{profile}", "--cores", 4), "--cores is for --gpus"),
+        (("--batch", 8, "--profile", "nowhere.json"), "cannot read the profile"),
+        (("--batch", 8, "--profile", "{profile}", "--device-memory-fraction", 2), "in (0, 1]"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    profile: Path, capsys: Capture, arguments: tuple[object, ...], words: str
+) -> None:
+    filled = [str(part).replace("{profile}", str(profile)) for part in arguments]
+    assert words in _error(capsys, *filled)
+
+
+def test_help_and_refusals_need_no_torch(profile: Path) -> None:
+    script = (
+        "import sys; from hytrain import cli; "
+        f"cli.main(['plan', '--profile', {str(profile)!r}, '--batch', '8', '--json']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_published_cases_stay_a_command_of_their_own(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "uneven", "--help"])
+    assert left.value.code == 0
+    assert "--cases" in capsys.readouterr().out
