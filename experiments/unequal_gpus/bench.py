@@ -315,4 +315,5 @@ class Bench:
         engine.destroy()
         del engine, model, batches
         self.clean()
-        return {**found, "seconds": time.perf_counter() - begin}
+        left = torch.cuda.memory_allocated(self.device) if self.is_cuda else None
+        return {**found, "gpu_left_bytes": left, "seconds": time.perf_counter() - begin}

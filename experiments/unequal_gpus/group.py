@@ -67,6 +67,8 @@ def environment(place: Place, rank: int, ports: tuple[int, int]) -> dict[str, st
         STAGES_CORES=",".join(map(str, place.cores[rank])),
         OMP_NUM_THREADS=str(max(1, len(place.cores[rank]) - 1)),
         TORCH_EXTENSIONS_DIR=extensions_dir(),
+        # One machine: gloo need not ask for its name.
+        GLOO_SOCKET_IFNAME="lo",
     )
     if place.device == "cpu":
         env.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")

@@ -11,7 +11,7 @@ from experiments.offload_step.model import Batch
 from experiments.offload_step.records import Json
 from hytrain.profile.step_timer import Clock
 
-REPEATS = 3
+REPEATS = 2
 
 
 class Passes:

@@ -44,7 +44,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _sms(text: str) -> dict[str, int]:
-    """`1=128,0.5=64` as a table from speed to multiprocessors; speeds as Python writes them."""
+    """`1=104,0.5=48` as a table from speed to multiprocessors; speeds as Python writes them."""
     pairs = (word.split("=") for word in text.split(","))
     return {str(float(speed)): int(count) for speed, count in pairs}
 
@@ -72,17 +72,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--batch-scale", default=1.0, type=float, help="times the cases' batches")
     add(
         "--sms",
-        default={"1.0": 128, "0.5": 64, "0.25": 32},
+        default={"1.0": 104, "0.5": 48, "0.25": 24},
         type=_sms,
         metavar="SPEED=N,...",
-        help="multiprocessors that stand for a speed (1=128,0.5=64,0.25=32)",
+        help="multiprocessors that stand for a speed (1=104,0.5=48,0.25=24)",
     )
     add(
         "--counts",
-        default=(128, 72, 64, 56, 40, 32, 24),
+        default=(128, 120, 112, 104, 96, 64, 56, 48, 40, 32, 24),
         type=_counts,
         metavar="N,N,...",
-        help="multiprocessors that part slowdown tries; the first is speed 1",
+        help="multiprocessors that part slowdown tries",
     )
     add(
         "--limits",
