@@ -60,6 +60,8 @@ class HyTrainEngine(DeepSpeedEngine):
         try:
             self._build(*args, **kwargs)
         except BaseException:
+            if self._collectives is not None:
+                self._collectives.close()
             # The model can be given to another engine: nothing of this one is left on it.
             optimizer = vars(self).get("optimizer")
             if isinstance(optimizer, HyTrainZeroOptimizer):
@@ -82,6 +84,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     hytrain_config: HyTrainConfig
     _added_hooks: AddedHooks
+    _collectives: ShardCollectives | None = None
     _in_train_batch = False
     _guards: LayerGuards | None
 
@@ -140,7 +143,14 @@ class HyTrainEngine(DeepSpeedEngine):
             for group in optimizer.param_groups:
                 group["bias_correction"] = False
         group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
-        collectives = ShardCollectives(group)
+        collectives = self._collectives = ShardCollectives(group)
+        collectives.start_watch()
+        with collectives.telling():
+            return self._build_optimizer(optimizer, collectives)
+
+    def _build_optimizer(
+        self, optimizer: torch.optim.Optimizer, collectives: ShardCollectives
+    ) -> HyTrainZeroOptimizer:
         return build_optimizer(
             self._model,
             optimizer,
@@ -189,19 +199,33 @@ class HyTrainEngine(DeepSpeedEngine):
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"{error}\n{optimizer.make_gpu_room()}") from error
 
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """As DeepSpeed's; several ranks are told of an exception, as they wait for this one.
+
+        Raises:
+            RankFailedError: another rank has failed; the message has its error.
+            OutOfStepError: the ranks have made different numbers of backward passes.
+        """
+        with self._check_open().collectives.telling():
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception; the next micro-batch is
                 the first of the step.
+            RankFailedError: another rank has failed; the message has its error.
+            OutOfStepError: the ranks have made different numbers of backward passes.
         """
+        optimizer = self._check_open()
         try:
-            self._check_open().refuse_aborted()
+            optimizer.refuse_aborted()
         except AbortedBackwardError:
             begin_window(self)
             raise
-        super().step(lr_kwargs)
+        with optimizer.collectives.telling():
+            super().step(lr_kwargs)
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None
@@ -235,14 +259,15 @@ class HyTrainEngine(DeepSpeedEngine):
         count = steps if shares is None else len(shares.micro_batches(rank))
         self._in_train_batch = optimizer.sums_over_ranks = True
         try:
-            loss = train_global_batch(
-                cast(BatchEngine, self),
-                data_iter,
-                count,
-                num_valid or valid_labels,
-                optimizer.collectives.all_reduce,
-                optimizer.pipeline.streams.device,
-            )
+            with optimizer.collectives.telling():
+                loss = train_global_batch(
+                    cast(BatchEngine, self),
+                    data_iter,
+                    count,
+                    num_valid or valid_labels,
+                    optimizer.collectives.all_reduce,
+                    optimizer.pipeline.streams.device,
+                )
         finally:
             self._in_train_batch = optimizer.sums_over_ranks = False
         self.micro_steps += steps - 1  # step() has counted one

@@ -31,6 +31,14 @@ class GradientOrderError(HyTrainError, RuntimeError):
     """A gradient arrived for a layer whose update had already been previewed as final."""
 
 
+class RankFailedError(HyTrainError, RuntimeError):
+    """Another rank has failed; the message says which, and its own error."""
+
+
+class OutOfStepError(HyTrainError, RuntimeError):
+    """The ranks' collectives cannot meet: some have made other backward passes or steps."""
+
+
 class AbortedBackwardError(HyTrainError, RuntimeError):
     """A backward ended with an exception, and what it left cannot become a step."""
 

@@ -172,7 +172,8 @@ class UpdatePipeline:
             self._after_step(skipped=False)
             return None
         self._update_on_device(hyper)
-        outcome = self.norm.read_decision()
+        with self._collectives.waiting():
+            outcome = self.norm.read_decision()
         if outcome.skip:
             self._drop_all()
         else:

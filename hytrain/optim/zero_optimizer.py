@@ -214,7 +214,14 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self._is_reducing and is_boundary:
             self._begin_step()
             self.placement.begin_backward()
+        if self._is_reducing:
+            self._meet_in_backward()
         collector.begin(early=self._is_reducing)
+
+    def _meet_in_backward(self) -> None:
+        # In train_batch ranks reduce once a step, however many micro-batches they have.
+        if self.settings.reduce_every_backward and not self.sums_over_ranks:
+            self.collectives.meet("the reduction of a backward pass's gradients")
 
     def _begin_step(self) -> None:
         """Snapshots the hyper-parameters that this step's updates begin with."""
@@ -395,9 +402,11 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if not self.collector.open and not self._was_reduced:
             # No backward on this rank: it takes part in the others' collectives with zeros.
             self.pipeline.wait_all()
+            self._meet_in_backward()
             self.collector.begin(early=False)
         self.collector.complete(consume=True)
         self._send_held()
+        self.collectives.meet("the end of a step")
         self.pipeline.launch_outcome()
         self.placement.end_backward()
         outcome = self.pipeline.finish_step(self._read_hyper())
@@ -492,6 +501,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collector.remove_hooks()
         self.collector.discard()
         self.pipeline.close()
+        self.collectives.close()
 
     def _check_open(self) -> None:
         if self._closed:

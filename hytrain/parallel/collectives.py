@@ -7,10 +7,24 @@ needs no padding copies either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hytrain.errors import OutOfStepError
+from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
+
+logger = logging.getLogger(__name__)
+
+_STORE_TIMEOUT = timedelta(seconds=20)
 
 # Renamed in torch 2.13; the old names warn there and the new ones are missing before.
 _names = vars(dist)
@@ -34,6 +48,77 @@ class ShardCollectives:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._is_nccl = dist.get_backend(group) == "nccl"
+        self.watch: RankWatch | None = None
+        """Sees that nobody waits for ever; None before :meth:`start_watch`."""
+
+    def start_watch(self) -> None:
+        """From now on the ranks tell each other of failures. All ranks call it."""
+        if self.world_size == 1 or self.watch is not None:
+            return
+        # Its type is too general to say that it can be cloned.
+        shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+        def connect() -> Store:
+            store = shared.clone()
+            store.set_timeout(_STORE_TIMEOUT)
+            return store
+
+        try:
+            self.watch = RankWatch(
+                self.rank,
+                self.world_size,
+                connect=connect,
+                abort=self._abort,
+                can_interrupt=self._is_nccl,
+            )
+        except Exception as error:
+            # A store of another kind (MPI has none) cannot be shared with a thread.
+            logger.warning("a failed rank will be noticed at the timeout only: %s", error)
+
+    def close(self) -> None:
+        """Ends what :meth:`start_watch` has started. May be called twice."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
+    @contextmanager
+    def telling(self) -> Generator[None]:
+        """What the block raises is told to the other ranks, which wait for this one in a step."""
+        try:
+            yield
+        except Exception as error:
+            if self.watch is not None:
+                self.watch.tell(error, final=False)
+            raise
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The host waits for the other ranks, on the device, while the block runs.
+
+        Raises:
+            RankFailedError, OutOfStepError: in vain.
+        """
+        return nullcontext() if self.watch is None else self.watch.waiting()
+
+    def _abort(self) -> None:
+        group = self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+        group._get_backend(torch.device("cuda")).abort()  # pyright: ignore[reportPrivateUsage]
+
+    def _run(
+        self, what: str, collective: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> None:
+        """Issues a collective; on a CPU, waits for it.
+
+        Args:
+            what: the same on all ranks.
+            collective: of torch.distributed.
+            arguments, named: its own, without the group.
+        """
+        watch = self.watch
+        if watch is None:
+            collective(*arguments, **named, group=self.group)
+            return
+        watch.issue(what)
+        watch.run(partial(collective, *arguments, **named, group=self.group))
 
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of the group."""
@@ -49,10 +134,11 @@ class ShardCollectives:
         if self.world_size == 1:
             return flat
         shard = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
+        what = f"the reduce-scatter of {flat.numel()} elements"
         if len(set(sizes)) == 1:
-            _reduce_scatter_even(shard, flat, group=self.group)
+            self._run(what, _reduce_scatter_even, shard, flat)
         else:
-            dist.reduce_scatter(shard, list(flat.split(list(sizes))), group=self.group)
+            self._run(what, dist.reduce_scatter, shard, list(flat.split(list(sizes))))
         return shard
 
     def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> None:
@@ -65,19 +151,48 @@ class ShardCollectives:
         if self.world_size == 1:
             return
         shards = list(flat.split(list(sizes)))
+        what = f"the all-gather of {flat.numel()} elements"
         if len(set(sizes)) == 1:
-            _all_gather_even(flat, shards[self.rank], group=self.group)
+            self._run(what, _all_gather_even, flat, shards[self.rank])
         elif self._is_nccl:
-            dist.all_gather(shards, shards[self.rank], group=self.group)
+            self._run(what, dist.all_gather, shards, shards[self.rank])
         else:
             for rank, shard in enumerate(shards):
                 if shard.numel():
-                    dist.broadcast(shard, self.global_rank(rank), group=self.group)
+                    self._run(what, dist.broadcast, shard, self.global_rank(rank))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
+
+    def meet(self, what: str) -> None:
+        """The ranks are about to begin the same thing: where they could be out of step.
+
+        NCCL's collectives wait for one another, so that it is enough to note it. Gloo ends the
+        process where two of them do not fit, with nothing said: there the ranks ask first.
+
+        Args:
+            what: begins here.
+
+        Raises:
+            OutOfStepError: it is something else on another rank; raised on all.
+        """
+        if self.world_size == 1:
+            return
+        if self._is_nccl:
+            if self.watch is not None:
+                self.watch.issue(what)
+            return
+        codes = torch.zeros(self.world_size, dtype=torch.int64)
+        codes[self.rank] = mine = zlib.crc32(what.encode())
+        self._run("the ranks' meeting", dist.all_reduce, codes)
+        others = [rank for rank, code in enumerate(codes.tolist()) if code != mine]
+        if others:
+            raise OutOfStepError(
+                f"the ranks are out of step: rank {self.rank} has come to {what}, ranks {others} "
+                f"to something else. {SAME_NUMBER}"
+            )
 
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool
@@ -90,11 +205,12 @@ class ShardCollectives:
         if self.world_size == 1:
             return list(order), list(early)
         first = torch.tensor([self.rank if has_seen else self.world_size], device=device)
-        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
+        what = "the agreement on the layers' order"
+        self._run(what, dist.all_reduce, first, op=dist.ReduceOp.MIN)
         source = min(int(first.item()), self.world_size - 1)
         early = early if has_seen else [True] * len(early)
         table = torch.tensor([list(order), [int(e) for e in early]], device=device)
-        dist.broadcast(table[0], self.global_rank(source), group=self.group)
-        dist.all_reduce(table[1], op=dist.ReduceOp.MIN, group=self.group)
+        self._run(what, dist.broadcast, table[0], self.global_rank(source))
+        self._run(what, dist.all_reduce, table[1], op=dist.ReduceOp.MIN)
         agreed = table.tolist()
         return [int(i) for i in agreed[0]], [bool(e) for e in agreed[1]]

@@ -44,7 +44,7 @@ from typing import Any
 
 START_SECONDS = 120.0
 """Most seconds for the start of the processes, on a busy machine."""
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 6.0
 """How long other ranks may take to report their own exception after the first one."""
 
 

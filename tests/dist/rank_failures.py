@@ -1,0 +1,188 @@
+"""Cases in which one rank fails, or does other things than the rest: nobody waits for ever.
+
+The group's timeout is far beyond a case's: whoever waited for that would fail the test.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_training import backward, config_for
+from support.engines import built
+from support.models import HIDDEN, make_batch, make_model
+
+from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.parallel import watch
+
+SHARDS = [0.6, 0.4]
+SECONDS = 25.0
+"""Until the others know, on a busy machine; the group's timeout in the tests is 60 s."""
+
+
+def impatient() -> None:
+    """This process is not kept for other cases: its collectives hang when a case is over."""
+    watch.PATIENCE_SECONDS = 1.5
+
+
+def ends(folder: str) -> None:
+    """Rank 1's script ends with an exception, and its process takes a while to go."""
+    with built(make_model("mlp"), config_for(SHARDS)) as engine:
+        backward(engine, 0)
+        engine.step()
+        if dist.get_rank() == 1:
+            show = sys.excepthook
+            sys.excepthook = lambda *error: (show(*error), time.sleep(15))
+            raise KeyError("injected: the script's own mistake")
+        Path(folder, "text").write_text(
+            _others_raise(engine, "the script's own mistake", RankFailedError)
+        )
+
+
+def _others_raise(engine: Any, match: str, kind: type[RuntimeError]) -> str:
+    """Trains on until the failure is seen; its text."""
+    begin = time.monotonic()
+    with pytest.raises(kind, match=match) as raised:
+        for number in range(10, 20):
+            backward(engine, number)
+            engine.step()
+    assert time.monotonic() - begin < SECONDS
+    return str(raised.value)
+
+
+def fails_in_backward(failing: int, step: int) -> str | None:
+    """A hook of the user's raises on one rank in the middle of a backward; it goes elsewhere."""
+    impatient()
+    model = make_model("mlp")
+    armed = [False]
+
+    def strike(gradient: torch.Tensor) -> torch.Tensor:
+        if armed[0]:
+            raise ValueError("injected into block 2")
+        return gradient
+
+    model.blocks[2].up.weight.register_hook(strike)  # type: ignore[index, union-attr]
+    with built(model, config_for(SHARDS, gpu_fraction=0.5)) as engine:
+        for number in range(step):
+            backward(engine, number)
+            engine.step()
+        if dist.get_rank() != failing:
+            return _others_raise(engine, "injected into block 2", RankFailedError)
+        armed[0] = True
+        with pytest.raises(ValueError, match="injected"):
+            backward(engine, step)
+        time.sleep(3 * watch.PATIENCE_SECONDS)  # it lives on and never comes back
+    return None
+
+
+def all_fail_alike() -> None:
+    """Every rank's backward raises before any collective; they try again, later than patience."""
+    impatient()
+    model = make_model("mlp")
+    armed = [False]
+
+    def strike(gradient: torch.Tensor) -> torch.Tensor:
+        if armed[0]:
+            raise ValueError("injected")
+        return gradient
+
+    model.head.weight.register_hook(strike)  # type: ignore[union-attr]
+    with built(model, config_for(SHARDS, gpu_fraction=0.5)) as engine:
+        for number in range(6):
+            if number in (1, 3):
+                armed[0] = True
+                with pytest.raises(ValueError, match="injected"):
+                    backward(engine, number)
+                armed[0] = False
+                if number == 1:
+                    time.sleep(watch.PATIENCE_SECONDS / 2 * (1 + dist.get_rank()))
+            backward(engine, number)
+            engine.step()
+        assert engine.global_steps == 6
+
+
+def fewer_micro_batches(stage: int, fewer: int) -> str:
+    """One rank steps after two micro-batches, the other after three."""
+    impatient()
+    with built(make_model("mlp"), config_for(SHARDS, stage=stage, accumulation=3)) as engine:
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+        count = 2 if dist.get_rank() == fewer else 3
+        begin = time.monotonic()
+        with pytest.raises(OutOfStepError, match=r"engine\.train_batch") as raised:
+            for number in range(count):
+                engine.set_gradient_accumulation_boundary(number + 1 == count)
+                backward(engine, 10 + number)
+                if number + 1 == count:
+                    engine.step()
+            for _ in range(2):  # one may have come through; then nobody follows
+                backward(engine, 20)
+                engine.step()
+        assert time.monotonic() - begin < SECONDS
+        return str(raised.value)
+
+
+def slow_ranks_are_waited_for() -> None:
+    """A rank that takes longer than patience is not given up."""
+    impatient()
+    with built(make_model("mlp"), config_for(SHARDS)) as engine:
+        for number in range(3):
+            if number == 1 + dist.get_rank():
+                time.sleep(2.5 * watch.PATIENCE_SECONDS)
+            backward(engine, number)
+            engine.step()
+        assert engine.global_steps == 3
+
+
+def data_ends_on_one_rank(short: int) -> str | None:
+    section = {"batch_sizes": [2, 1], "micro_batch_sizes": [1, 1]}
+    config = config_for(SHARDS)
+    config["hytrain"].update(section)
+    with built(make_model("mlp"), config) as engine:
+        count = (2, 1)[dist.get_rank()] * (1 if dist.get_rank() == short else 3)
+        batches = iter([{"inputs": torch.ones(1, HIDDEN)}] * count)
+        begin = time.monotonic()
+        engine.train_batch(batches, num_valid=lambda _: 1)
+        if dist.get_rank() == short:
+            with pytest.raises(StopIteration):
+                engine.train_batch(batches, num_valid=lambda _: 1)
+            time.sleep(3 * watch.PATIENCE_SECONDS)
+            return None
+        with pytest.raises(RankFailedError, match="StopIteration") as raised:
+            engine.train_batch(batches, num_valid=lambda _: 1)
+        assert time.monotonic() - begin < SECONDS
+        return str(raised.value)
+
+
+def build_fails_on_one_rank(failing: int) -> str | None:
+    """One rank cannot take its memory, after all have agreed that there is enough."""
+    impatient()
+    impatient()
+    from hytrain.optim import build
+
+    def refuse(*_arguments: Any, **_keywords: Any) -> None:
+        raise MemoryError("injected: no host memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == failing:
+            patch.setattr(build, "_allocate_state", refuse)
+            with pytest.raises(MemoryError), built(make_model("mlp"), config_for(SHARDS)):
+                pass
+            time.sleep(3 * watch.PATIENCE_SECONDS)
+            return None
+        with built(make_model("mlp"), config_for(SHARDS)) as engine:
+            engine(**make_batch("mlp", 0))
+            return _others_raise(engine, "injected: no host memory", RankFailedError)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    ends(sys.argv[1])

@@ -1,0 +1,236 @@
+"""Ranks that watch each other, here as objects around one store in memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.parallel import watch
+from hytrain.parallel.watch import Lane, RankWatch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class MemoryStore:
+    """A store that can break."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.broken = 0
+        self.lock = threading.Lock()
+
+    def _use(self) -> None:
+        if self.broken:
+            self.broken -= 1
+            raise RuntimeError("connection reset by peer")
+
+    def set(self, key: str, value: str, /) -> None:
+        self._use()
+        self.values[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        self._use()
+        return self.values[key].encode()
+
+    def check(self, keys: list[str], /) -> bool:
+        self._use()
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        self._use()
+        return self.values.pop(key, None) is not None
+
+
+class Job:
+    """Some ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int = 3) -> None:
+        self.store = MemoryStore()
+        self.aborted: list[int] = []
+        number = iter([7] * world_size)  # one engine: the same number on all ranks
+        monkeypatch.setattr(watch, "_numbers", number)
+        self.ranks = [
+            RankWatch(
+                rank,
+                world_size,
+                connect=lambda: self.store,
+                abort=lambda rank=rank: self.aborted.append(rank),
+                can_interrupt=rank != 2,  # the last one's backend cannot be
+            )
+            for rank in range(world_size)
+        ]
+
+    def wait_for(self, rank: int) -> Exception | None:
+        """What the rank finds within two seconds."""
+        self.ranks[rank]._failed.wait(2.0)
+        return self.ranks[rank]._failure
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.2)
+    job = Job(monkeypatch)
+    yield job
+    for rank in job.ranks:
+        rank.close()
+        assert not rank._thread.is_alive()
+
+
+def test_a_failure_that_ends_a_process_reaches_all(job: Job) -> None:
+    job.ranks[1].tell(ValueError("no such file"), final=True)
+    for rank in (0, 2):
+        found = job.wait_for(rank)
+        assert isinstance(found, RankFailedError)
+        assert "rank 1 has failed" in str(found)
+        assert "ValueError: no such file" in str(found)
+        with pytest.raises(RankFailedError):
+            job.ranks[rank].issue("anything")
+    assert job.wait_for(1) is None
+    assert job.aborted == [0]
+
+
+def test_a_failure_that_may_be_mended_counts_for_those_who_wait(job: Job) -> None:
+    job.ranks[1].tell(ValueError("out of luck"), final=False)
+    with pytest.raises(RankFailedError, match="rank 1 has failed"), job.ranks[0].waiting():
+        assert job.ranks[0]._failed.wait(2.0)
+    assert job.wait_for(2) is None  # it computes: it can wait
+
+
+def test_a_rank_that_goes_on_is_forgiven(job: Job) -> None:
+    job.ranks[1].tell(ValueError("once"), final=False)
+    job.ranks[1].issue("reduce")
+    with job.ranks[0].waiting():
+        time.sleep(1.0)
+
+
+def test_ranks_that_have_all_failed_wait_for_nobody(job: Job) -> None:
+    for rank in job.ranks:
+        rank.tell(ValueError("all"), final=False)
+    with job.ranks[0].waiting():
+        time.sleep(1.0)
+
+
+def test_different_collectives_at_one_number_are_found(job: Job) -> None:
+    for rank in job.ranks:
+        for number in range(3000):  # more than is remembered
+            rank.issue(f"reduce {number % 7}")
+    for rank in (0, 1):
+        job.ranks[rank].issue("reduce 1")
+    job.ranks[2].issue("norm")
+    job.ranks[2].issue("gather")
+    with (
+        pytest.raises(OutOfStepError, match="collective number 3001 is reduce 1 on rank 0 and"),
+        job.ranks[0].waiting(),
+    ):
+        assert job.ranks[0]._failed.wait(2.0)
+    assert isinstance(job.wait_for(2), OutOfStepError)
+
+
+def test_ranks_that_are_only_late_are_in_step(job: Job) -> None:
+    for rank, count in zip(job.ranks, (10, 7, 9), strict=True):
+        for number in range(count):
+            rank.issue(f"reduce {number}")
+    with job.ranks[0].waiting():
+        time.sleep(1.0)
+    deadline = time.monotonic() + 5.0
+    while "hytrain/watch/7/trouble" in job.store.values and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "hytrain/watch/7/trouble" not in job.store.values, "nobody asks any more"
+
+
+def test_a_lost_connection_is_made_again(job: Job) -> None:
+    job.store.broken = 2
+    time.sleep(0.3)
+    assert all(rank._failure is None for rank in job.ranks)
+
+
+def test_a_store_that_is_gone_is_a_failure(job: Job) -> None:
+    job.store.broken = 10**9
+    found = job.wait_for(0)
+    assert isinstance(found, RankFailedError)
+    assert "store cannot be reached" in str(found)
+
+
+def test_what_ends_the_process_is_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Every watch of this process is one of another rank here; rank 0's tells.
+    for rank in job.ranks[1:]:
+        watch._open_watches.discard(rank)
+    error = KeyError("the script's")
+    sys.excepthook(KeyError, error, None)
+    assert "the script's" in capsys.readouterr().err
+    assert "rank 0 has failed" in str(job.wait_for(1))
+
+
+def test_an_exception_that_passes_through_close_is_told(job: Job) -> None:
+    def fails() -> None:
+        try:
+            raise OSError("disk")
+        finally:
+            job.ranks[0].close()
+
+    with pytest.raises(OSError, match="disk"):
+        fails()
+    assert "OSError: disk" in str(job.wait_for(1))
+
+
+def test_the_end_of_the_data_is_no_failure(job: Job) -> None:
+    try:
+        next(iter(()))
+    except StopIteration:
+        job.ranks[0].close()
+    assert job.wait_for(1) is None
+
+
+def test_errors_of_others_are_not_passed_on(job: Job) -> None:
+    job.ranks[1].tell(ValueError("first"), final=True)
+    found = job.wait_for(0)
+    assert found is not None
+    job.ranks[0].tell(found, final=True)
+    assert "first" in str(job.wait_for(2))
+    assert "rank 1" in str(job.wait_for(2))
+
+
+# -- collectives that cannot be interrupted -----------------------------------------------------
+
+
+def test_a_collective_that_does_not_end_is_left(job: Job) -> None:
+    release = threading.Event()
+    try:
+        job.ranks[0].tell(ValueError("gone"), final=True)
+        with pytest.raises(RankFailedError, match="rank 0 has failed"):
+            job.ranks[2].run(lambda: release.wait(30))
+    finally:
+        release.set()
+
+
+def test_a_failed_collective_is_explained_where_somebody_knows(job: Job) -> None:
+    def broken() -> Any:
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        job.ranks[2].run(broken)
+    job.ranks[1].tell(ValueError("the cause"), final=True)
+    with pytest.raises(RankFailedError, match="the cause") as raised:
+        job.ranks[2].run(broken)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_lane_keeps_the_order_and_nothing_else() -> None:
+    lane = Lane()
+    order: list[int] = []
+    ended = [lane.submit(lambda n=n: order.append(n)) for n in range(100)]
+    assert ended[-1].wait(5)
+    assert order == list(range(100))
+    lane.close()
+    assert lane._thread is not None
+    lane._thread.join(5)
+    assert not lane._thread.is_alive()
