@@ -35,10 +35,7 @@ def joined(device: torch.device) -> Generator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
     finally:

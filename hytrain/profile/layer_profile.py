@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,7 +53,8 @@ class LayerOptions:
 
     Attributes:
         micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
-            fit, or gains less than 3 % twice in a row.
+            fit (then half as much again as the last, if that does), or 8 or more gain less than
+            3 % twice in a row.
         seconds: of measuring, about; sizes that were given, else at least two, are all measured.
     """
 
@@ -102,6 +104,19 @@ def profile_layer(
             one after another.
     """
     try:
+        return _profile_copy(subject, device, options, on_size)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _profile_copy(
+    subject: Subject,
+    device: torch.device,
+    options: LayerOptions,
+    on_size: Callable[[int, float], None],
+) -> LayerProfile:
+    try:
         model = subject.copy(_DEPTH, device)
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
@@ -125,6 +140,7 @@ class _Memory:
 
 _Value = TypeVar("_Value")
 _Pass = Mapping[Point, _Value]
+_Row = tuple[LayerSample, OutsideSample]
 
 
 class _Bench:
@@ -138,55 +154,41 @@ class _Bench:
         self._hooks = BlockHooks(model.blocks)
         self._recomputation = Recomputation(model.blocks)
         self._sink = GradientSink(model.layers)
+        self._rows: list[_Row] = []
         self._boundary_bytes = 0
         self._is_cuda = device.type == "cuda"
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Removes all hooks."""
         self._hooks.close()
         self._sink.close()
-        del self._model
-        if self._is_cuda:
-            torch.cuda.empty_cache()
 
     def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> LayerProfile:
         begin = time.monotonic()
         weights = self._meter().allocated()
-        layer: list[LayerSample] = []
-        outside: list[OutsideSample] = []
-        idle = 0
         with self._recomputation.installed():
-            for size in options.micro_batches or _doublings():
+            for size in options.micro_batches or self._doublings(begin + options.seconds):
                 spent = time.monotonic() - begin
                 on_size(size, min(1.0, spent / options.seconds))
-                left = options.seconds - spent
-                measured = self._measure_if_it_fits(size, max(0.2, left / 4))
-                if measured is None:
+                measured = self._measure_if_it_fits(size, max(0.2, (options.seconds - spent) / 4))
+                if measured is not None:
+                    self._rows.append(measured)
+                elif options.micro_batches is not None:
                     break
-                layer.append(measured[0])
-                outside.append(measured[1])
-                if options.micro_batches is None and (
-                    self._is_enough(layer, outside)
-                    or (len(layer) > 1 and time.monotonic() - begin > options.seconds)
-                ):
-                    break
-        if not layer:
+        if not self._rows:
             raise ConfigError(
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
                 f"{self._device}: give a smaller --seq-len or --micro-batches"
             )
-        if self._is_cuda:
-            idle = max(0, torch.cuda.memory_allocated(self._device) - weights)
+        idle = torch.cuda.memory_allocated(self._device) - weights if self._is_cuda else 0
         return LayerProfile(
-            layer=tuple(layer),
-            outside=tuple(outside),
+            layer=tuple(block for block, _ in self._rows),
+            outside=tuple(around for _, around in self._rows),
             boundary_bytes=self._boundary_bytes,
-            idle_bytes=idle,
+            idle_bytes=max(0, idle),
         )
 
-    def _measure_if_it_fits(
-        self, size: int, seconds: float
-    ) -> tuple[LayerSample, OutsideSample] | None:
+    def _measure_if_it_fits(self, size: int, seconds: float) -> _Row | None:
         try:
             return self._measure(size, seconds)
         except torch.cuda.OutOfMemoryError as error:
@@ -197,24 +199,48 @@ class _Bench:
         torch.cuda.empty_cache()
         return None
 
-    def _is_enough(self, layer: Sequence[LayerSample], outside: Sequence[OutsideSample]) -> bool:
-        if not self._is_cuda and len(layer) > _TRIED_WITHOUT_GPU:
+    # -- which sizes ---------------------------------------------------------------------------
+
+    def _doublings(self, deadline: float) -> Iterator[int]:
+        """1, 2, 4, ...; where memory ends that, half as much again as the last."""
+        for size in itertools.accumulate(itertools.repeat(2), operator.mul, initial=1):
+            yield size
+            if len(self._rows) < size.bit_length():
+                break  # it did not fit
+            is_time_up = size > 1 and time.monotonic() > deadline
+            if is_time_up or self._gains_nothing() or self._was_only_tried():
+                return
+            if not self._is_likely_to_fit(2.0):
+                break
+        last = self._rows[-1][0].samples if self._rows else 0
+        if last > 1 and self._is_likely_to_fit(1.5):
+            yield last + last // 2
+
+    def _gains_nothing(self) -> bool:
+        speeds = [block.samples / _pass_ms(block) for block, _ in self._rows[-3:]]
+        gains = [after / before for before, after in itertools.pairwise(speeds)]
+        is_large = self._rows[-1][0].samples >= _SMALLEST_LAST
+        return is_large and len(gains) == 2 and max(gains) < _KNEE
+
+    def _was_only_tried(self) -> bool:
+        return not self._is_cuda and len(self._rows) > _TRIED_WITHOUT_GPU
+
+    def _is_likely_to_fit(self, factor: float) -> bool:
+        """Whether so many times the last size may fit, on a straight line through the last two."""
+        if len(self._rows) < 2:
             return True
-        peaks = [max(b.peak_bytes, o.peak_bytes) for b, o in zip(layer, outside, strict=True)]
+        (before, last), peaks = self._rows[-2:], [_peak(row) for row in self._rows[-2:]]
+        growth = (peaks[1] - peaks[0]) / (last[0].samples - before[0].samples)
         if self._is_cuda:
             room = usable_gpu_bytes(self._device) or 0
             room -= torch.cuda.memory_allocated(self._device)
         else:
             room = available_host_bytes() // 2
-        if 2 * peaks[-1] > room:
-            return True
-        speeds = [block.samples / _pass_ms(block) for block in layer[-3:]]
-        gains = [after / before for before, after in itertools.pairwise(speeds)]
-        return len(gains) == 2 and max(gains) < _KNEE and layer[-1].samples >= _SMALLEST_LAST
+        return peaks[1] + growth * (factor - 1.0) * last[0].samples < room
 
     # -- one size ------------------------------------------------------------------------------
 
-    def _measure(self, size: int, seconds: float) -> tuple[LayerSample, OutsideSample]:
+    def _measure(self, size: int, seconds: float) -> _Row:
         with self._subject.defaults(self._device):
             batch = self._model.make_batch(size)
         self._pass(batch, _TURNS[0], self._ignore)  # libraries choose and compile their kernels
@@ -282,10 +308,6 @@ class _Bench:
             torch.cuda.synchronize(self._device)
 
 
-def _doublings() -> Sequence[int]:
-    return [2**power for power in range(24)]
-
-
 def _set_once(points: dict[Point, _Value], point: Point, value: _Value) -> None:
     if point in points:
         raise ConfigError(f"--model: block {point[1]} is called more than once in a forward")
@@ -309,6 +331,10 @@ def _complete(points: dict[Point, _Value], name: str) -> _Pass[_Value]:
 
 _Times = Sequence[tuple[int, _Pass[float]]]
 _MemoryOfTurns = Mapping[int, _Pass[_Memory]]
+
+
+def _peak(row: _Row) -> int:
+    return max(part.peak_bytes for part in row)
 
 
 def _pass_ms(block: LayerSample) -> float:

@@ -25,6 +25,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice(monkeypatch, has_events=False)
 
 
+@pytest.fixture(autouse=True)
+def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_profile, "_MOST_PASSES", 6)
+
+
 def subject_of(build: Callable[..., Any], seq_len: int = 4) -> Subject:
     return Subject("paced", build, seq_len=seq_len, dtype=torch.float32)
 
@@ -65,15 +70,17 @@ def test_blocks_of_two_kinds_are_averaged(clock: FakeDevice) -> None:
 
 
 def test_the_first_pass_and_outliers_do_not_count(clock: FakeDevice) -> None:
-    passes = 0
+    calls = 0
 
     def forward(n: int) -> float:
-        nonlocal passes
-        passes += 1
-        return 50.0 if passes < 18 or passes == 40 else 1.0  # the first passes are slow
+        nonlocal calls
+        calls += 1
+        # Five calls a pass: four passes before those that are timed, and the first of these.
+        return 50.0 if calls <= 25 or calls == 40 else 1.0
 
     row = profiled(paced_build(clock, forward, lambda n: 1.0), 2).layer[0]
     assert row.forward_ms == pytest.approx(1e3)
+    assert calls == 5 * (4 + 1 + 6)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +168,36 @@ def test_a_size_that_does_not_fit_is_the_end(clock: FakeDevice) -> None:
     found = profiled(_out_of_memory_above(4, clock), 1, 2, 4, 8, 16)
     assert [row.samples for row in found.layer] == [1, 2, 4]
     assert found.boundary_bytes == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (7, [1, 2, 4, 6])],
+)
+def test_half_as_much_again_is_tried_where_twice_does_not_fit(
+    clock: FakeDevice, most: int, sizes: list[int]
+) -> None:
+    found = profile_layer(
+        subject_of(_out_of_memory_above(most, clock)), CPU, LayerOptions(seconds=600.0)
+    )
+    assert [row.samples for row in found.layer] == [row.samples for row in found.outside] == sizes
+
+
+def test_what_is_not_likely_to_fit_is_not_tried(
+    clock: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = paced_build(clock, lambda n: 1.0, lambda n: 1.0)
+    known = profiled(build, 4, 8)
+    four, eight = (
+        max(block.peak_bytes, around.peak_bytes)
+        for block, around in zip(known.layer, known.outside, strict=True)
+    )
+    assert eight > four
+    room = eight + int(1.5 * (eight - four))  # enough for 12, not for 16
+    # A CPU's room is half of what there is.
+    monkeypatch.setattr(layer_profile, "available_host_bytes", lambda: 2 * room)
+    found = profile_layer(subject_of(build), CPU, LayerOptions(seconds=600.0))
+    assert [row.samples for row in found.layer] == [1, 2, 4, 8, 12]
 
 
 def test_not_even_one_sample_fits(clock: FakeDevice) -> None:

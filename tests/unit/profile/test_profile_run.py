@@ -17,7 +17,7 @@ from hytrain.planner.plan import make_plan
 from hytrain.planner.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan
-from hytrain.profile import profile_run
+from hytrain.profile import layer_profile, profile_run
 from hytrain.profile.device_facts import DeviceFacts
 from hytrain.profile.host_share import RankHost
 from hytrain.profile.layer_profile import LayerProfile
@@ -130,6 +130,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         return ordinary(rate_seconds=0.01, cpu_elements=1 << 14, copy_bytes=1 << 16, **given)
 
     monkeypatch.setattr(profile_run, "ProfileOptions", options)
+    monkeypatch.setattr(layer_profile, "_MOST_PASSES", 6)
 
 
 def test_a_profile_is_written_merged_and_gathered(
