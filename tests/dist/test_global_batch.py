@@ -1,11 +1,13 @@
-"""Unequal batches on two to three ranks: the gradients of one process with the whole batch."""
+"""Unequal batches on two to four ranks: the gradients of one process with the whole batch."""
 
 from __future__ import annotations
 
 import pytest
 import rank_batches as cases
+import rank_matrix as matrix
 from harness import RankPools
 from rank_batches import Shares
+from support.covering import covering, every
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -20,6 +22,10 @@ THREE = [
     Shares((0, 2, 3), (1, 1, 2), (0.6, 0.2, 0.2), 1, 0.05, (0.5, 0.0, 0.0)),
 ]
 
+# Ordered by ranks: only one pool of them is alive at a time.
+MATRIX = sorted((matrix.Case(**v) for v in covering(matrix.VALUES)), key=lambda case: case.ranks)
+MATRIX_FULL = sorted((matrix.Case(**v) for v in every(matrix.VALUES)), key=lambda case: case.ranks)
+
 
 @pytest.mark.parametrize("case", [*TWO, *THREE], ids=str)
 def test_training_is_that_of_one_process(ranks: RankPools, case: Shares) -> None:
@@ -33,3 +39,14 @@ def test_gradients_are_those_of_the_whole_batch(ranks: RankPools, case: Shares) 
 
 def test_a_mean_over_nobody_knows_what_is_refused(ranks: RankPools) -> None:
     ranks(2).run(cases.refuses_what_it_cannot_weigh)
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_every_pair_of_differences(ranks: RankPools, case: matrix.Case) -> None:
+    ranks(case.ranks).run(matrix.trains_as_one_process, case)
+
+
+@pytest.mark.parity_full
+@pytest.mark.parametrize("case", MATRIX_FULL, ids=str)
+def test_every_combination(ranks: RankPools, case: matrix.Case) -> None:
+    ranks(case.ranks).run(matrix.trains_as_one_process, case)
