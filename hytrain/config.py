@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hytrain.errors import ConfigError
 
@@ -132,6 +132,14 @@ class HyTrainConfig(_Section):
     micro_batch_sizes: tuple[int, ...] | None = None
     """Most samples that each rank computes at once, one number a rank; needs ``batch_sizes``."""
 
+    accumulation: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
+    """How ``engine.train_batch`` computes a step's micro-batches: one after another, or all of them
+    layer by layer, with what lies inside the layers computed again in backward."""
+
+    activations: Literal["keep", "offload"] = "keep"
+    """Where the activations between the layers wait for backward with "layer_major": on the device,
+    or in pinned host memory."""
+
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
 
@@ -156,6 +164,15 @@ class HyTrainConfig(_Section):
                 f"the fractions must sum to 1, got {sum(value):.6g} from {list(value)}"
             )
         return value
+
+    @model_validator(mode="after")
+    def _offloads_by_layer(self) -> HyTrainConfig:
+        if self.activations == "offload" and self.accumulation != "layer_major":
+            raise ValueError(
+                f'"{SECTION}.activations" is "offload", which needs "{SECTION}.accumulation": '
+                '"layer_major": elsewhere nothing knows which activations lie between layers'
+            )
+        return self
 
     def batch_shares(self) -> BatchShares | None:
         """Who computes how much of the global batch; None where DeepSpeed's keys say it.

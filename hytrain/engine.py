@@ -31,8 +31,19 @@ from hytrain.errors import AbortedBackwardError, CheckpointError, ConfigError, E
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
 from hytrain.layers.hooks import AddedHooks
+from hytrain.optim.accumulation import (
+    AccumulatingEngine,
+    LayerMajor,
+    MicroBatchMajor,
+    make_accumulation,
+)
 from hytrain.optim.build import BuildSettings, build_optimizer
-from hytrain.optim.global_batch import BatchEngine, NumValid, train_global_batch, valid_labels
+from hytrain.optim.global_batch import (
+    BatchEngine,
+    NumValid,
+    train_global_batch,
+    valid_labels,
+)
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
@@ -86,6 +97,8 @@ class HyTrainEngine(DeepSpeedEngine):
     _added_hooks: AddedHooks
     _collectives: ShardCollectives | None = None
     _in_train_batch = False
+    _in_forward = False
+    _accumulation: MicroBatchMajor | LayerMajor | None = None
     _guards: LayerGuards | None
 
     @property
@@ -253,6 +266,10 @@ class HyTrainEngine(DeepSpeedEngine):
             StopIteration: the iterator has no further step.
         """
         optimizer = self._check_open()
+        if self._accumulation is None:
+            self._accumulation = make_accumulation(
+                self.hytrain_config, cast(AccumulatingEngine, self), self._model, optimizer
+            )
         shares = self.hytrain_config.batch_shares()
         steps = int(self.gradient_accumulation_steps())
         rank = optimizer.collectives.rank
@@ -267,11 +284,28 @@ class HyTrainEngine(DeepSpeedEngine):
                     num_valid or valid_labels,
                     optimizer.collectives.all_reduce,
                     optimizer.pipeline.streams.device,
+                    self._accumulation,
                 )
         finally:
             self._in_train_batch = optimizer.sums_over_ranks = False
         self.micro_steps += steps - 1  # step() has counted one
         return loss
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
+        if self._in_forward and self._check_open().is_by_layer:
+            return None
+        self._in_forward = True
+        return super()._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        if self._in_forward:
+            self._in_forward = False
+            super()._forward_epilogue()
+
+    def give_up_forward(self) -> None:
+        """A forward that has begun will not end."""
+        self._forward_epilogue()
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""
@@ -461,6 +495,8 @@ class HyTrainEngine(DeepSpeedEngine):
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
         self._added_hooks.remove()
+        if self._accumulation is not None:
+            self._accumulation.close()
         super().destroy()
 
     def _check_open(self) -> HyTrainZeroOptimizer:

@@ -7,12 +7,14 @@ micro-batches than another, or none: gradients are reduced once a step, in the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from hytrain.errors import UnsupportedError
+from hytrain.parallel.randomness import MicroBatchRandomness
 
 IGNORED_LABEL = -100
 """torch's cross entropy and transformers leave tokens with this label out of the mean."""
@@ -79,6 +81,54 @@ def loss_of(output: Any) -> torch.Tensor:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A rank's share of a step.
+
+    Attributes:
+        batches: what the model takes: mappings by name, anything else by position.
+        weights: of each one's loss in the global batch's mean; float64, on the device.
+        device: of the losses.
+    """
+
+    batches: Sequence[Any]
+    weights: Sequence[torch.Tensor]
+    device: torch.device
+
+    def forward(self, number: int, model: Callable[..., Any]) -> Any:
+        """The model's output for one of them."""
+        batch = self.batches[number]
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+    def mean(self) -> torch.Tensor:
+        """A sum of losses that nothing has been added to."""
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def weigh(self, number: int, output: Any, mean: torch.Tensor) -> torch.Tensor:
+        """The loss to run back; what it adds to the global batch's mean goes to ``mean``."""
+        loss = loss_of(output)
+        weight = self.weights[number]
+        mean += loss.detach().double() * weight
+        return loss * weight.to(loss.dtype)
+
+
+Accumulate = Callable[[MicroBatches], torch.Tensor]
+"""Forward and backward of all; returns this rank's part of the mean loss, float64."""
+
+
+def micro_batch_major(
+    engine: BatchEngine, share: MicroBatches, randomness: MicroBatchRandomness
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch after another; see :data:`Accumulate`."""
+    mean = share.mean()
+    for number in range(len(share.batches)):
+        engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
+        randomness.choose(number)
+        output = share.forward(number, engine)
+        engine.backward(share.weigh(number, output, mean), scale_wrt_gas=False)
+    return mean
+
+
 def train_global_batch(
     engine: BatchEngine,
     micro_batches: Iterator[Any],
@@ -86,6 +136,7 @@ def train_global_batch(
     num_valid: NumValid,
     sum_over_ranks: Callable[[torch.Tensor], None],
     device: torch.device,
+    accumulate: Accumulate,
 ) -> torch.Tensor:
     """Forward, backward and update.
 
@@ -96,6 +147,7 @@ def train_global_batch(
         num_valid: terms of a micro-batch's mean loss.
         sum_over_ranks: sums a tensor over the ranks, in place.
         device: of losses.
+        accumulate: how the micro-batches are computed.
 
     Returns:
         The global batch's mean loss, fp32, on the device; the same on all ranks.
@@ -109,15 +161,8 @@ def train_global_batch(
     total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
     sum_over_ranks(total)
     total.clamp_(min=1.0)
-    mean = torch.zeros((), dtype=torch.float64, device=device)
     try:
-        for number, (batch, valid) in enumerate(zip(batches, counts, strict=True), 1):
-            engine.set_gradient_accumulation_boundary(number == count)
-            output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
-            loss = loss_of(output)
-            weight = valid / total
-            mean += loss.detach().double() * weight
-            engine.backward(loss * weight.to(loss.dtype), scale_wrt_gas=False)
+        mean = accumulate(MicroBatches(batches, [valid / total for valid in counts], device))
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
     finally:

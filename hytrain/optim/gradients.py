@@ -9,6 +9,10 @@ The first backward itself cannot know. With one rank it takes each parameter's f
 last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
 wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Several
 ranks send nothing early then: they have not agreed on an order.
+
+Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
+them; how often is learned for that manner by itself, and what one micro-batch fired counts. The
+order and who may go early are the same in both manners: ranks may differ in theirs.
 """
 
 from __future__ import annotations
@@ -59,11 +63,14 @@ class LayerGradient:
 
 @dataclass(slots=True)
 class FiringRecord:
-    """What the first backward taught: firings a parameter, the layers' order, who may go early."""
+    """What the first backward taught, the same on all ranks: layers' order, who may go early."""
 
-    expected: list[list[int]]
     order: list[int]
     early: list[bool]
+
+
+Firings = list[list[int]]
+"""For each layer and parameter, how often its hook fires for one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,9 @@ class GradientCollector:
         self._recall = recall
         self._late = late
         self.record: FiringRecord | None = None
+        self._expected: dict[bool, Firings] = {}  # by manner: layer by layer or not
+        self._by_layer = False
+        self._micro_batches = 1
         self._clock = 0
         self._next = 0  # position in the record's order
         self.in_backward = False
@@ -178,19 +188,32 @@ class GradientCollector:
 
     @property
     def is_learning(self) -> bool:
-        """This backward, or the next one, teaches how often each parameter fires."""
+        """This backward, or the next one, is the first: gradients may be sent too early."""
         return self.record is None
 
-    def begin(self, *, early: bool) -> None:
+    def knows(self, *, by_layer: bool) -> bool:
+        """Whether a backward of this manner has taught how often each parameter fires."""
+        return self.record is not None and by_layer in self._expected
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is kept for the next step."""
+        return not any(layer.local is not None or layer.held is not None for layer in self.layers)
+
+    def begin(self, *, early: bool, by_layer: int = 0) -> None:
         """A backward begins.
 
         Args:
             early: whether layers are consumed as they become final, or all by :meth:`complete`.
+            by_layer: micro-batches that go back through the layers together; 0: it is one's.
         """
         self.in_backward = True
         self.open = True
+        self._by_layer = by_layer > 0
+        self._micro_batches = max(1, by_layer)
         self._next = 0
         self._clock = 0
+        expected = self._expected.get(self._by_layer)
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -199,10 +222,16 @@ class GradientCollector:
             layer.remaining = -1
             if not early:
                 continue
-            if self.record is not None and self.record.early[index]:
-                layer.remaining = sum(self.record.expected[index])
-            elif self.record is None and self._recall is not None:
+            if self.record is not None and expected is not None and self.record.early[index]:
+                if all(expected[index]):
+                    layer.remaining = sum(expected[index]) * self._micro_batches
+            elif self._learns_early:
                 layer.remaining = len(layer.fired)
+
+    @property
+    def _learns_early(self) -> bool:
+        """This first backward consumes what looks complete, and takes back what was not."""
+        return self.record is None and self._recall is not None and not self._by_layer
 
     def _hook(
         self, layer: LayerGradient, index: int, slot: ParameterSlot
@@ -221,7 +250,7 @@ class GradientCollector:
         if not self.in_backward:
             self._on_begin()
         if layer.final or layer.closed:
-            if self.record is None and self._recall is not None:
+            if self._learns_early:
                 self._take_back(layer)
             else:
                 self._refuse_late(layer, index, slot)
@@ -271,11 +300,12 @@ class GradientCollector:
         layer.written[index] = True
 
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
-        assert self.record is not None
-        expected = self.record.expected[self.layers.index(layer)][index]
+        expected = self._expected[self._by_layer][self.layers.index(layer)][index]
+        expected *= self._micro_batches
         if self._late.relearn:
             # What was learned does not hold for this model any more: learn again.
             self.record = None
+            self._expected.clear()
         raise GradientOrderError(
             f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
             f"backward, but the first backward gave it {expected}, and the update of layer "
@@ -325,6 +355,8 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
+        if self._by_layer not in self._expected:
+            self._expected[self._by_layer] = [self._for_each(layer.fired) for layer in self.layers]
         if self.record is None:
             self._learn()
         if not consume:
@@ -341,8 +373,13 @@ class GradientCollector:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         has_seen = any(layer.last_firing for layer in self.layers)
-        order, early = self._agree(order, early, has_seen)
-        self.record = FiringRecord([list(layer.fired) for layer in self.layers], order, early)
+        self.record = FiringRecord(*self._agree(order, early, has_seen))
+
+    def _for_each(self, fired: list[int]) -> list[int]:
+        """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
+        return [
+            0 if count % self._micro_batches else count // self._micro_batches for count in fired
+        ]
 
     def discard(self) -> None:
         """Forgets every gradient that has not been consumed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,6 +112,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         losses are weighted."""
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
+        self._by_layer = False  # a step's micro-batches go through the layers together
         self._closed = False
         self.statistics = StatisticsRecorder()
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
@@ -191,7 +193,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
         engine.queue_callback(self.end_backward)
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *, by_layer: int = 0) -> None:
         self._check_open()
         collector = self.collector
         if collector.in_backward:
@@ -216,7 +218,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self.placement.begin_backward()
         if self._is_reducing:
             self._meet_in_backward()
-        collector.begin(early=self._is_reducing)
+        collector.begin(early=self._is_reducing, by_layer=by_layer)
 
     def _meet_in_backward(self) -> None:
         # In train_batch ranks reduce once a step, however many micro-batches they have.
@@ -322,18 +324,67 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def begin_forward(self) -> None:
         """The model's forward begins: an aborted backward is cleaned up."""
         self._check_open()
+        if self._by_layer:
+            return  # one of several, which count as one
         self._clean_up_aborted()
         self.timer.begin_forward()
 
     def end_forward(self) -> None:
         """The model's forward is over."""
+        if not self._by_layer:
+            self.timer.end_forward()
+
+    # -- all micro-batches of a step, layer by layer ---------------------------------------------
+
+    @property
+    def is_by_layer(self) -> bool:
+        """Several forwards, or the backward passes of several micro-batches, count as one."""
+        return self._by_layer
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Nothing is kept for the next step, and none is under way."""
+        idle = not self.collector.open and not any(s.sent for s in self.pipeline.layers)
+        return idle and self.collector.is_empty
+
+    def begin_layers(self) -> None:
+        """Several forwards begin, which go through the layers together."""
+        self.begin_forward()
+        self._by_layer = True
+
+    def turn_back(self, micro_batches: int) -> None:
+        """The micro-batches have passed the last block: their backward begins, as one."""
         self.timer.end_forward()
+        if not self.collector.knows(by_layer=True):
+            self.timer.invalidate()  # no layer is sent before the end
+        self._begin_backward(by_layer=micro_batches)
+
+    def end_layers(self) -> None:
+        """The last micro-batch is back at the first layer."""
+        self.leave_layers()
+        self.end_backward()
+
+    def leave_layers(self) -> None:
+        """What follows is one forward or backward at a time; what is open counts as aborted."""
+        self._by_layer = False
+
+    def drop_layers(self) -> None:
+        """Nothing of what was begun counts: the step's micro-batches are computed anew."""
+        self.timer.invalidate()
+        self.discard_gradients()
+
+    def using_layer(self, block: int) -> AbstractContextManager[None]:
+        """All micro-batches need the weights of the block of that number."""
+        del block
+        return nullcontext()
 
     def _clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.
 
         It never said that it was over; but it is, where no autograd graph is being run.
         """
+        if self._by_layer:
+            return  # between two of the graphs that make one backward
         is_open = self.collector.in_backward or self._backward_active_depth > 0
         if is_open and _graph_task() == -1:
             self._drop_aborted()

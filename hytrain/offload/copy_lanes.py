@@ -1,0 +1,138 @@
+"""Copies between device and host beside the compute stream, for tensors that torch owns.
+
+On a GPU a lane is a stream. On a CPU it is a thread, so that whoever uses memory too early is
+caught there, too: with ``HYTRAIN_DELAYS`` the thread sleeps before each copy.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from hytrain.errors import HyTrainError
+from hytrain.testing.faults import injected_delays
+
+
+class Ticket(Protocol):
+    """A copy on its way."""
+
+    def wait(self) -> None:
+        """What the compute stream runs from now on comes after the copy."""
+        ...
+
+
+class CopyLane(Protocol):
+    """Copies in the order they are given."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
+        """Copies after everything that the compute stream runs so far, and after a ticket.
+
+        Whoever calls keeps both tensors until the ticket has been waited for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Waits for all copies; there are no more."""
+        ...
+
+
+class _StreamTicket:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class StreamLane:
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
+        """See :class:`CopyLane`."""
+        # The source may still be computed, and the target's memory still be in use.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if isinstance(after, _StreamTicket):
+            self._stream.wait_event(after.event)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _StreamTicket(event)
+
+    def close(self) -> None:
+        """See :class:`CopyLane`."""
+        self._stream.synchronize()
+
+
+class _ThreadTicket:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise HyTrainError(f"a copy of an activation failed: {self.error}") from self.error
+
+
+_Job = tuple[torch.Tensor, torch.Tensor, "Ticket | None", _ThreadTicket]
+
+
+class ThreadLane:
+    """A thread of its own, on a machine without a GPU."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        seed, self._most_microseconds = injected_delays()
+        self._random = random.Random(seed)
+        self._thread = threading.Thread(target=self._run, name="activation copies", daemon=True)
+        self._thread.start()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
+        """See :class:`CopyLane`."""
+        ticket = _ThreadTicket()
+        self._jobs.put((target, source, after, ticket))
+        return ticket
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                self._copy(*job)
+                del job  # memory that nobody else keeps must go now, not at the next copy
+
+    def _copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Ticket | None,
+        ticket: _ThreadTicket,
+    ) -> None:
+        try:
+            if after is not None:
+                after.wait()
+            if self._most_microseconds:
+                time.sleep(self._random.uniform(0, self._most_microseconds) / 1e6)
+            target.copy_(source)
+        except BaseException as error:
+            ticket.error = error
+        finally:
+            ticket.done.set()
+
+    def close(self) -> None:
+        """See :class:`CopyLane`."""
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def make_lane(device: torch.device) -> CopyLane:
+    """A lane of the device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()

@@ -1,0 +1,210 @@
+"""How a step's micro-batches are computed: one after another, or layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import HyTrainError, UnsupportedError
+from hytrain.layers.model_switches import training_switches
+from hytrain.offload.boundary_store import OffloadedActivations
+from hytrain.optim.global_batch import BatchEngine, MicroBatches, micro_batch_major
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.activations import ActivationStore, KeptActivations
+from hytrain.parallel.block_calls import BlockCalls
+from hytrain.parallel.graph_cut import NotLayerMajor
+from hytrain.parallel.layer_major import LayerMajorStep, Work
+from hytrain.parallel.randomness import MicroBatchRandomness
+from hytrain.parallel.trial import Trial
+
+logger = logging.getLogger(__name__)
+
+
+class AccumulatingEngine(BatchEngine, Protocol):
+    """An engine whose forward can be given up."""
+
+    def give_up_forward(self) -> None:
+        """A forward that has begun will not end."""
+        ...
+
+
+class MicroBatchMajor:
+    """One micro-batch after another."""
+
+    def __init__(self, engine: BatchEngine, model: nn.Module) -> None:
+        self._engine = engine
+        self._model = model
+
+    def __call__(self, share: MicroBatches) -> torch.Tensor:
+        """See :data:`~hytrain.optim.global_batch.Accumulate`."""
+        with (
+            training_switches(self._model, ()),
+            MicroBatchRandomness(len(share.batches), share.device) as randomness,
+        ):
+            return micro_batch_major(self._engine, share, randomness)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class LayerMajor:
+    """Layer by layer, where the model can be computed so; otherwise one after another.
+
+    A model's first step is a trial: nothing of it is sent before all of it has turned out well.
+    Whether a rank computes layer by layer is its own affair: layers are reduced in the same order.
+
+    Attributes:
+        refusal: why the model is computed one micro-batch after another; None while it is not.
+    """
+
+    def __init__(
+        self,
+        engine: AccumulatingEngine,
+        model: nn.Module,
+        optimizer: HyTrainZeroOptimizer,
+        store: ActivationStore,
+    ) -> None:
+        """
+        Args:
+            engine: computes one micro-batch after another, where it comes to that.
+            model: the user's.
+            optimizer: of the engine.
+            store: keeps the blocks' inputs.
+        """
+        self._engine = engine
+        self._model = model
+        self._optimizer = optimizer
+        self._store = store
+        layers = [
+            (state.name, state.layout.block)
+            for state in optimizer.layer_states
+            if state.layout.block is not None
+        ]
+        self._calls = BlockCalls([block for _, block in layers], [name for name, _ in layers])
+        self.refusal: str | None = None
+        if not layers:
+            self._refuse("no stack of blocks was found in it")
+
+    def __call__(self, share: MicroBatches) -> torch.Tensor:
+        """See :data:`~hytrain.optim.global_batch.Accumulate`.
+
+        Raises:
+            UnsupportedError: the model has become one that cannot be computed so, and was noticed
+                to be when some of its layers had been sent.
+        """
+        by_layer = self.refusal is None and bool(share.batches)
+        with (
+            training_switches(self._model, self._calls.blocks if by_layer else ()),
+            MicroBatchRandomness(len(share.batches), share.device) as randomness,
+        ):
+            # Gradients that the user has left for this step are its first ones.
+            if not by_layer or not self._optimizer.is_between_steps:
+                return micro_batch_major(self._engine, share, randomness)
+            trial = None
+            if not self._optimizer.collector.knows(by_layer=True):
+                trial = Trial(self._model, self._calls.blocks, self._calls.names)
+            mean = share.mean()
+            reason = self._try(self._step(share, mean, randomness, trial), trial)
+            if reason is None:
+                return mean
+            randomness.restart()
+            mean = micro_batch_major(self._engine, share, randomness)
+            # It went well, so it was not the user's code that failed.
+            self._refuse(reason)
+            return mean
+
+    def _step(
+        self,
+        share: MicroBatches,
+        mean: torch.Tensor,
+        randomness: MicroBatchRandomness,
+        trial: Trial | None,
+    ) -> LayerMajorStep:
+        def work(number: int) -> Work:
+            return Work(
+                lambda: share.forward(number, self._model),
+                lambda output: share.weigh(number, output, mean),
+            )
+
+        return LayerMajorStep(
+            self._calls,
+            [work(number) for number in range(len(share.batches))],
+            self._optimizer,
+            self._store,
+            randomness,
+            share.device,
+            trial,
+        )
+
+    def _try(self, step: LayerMajorStep, trial: Trial | None) -> str | None:
+        """Runs the step; returns why it cannot be run so, with everything as before it."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        try:
+            step.run()
+            if trial is not None:
+                trial.check()
+            return None
+        except NotLayerMajor as error:
+            reason = str(error)
+        except torch.OutOfMemoryError as error:
+            self._give_up()
+            room = self._optimizer.make_gpu_room()
+            raise torch.OutOfMemoryError(f"{error}\n{room}") from error
+        except HyTrainError:
+            self._give_up()
+            raise
+        except Exception as error:
+            if trial is None:
+                self._give_up()
+                raise
+            # Whether it is the user's own error shows where the step is computed as usual.
+            reason = f"{type(error).__name__}: {error}"
+        except BaseException:
+            self._give_up()
+            raise
+        self._give_up()
+        if any(state.sent for state in self._optimizer.layer_states):
+            raise UnsupportedError(
+                f"this model could be computed layer by layer until now, but {reason}. Some layers "
+                'of this step have been sent already: set "hytrain.accumulation" to '
+                '"micro_batch_major"'
+            )
+        if trial is not None:
+            trial.undo()
+        self._optimizer.drop_layers()
+        return reason
+
+    def _give_up(self) -> None:
+        self._optimizer.leave_layers()
+        self._engine.give_up_forward()
+
+    def close(self) -> None:
+        """Gives the memory of the activations back. May be called twice."""
+        self._store.close()
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        logger.warning(
+            'this model cannot be computed layer by layer ("hytrain.accumulation": "layer_major"), '
+            "and is computed one micro-batch after another from now on: %s",
+            reason,
+        )
+
+
+def make_accumulation(
+    config: HyTrainConfig,
+    engine: AccumulatingEngine,
+    model: nn.Module,
+    optimizer: HyTrainZeroOptimizer,
+) -> MicroBatchMajor | LayerMajor:
+    """What the configuration asks for."""
+    if config.accumulation == "micro_batch_major":
+        return MicroBatchMajor(engine, model)
+    device = optimizer.pipeline.streams.device
+    offloads = config.activations == "offload"
+    store = OffloadedActivations(device) if offloads else KeptActivations()
+    return LayerMajor(engine, model, optimizer, store)

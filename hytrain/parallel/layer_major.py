@@ -1,0 +1,341 @@
+"""All micro-batches of a step go through one block before the next: forward, and back again.
+
+Forward: every micro-batch's forward stands still at each block (`suspended_forward.py`); the blocks
+are computed here, one after another, each for all micro-batches. Only the blocks' inputs are kept.
+Backward: behind the last block each micro-batch's loss goes back to that block's output at once,
+then every block is computed again, with its graph, for one micro-batch after another.
+
+What the model computes between blocks keeps its graph (`graph_cut.py`). Every parameter gets its
+gradients in the order of the micro-batches, from the same numbers as micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hytrain.parallel.activations import ActivationStore, HeldTensor
+from hytrain.parallel.block_calls import BlockCalls, Call
+from hytrain.parallel.graph_cut import (
+    InsideBlock,
+    MicroBatchGraph,
+    NotLayerMajor,
+    Target,
+    cut,
+    run_back,
+)
+from hytrain.parallel.randomness import MicroBatchRandomness, State
+from hytrain.parallel.surroundings import Autocast
+from hytrain.parallel.suspended_forward import BlockCall, SuspendedForward
+from hytrain.parallel.tensor_tree import leaves, map_leaves, snapshot, was_changed
+from hytrain.parallel.trial import Trial
+
+PREFETCHED = 2
+"""Blocks' inputs that are on their way back to the device while another one is computed."""
+
+
+class LayerMajorOwner(Protocol):
+    """Who must know where the step has got to."""
+
+    def begin_layers(self) -> None:
+        """Several forwards begin, which go through the layers together."""
+        ...
+
+    def turn_back(self, micro_batches: int) -> None:
+        """They have passed the last block; their backward begins, as one."""
+        ...
+
+    def end_layers(self) -> None:
+        """The last micro-batch is back at the first layer."""
+        ...
+
+    def using_layer(self, block: int) -> AbstractContextManager[None]:
+        """While it lasts, all micro-batches need a block's weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch.
+
+    Attributes:
+        forward: the model's forward on it.
+        weigh: takes what the forward returned, gives the loss to run back.
+    """
+
+    forward: Callable[[], Any]
+    weigh: Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A tensor among a block's arguments."""
+
+    held: HeldTensor
+    target: Target | None
+
+
+@dataclass(slots=True)
+class _SavedCall:
+    """What computes a block again.
+
+    Attributes:
+        arguments: (args, kwargs) with an :class:`_Input` for each tensor.
+        outputs: where the gradients of the outputs come to; None for those without any.
+    """
+
+    arguments: Any
+    autocast: Autocast
+    random: State
+    outputs: list[Target | None]
+
+    def held(self) -> list[HeldTensor]:
+        return [part.held for part in leaves(self.arguments, _Input)]
+
+
+class LayerMajorStep:
+    """One step's micro-batches on their way through the layers."""
+
+    def __init__(
+        self,
+        calls: BlockCalls,
+        work: Sequence[Work],
+        owner: LayerMajorOwner,
+        store: ActivationStore,
+        randomness: MicroBatchRandomness,
+        device: torch.device,
+        trial: Trial | None = None,
+    ) -> None:
+        """
+        Args:
+            calls: the model's blocks, in forward order.
+            work: the micro-batches.
+            owner: is told where the step has got to.
+            store: keeps the blocks' inputs.
+            randomness: a stream for each micro-batch.
+            device: of the model.
+            trial: checks that what is computed again is what was computed first.
+        """
+        self._calls = calls
+        self._work = list(work)
+        self._owner = owner
+        self._store = store
+        self._randomness = randomness
+        self._trial = trial
+        self._forwards = [
+            SuspendedForward(part.forward, device, f"micro-batch {number}")
+            for number, part in enumerate(work)
+        ]
+        self._graphs = [MicroBatchGraph() for _ in work]
+        self._saved: list[list[_SavedCall | None]] = []
+        self._seen = [_SeenTensors() for _ in work]
+
+    def run(self) -> None:
+        """Forward and backward of all micro-batches.
+
+        Raises:
+            NotLayerMajor: the model cannot be computed layer by layer.
+        """
+        self._store.begin_step()
+        try:
+            with self._calls.stopping() as blocks:
+                self._owner.begin_layers()
+                outputs = self._go_forward(blocks)
+                self._turn_back(outputs)
+                self._go_back(blocks)
+                self._owner.end_layers()
+        finally:
+            for forward in self._forwards:
+                forward.cancel()
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def _go_forward(self, blocks: Sequence[Call]) -> list[Any]:
+        """Returns the last block's output for each micro-batch, none of which has gone on."""
+        numbers = range(len(self._work))
+        waiting = [self._advance(number, 0) for number in numbers]
+        outputs: list[Any] = []
+        for index, block in enumerate(blocks):
+            self._saved.append([])
+            outputs = []
+            is_last = index + 1 == len(blocks)
+            with self._owner.using_layer(index):
+                for number in numbers:
+                    output = self._compute(block, number, waiting[number])
+                    if is_last:
+                        outputs.append(output)
+                    else:
+                        waiting[number] = self._advance(number, index + 1, output)
+                    del output
+        return outputs
+
+    def _advance(self, number: int, block: int, output: Any = None) -> BlockCall:
+        """Lets a micro-batch's forward go on to the block, which must be the next."""
+        self._randomness.choose(number)
+        event = self._forwards[number].advance(output)
+        if not isinstance(event, BlockCall):
+            raise NotLayerMajor(
+                f"its forward has returned without calling '{self._calls.names[block]}'"
+            )
+        if event.index != block:
+            raise NotLayerMajor(
+                f"its forward calls '{self._calls.names[event.index]}' where "
+                f"'{self._calls.names[block]}' is the next block: each must be called once, in the "
+                "order of the layers"
+            )
+        if not event.with_gradients:
+            raise NotLayerMajor(
+                f"'{self._calls.names[block]}' is called with gradients turned off (a reentrant "
+                "checkpoint around it does that)"
+            )
+        return event
+
+    def _compute(self, block: Call, number: int, call: BlockCall) -> Any:
+        """A block's output for the micro-batch, cut off from the block's own graph."""
+        if not self._needs_gradient(call):
+            self._saved[-1].append(None)
+            with call.autocast.applied():
+                return call.context.run(block, *call.args, **call.kwargs)
+        saved = self._save(number, call)
+        passed = map_leaves((call.args, call.kwargs), torch.Tensor, _cut_inside)
+        before = snapshot(passed)
+        if self._trial is not None:
+            self._trial.before_block(call.index)
+        with call.autocast.applied():
+            output = call.context.run(block, *passed[0], **passed[1])
+        if self._trial is not None:
+            self._trial.after_block(call.index)
+        if was_changed(before):
+            raise NotLayerMajor(
+                f"'{self._calls.names[call.index]}' changes a list or mapping among its arguments"
+            )
+        for held in saved.held():
+            held.check()
+        self._saved[-1].append(saved)
+
+        def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+            target = Target(call.index) if tensor.requires_grad else None
+            saved.outputs.append(target)
+            return tensor if target is None else cut(tensor, target)
+
+        if self._trial is not None:
+            self._trial.first_pass(call.index, number, leaves(output, torch.Tensor))
+        return map_leaves(output, torch.Tensor, cut_off)
+
+    def _needs_gradient(self, call: BlockCall) -> bool:
+        block = self._calls.blocks[call.index]
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            return True
+        return any(t.requires_grad for t in leaves((call.args, call.kwargs), torch.Tensor))
+
+    def _save(self, number: int, call: BlockCall) -> _SavedCall:
+        graph, seen = self._graphs[number], self._seen[number]
+        inputs: dict[int, _Input] = {}
+
+        def keep(tensor: torch.Tensor) -> _Input:
+            if id(tensor) not in inputs:  # given twice
+                target = graph.target(tensor) if tensor.requires_grad else None
+                if isinstance(target, InsideBlock):
+                    raise NotLayerMajor(
+                        f"'{self._calls.names[call.index]}' is given a tensor of another block's "
+                        "that is not among that block's outputs"
+                    )
+                # What was given to an earlier block is not on its way from one to the next.
+                is_new = target is not None and tensor not in seen
+                seen.add(tensor)
+                held = self._store.put(tensor, is_boundary=is_new)
+                inputs[id(tensor)] = _Input(held, target)
+            return inputs[id(tensor)]
+
+        arguments = map_leaves((call.args, call.kwargs), torch.Tensor, keep)
+        return _SavedCall(arguments, call.autocast, self._randomness.state(), [])
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def _turn_back(self, outputs: list[Any]) -> None:
+        """The rest of each forward, its loss, and back to the last block's output.
+
+        One micro-batch after another: the logits of one are alive at a time.
+        """
+        for number, part in enumerate(self._work):
+            self._randomness.choose(number)
+            event = self._forwards[number].advance(outputs[number])
+            outputs[number] = None
+            if isinstance(event, BlockCall):
+                name = self._calls.names[event.index]
+                raise NotLayerMajor(f"its forward calls '{name}' again, behind the last block")
+            if number == 0:
+                self._owner.turn_back(len(self._work))
+            loss = part.weigh(event.output)
+            del event
+            if loss.grad_fn is not None:
+                self._graphs[number].claim_loss(loss.grad_fn)
+            loss.backward()
+
+    def _go_back(self, blocks: Sequence[Call]) -> None:
+        numbers = range(len(self._work))
+        order = [(index, number) for index in reversed(range(len(blocks))) for number in numbers]
+        for index, block in reversed(list(enumerate(blocks))):
+            with self._owner.using_layer(index):
+                for number in numbers:
+                    at = (len(blocks) - 1 - index) * len(self._work) + number
+                    self._expect(order[at : at + 1 + PREFETCHED])
+                    self._compute_again(block, index, number)
+                    self._graphs[number].run_back(index - 1)
+        for graph in self._graphs:
+            graph.forget()
+
+    def _expect(self, items: Sequence[tuple[int, int]]) -> None:
+        calls = [self._saved[index][number] for index, number in items]
+        self._store.expect([held for call in calls if call is not None for held in call.held()])
+
+    def _compute_again(self, block: Call, index: int, number: int) -> None:
+        saved, self._saved[index][number] = self._saved[index][number], None
+        if saved is None or all(t is None or t.gradient is None for t in saved.outputs):
+            return
+        taken: dict[int, torch.Tensor] = {}
+
+        def give(part: _Input) -> torch.Tensor:
+            if id(part) not in taken:
+                data = part.held.take()
+                taken[id(part)] = data if part.target is None else cut(data, part.target)
+            return taken[id(part)]
+
+        args, kwargs = map_leaves(saved.arguments, _Input, give)
+        self._randomness.replay(saved.random)
+        with saved.autocast.applied():
+            output = block(*args, **kwargs)
+        found = leaves(output, torch.Tensor)
+        if len(found) != len(saved.outputs):
+            raise NotLayerMajor(
+                f"'{self._calls.names[index]}' returned {len(saved.outputs)} tensors, and "
+                f"{len(found)} when it was computed again"
+            )
+        if self._trial is not None:
+            self._trial.second_pass(index, number, found)
+        targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
+        del args, kwargs, output, found
+        run_back([out for out, _ in targets], [target for _, target in targets])
+
+
+def _cut_inside(tensor: torch.Tensor) -> torch.Tensor:
+    return cut(tensor, InsideBlock()) if tensor.requires_grad else tensor
+
+
+class _SeenTensors:
+    """The tensors that a micro-batch has given to blocks, not kept alive."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        found = self._by_id.get(id(tensor))
+        return found is not None and found() is tensor  # numbers of dead ones are given again
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._by_id[id(tensor)] = weakref.ref(tensor)

@@ -1,0 +1,82 @@
+"""torch's settings of a thread, taken along to another one."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _autocast(device: torch.device) -> tuple[_Autocast, bool]:
+    kinds = dict.fromkeys((device.type, "cpu"))
+    states = tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    )
+    return states, torch.is_autocast_cache_enabled()
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast contexts that a thread is in."""
+
+    device: torch.device
+    states: _Autocast
+    caches: bool
+
+    @staticmethod
+    def here(device: torch.device) -> Autocast:
+        """Those of this thread."""
+        states, caches = _autocast(device)
+        return Autocast(device, states, caches)
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """This thread is in them, too."""
+        if (self.states, self.caches) == _autocast(self.device):
+            yield
+            return
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.states:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches)
+                )
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Everything that torch keeps a thread and a model's forward depends on."""
+
+    autocast: Autocast
+    with_gradients: bool
+    default_device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @staticmethod
+    def here(device: torch.device) -> Surroundings:
+        """Those of this thread."""
+        is_cuda = device.type == "cuda"
+        return Surroundings(
+            Autocast.here(device),
+            torch.is_grad_enabled(),
+            torch.get_default_device(),
+            torch.cuda.current_stream(device) if is_cuda else None,
+        )
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """For a thread that has just begun."""
+        with ExitStack() as stack:
+            if self.stream is not None:
+                # A new thread would launch on device 0, and on the default stream.
+                torch.cuda.set_device(self.stream.device)
+                stack.enter_context(torch.cuda.stream(self.stream))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            stack.enter_context(torch.set_grad_enabled(self.with_gradients))
+            stack.enter_context(self.autocast.applied())
+            yield
