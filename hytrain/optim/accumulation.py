@@ -106,7 +106,7 @@ class LayerMajor:
                 return micro_batch_major(self._engine, share, randomness)
             trial = None
             if not self._optimizer.collector.knows(by_layer=True):
-                trial = Trial(self._model, self._calls.blocks, self._calls.names)
+                trial = self._begin_trial(share, randomness)
             mean = share.mean()
             reason = self._try(self._step(share, mean, randomness, trial), trial)
             if reason is None:
@@ -116,6 +116,20 @@ class LayerMajor:
             # It went well, so it was not the user's code that failed.
             self._refuse(reason)
             return mean
+
+    def _begin_trial(self, share: MicroBatches, randomness: MicroBatchRandomness) -> Trial:
+        """One plain forward after another, for their losses; an error of the user's shows here."""
+        trial = Trial(self._model, self._calls.blocks, self._calls.names)
+        mean = share.mean()
+        with torch.no_grad():
+            for number in range(len(share.batches)):
+                randomness.choose(number)
+                output = share.forward(number, self._model)
+                trial.plain_losses.append(share.weigh(number, output, mean))
+                del output
+        trial.undo()
+        randomness.restart()
+        return trial
 
     def _step(
         self,

@@ -193,10 +193,16 @@ class LayerMajorStep:
                 f"'{self._calls.names[block]}' is called with gradients turned off (a reentrant "
                 "checkpoint around it does that)"
             )
+        if event.packs_tensors:
+            raise NotLayerMajor(
+                f"'{self._calls.names[block]}' is called inside of a checkpoint, or of other hooks "
+                "on saved tensors: remove them, for blocks are recomputed here anyway"
+            )
         return event
 
     def _compute(self, block: Call, number: int, call: BlockCall) -> Any:
         """A block's output for the micro-batch, cut off from the block's own graph."""
+        self._randomness.choose(number)
         if not self._needs_gradient(call):
             self._saved[-1].append(None)
             with call.autocast.applied():
@@ -273,6 +279,8 @@ class LayerMajorStep:
                 self._owner.turn_back(len(self._work))
             loss = part.weigh(event.output)
             del event
+            if self._trial is not None:
+                self._trial.loss(loss)
             if loss.grad_fn is not None:
                 self._graphs[number].claim_loss(loss.grad_fn)
             loss.backward()

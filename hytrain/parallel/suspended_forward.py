@@ -30,6 +30,8 @@ class BlockCall:
         autocast: what the caller is in.
         context: the caller's context variables.
         with_gradients: whether the caller records a graph.
+        packs_tensors: whether hooks of the caller's are put on the tensors that a graph saves. A
+            checkpoint's count them, and would count the block's among its own.
     """
 
     index: int
@@ -38,6 +40,7 @@ class BlockCall:
     autocast: Autocast
     context: contextvars.Context
     with_gradients: bool
+    packs_tensors: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class SuspendedForward:
                 Autocast.here(self._device),
                 contextvars.copy_context(),
                 torch.is_grad_enabled(),
+                _packs_tensors(),
             )
         )
         # What the caller computes with must not be kept alive by this frame.
@@ -146,3 +150,9 @@ class SuspendedForward:
             self._to_forward.put(output)
             raise _Cancelled
         return output
+
+
+def _packs_tensors() -> bool:
+    # There is no public name; torch's own checkpoint goes this way as well.
+    autograd: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
+    return autograd._top_saved_tensors_default_hooks(False) is not None

@@ -14,7 +14,7 @@ _TOLERANCE = 1e-3
 
 
 class Trial:
-    """Compares a step's second passes with its first ones; can undo what forward does to buffers.
+    """Compares a step's losses with those of plain forwards, and its second passes with its first.
 
     Nothing here waits for the device before :meth:`check`.
     """
@@ -27,6 +27,9 @@ class Trial:
         self._versions: list[int] = []
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._differences: list[tuple[int, torch.Tensor]] = []
+        self.plain_losses: list[torch.Tensor] = []
+        """Of the micro-batches, one forward after another."""
+        self._losses: list[torch.Tensor] = []
 
     def before_block(self, index: int) -> None:
         """A block is about to be computed for the first time for a micro-batch."""
@@ -61,15 +64,19 @@ class Trial:
             difference = ((now[:, 0] - sums).abs() / (sizes + 1e-30)).max()
             self._differences.append((index, difference))
 
+    def loss(self, value: torch.Tensor) -> None:
+        """The next micro-batch's loss."""
+        self._losses.append(value.detach())
+
     def check(self) -> None:
         """Waits for the device.
 
         Raises:
-            NotLayerMajor: a block has returned something else the second time.
+            NotLayerMajor: a loss is another one, or a block has returned something else the second
+                time.
         """
-        if not self._differences:
-            return
-        values = torch.stack([difference for _, difference in self._differences]).tolist()
+        found = [difference for _, difference in self._differences]
+        values: list[float] = torch.stack(found).tolist() if found else []
         for (index, _), value in zip(self._differences, values, strict=True):
             # No number is smaller or larger than NaN: a model that has diverged passes.
             if value > _TOLERANCE:
@@ -77,6 +84,13 @@ class Trial:
                     f"'{self._names[index]}' returns something else the second time: the sum of "
                     f"its outputs differs by {value:.2g} of their size (state that a forward "
                     "changes, for example a cache)"
+                )
+        for number, (plain, loss) in enumerate(zip(self.plain_losses, self._losses, strict=True)):
+            if abs(float(plain) - float(loss)) > _TOLERANCE * abs(float(plain)):
+                raise NotLayerMajor(
+                    f"micro-batch {number} of the step has another loss when all of them go "
+                    "through the layers together (a forward leaves something behind in the model, "
+                    "and the next one overwrites it)"
                 )
 
     def undo(self) -> None:

@@ -30,9 +30,25 @@ class Shares:
     stage: int
     clipping: float
     gpu_fractions: tuple[float, ...]
+    accumulation: str = "micro_batch_major"
+    activations: str = "keep"
 
     def __str__(self) -> str:
-        return f"{self.sizes}-{self.micro_sizes}-{self.fractions}-z{self.stage}-c{self.clipping}"
+        manner = f"-{self.accumulation}" if self.accumulation == "layer_major" else ""
+        return (
+            f"{self.sizes}-{self.micro_sizes}-{self.fractions}-z{self.stage}-c{self.clipping}"
+            f"{manner}"
+        )
+
+    def section(self) -> dict[str, Any]:
+        """The "hytrain" section beside the GPU fraction."""
+        return {
+            "batch_sizes": list(self.sizes),
+            "micro_batch_sizes": list(self.micro_sizes),
+            "shard_fractions": list(self.fractions),
+            "accumulation": self.accumulation,
+            "activations": self.activations,
+        }
 
 
 def dataset(samples: int) -> list[dict[str, torch.Tensor]]:
@@ -64,17 +80,12 @@ def train_together(case: Shares) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and on rank 0 the master weights."""
     rank = dist.get_rank()
     shares = BatchShares(case.sizes, case.micro_sizes)
-    section = {
-        "batch_sizes": list(case.sizes),
-        "micro_batch_sizes": list(case.micro_sizes),
-        "shard_fractions": list(case.fractions),
-    }
     config = make_config(
         gpu_fraction=case.gpu_fractions[rank],
         clipping=case.clipping,
         bf16=False,
         stage=case.stage,
-        hytrain=section,
+        hytrain=case.section(),
         train_batch_size=sum(case.sizes),
         train_micro_batch_size_per_gpu=None,
         gradient_accumulation_steps=None,
@@ -130,13 +141,8 @@ def gradients_are_the_whole_batch(case: Shares) -> None:
     rank = dist.get_rank()
     case = replace(case, clipping=0.0)
     shares = BatchShares(case.sizes, case.micro_sizes)
-    section = {
-        "batch_sizes": list(case.sizes),
-        "micro_batch_sizes": list(case.micro_sizes),
-        "shard_fractions": list(case.fractions),
-    }
     config = make_config(
-        gpu_fraction=case.gpu_fractions[rank], bf16=False, stage=case.stage, hytrain=section
+        gpu_fraction=case.gpu_fractions[rank], bf16=False, stage=case.stage, hytrain=case.section()
     )
     data = dataset(shares.global_batch)
     found: dict[int, torch.Tensor] = {}

@@ -1,0 +1,329 @@
+"""Models with the habits that computing layer by layer must cope with, or notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.models import HIDDEN, Block, Mlp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Dropped(Mlp):
+    """Dropout before, in and behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = nn.Sequential(nn.Dropout(0.3), block.down)
+        self.before = nn.Dropout(0.2)
+        self.behind = nn.Dropout(0.2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.before(self.embed(inputs))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.behind(x)).pow(2).mean()
+
+
+@dataclass
+class Message:
+    """What the blocks of Talking pass on."""
+
+    hidden: torch.Tensor
+    extras: dict[str, Any]
+    trace: tuple[torch.Tensor, ...] = ()
+
+
+class TalkingBlock(Block):
+    """Takes and returns nested structures, with a side input that has a gradient."""
+
+    def forward(
+        self, message: Message, *, scales: list[torch.Tensor], note: str
+    ) -> tuple[Message, str]:
+        x = super().forward(message.hidden * scales[0])
+        x = x + message.extras["side"][0]
+        return Message(x, message.extras, (x.mean(), *message.trace)), note + "."
+
+
+class Talking(Mlp):
+    """Blocks with dataclasses, mappings and lists; a loss from what all of them return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TalkingBlock() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.side = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        message = Message(self.embed(inputs), {"side": (self.side(inputs).sin(),), "other": None})
+        note = ""
+        for block in self.blocks:
+            message, note = block(message, scales=[self.scale], note=note)
+        assert note == "...."
+        penalty = torch.stack(message.trace).pow(2).sum()
+        return self.head(message.hidden).pow(2).mean() + penalty
+
+
+class Between(Mlp):
+    """Computes between the blocks, in place too, and skips from the first block to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        first = None
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 0:
+                first = x
+            if index == 1:
+                x = torch.tanh(self.mix(x))
+            if index == 2:
+                x += 0.25  # what the block has returned
+                x = x + first
+        return self.head(x + first).pow(2).mean()
+
+
+class InPlaceBlock(Block):
+    """Writes to a tensor of its own that autograd knows, never to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y += x
+        return y
+
+
+class InPlace(Mlp):
+    """Writes in place in the blocks, and to what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return self.head(x).pow(2).mean()
+
+
+class Autocast(Mlp):
+    """Half of the forward is under autocast."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x.float()).pow(2).mean()
+
+
+class Aside(Mlp):
+    """Keeps its blocks' outputs for a penalty, by hooks on a part of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _m, _i, out: self._kept.append(out))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._kept = []
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        penalty = torch.stack([kept.pow(2).mean() for kept in self._kept]).sum()
+        return self.head(x).pow(2).mean() + 0.1 * penalty
+
+
+class Twice(Mlp):
+    """Calls its second block twice."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for index, block in enumerate(self.blocks):
+            x = block(block(x)) if index == 1 else block(x)
+        return self.head(x).pow(2).mean()
+
+
+class TwiceAtTheEnd(Mlp):
+    """Calls its last block twice."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.blocks[-1](x)).pow(2).mean()
+
+
+class Backwards(Mlp):
+    """Calls its blocks from the last to the first."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+class LayerDrop(Mlp):
+    """Leaves blocks out, by chance."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            if torch.rand(()) < 0.7:
+                x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+class Reentrant(Mlp):
+    """Checkpoints its blocks from outside, the old way."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x).pow(2).mean()
+
+
+class NonReentrant(Mlp):
+    """Checkpoints its blocks from outside, with something of its own in the segment."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = checkpoint(lambda y, b=block: torch.tanh(b(y)) * 2.0, x, use_reentrant=False)
+        return self.head(x).pow(2).mean()
+
+
+class WritingBlock(Block):
+    """Writes to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.125
+        return super().forward(x)
+
+
+class Writing(Mlp):
+    """Blocks that write to their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WritingBlock() for _ in range(4))
+
+
+class CountingBlock(Block):
+    """What it returns depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 + 0.1 * self.calls)
+
+
+class Counting(Mlp):
+    """Reset by each forward: micro-batch by micro-batch, every block is called once in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.calls = 0
+        return super().forward(inputs)
+
+
+class RunningBlock(Block):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+class Running(Mlp):
+    """Blocks whose forward changes their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RunningBlock() for _ in range(4))
+
+
+class AppendingBlock(Block):
+    """Leaves what it computes in a list that it is given."""
+
+    def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+        y = super().forward(x)
+        found.append(y.detach().abs().mean())
+        return y
+
+
+class Appending(Mlp):
+    """Blocks that change what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AppendingBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        found: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, found)
+        return self.head(x).pow(2).mean() * torch.stack(found).mean()
+
+
+class Shared(Mlp):
+    """Uses what was computed before the blocks again behind them."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        before = torch.tanh(self.embed(inputs))
+        x = before
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + before).pow(2).mean()
+
+
+class Plain(nn.Module):
+    """Without a stack of blocks: nothing but one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(HIDDEN))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs @ self.weight).pow(2).mean()
+
+
+class RecallingBlock(Block):
+    """Reads what the model's forward has left on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.left
+
+
+class Remembering(Mlp):
+    """Leaves a number of this forward with its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RecallingBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.left = inputs.abs().mean()
+        return super().forward(inputs)
