@@ -29,6 +29,7 @@ from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
 from hytrain.parallel.collectives import ShardCollectives
+from hytrain.planner.plan_file import PlanFile, write_plan
 from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.host_share import share_host
 from hytrain.profile.layer_profile import LayerOptions
@@ -42,6 +43,9 @@ RATE_SECONDS = 0.1
 
 COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
 """Sizes of a layer's collectives; a block of the 3 B model has 216 MiB."""
+
+MULTIPROCESSORS_VARIABLE = "HYTRAIN_MULTIPROCESSORS"
+"""By which hytrain is told what torch cannot tell: how much of a GPU the current stream has."""
 
 NUM_BATCHES = 4
 """Of different tokens, which take turns."""
@@ -70,6 +74,10 @@ class Bench:
             if share < 1.0:
                 torch.cuda.set_per_process_memory_fraction(share, self.device)
             self.limited = limited_stream(settings["sms"].get(str(self.speed)), local)
+        # By which devices of one name are told apart, here and by the engine that takes a plan;
+        # without a GPU it stands for the speed.
+        count = settings["sms"].get(str(self.speed), 1) if self.limited is None else None
+        os.environ[MULTIPROCESSORS_VARIABLE] = str(count or self.limited.granted)
 
     @contextlib.contextmanager
     def slowed(self) -> Generator[None]:
@@ -140,17 +148,13 @@ class Bench:
     def profile(self, folder: Path) -> Json:
         """`hytrain profile`, on all ranks at once, at each one's speed."""
         begin = time.perf_counter()
-        count = None if self.limited is None else self.limited.granted
-        if not self.is_cuda:
-            # By which devices of one name are told apart; here it stands for the speed.
-            count = self.settings["sms"].get(str(self.speed))
         most = max(1, self.case.batch // 2)
         sizes = tuple(size for size in self.case.sizes if size <= most)
         options = ProfileOptions(
             layer=LayerOptions(micro_batches=sizes, seconds=self.settings["profile_seconds"]),
             rate_seconds=RATE_SECONDS,
             collective_bytes=COLLECTIVE_BYTES,
-            multiprocessors=count,
+            multiprocessors=int(os.environ[MULTIPROCESSORS_VARIABLE]),
             settings=json.dumps(self.made_unequal()),
         )
         ranks = ProfileRanks()
@@ -185,6 +189,18 @@ class Bench:
             return model, make_batch
 
         return Subject(name=self.workload.model, build=build, seq_len=self.workload.seq)
+
+    def plan(self, profile: ProfileFile, folder: Path) -> Json:
+        """The plan and what it is compared with; the first rank writes plan.json.
+
+        Raises:
+            PlanError: there is no plan.
+        """
+        found = planning.verdicts(profile, self.case.batch, self.limits)
+        path = folder.resolve() / "plan.json"
+        if self.ranks.rank == 0:
+            write_plan(path, PlanFile.model_validate(found["file"]))
+        return {**found, "path": str(path)}
 
     def slowdown(self) -> Json:
         """Forward and backward with fewer and fewer multiprocessors."""
@@ -244,12 +260,14 @@ class Bench:
         """
         rank = self.ranks.rank
         section = planning.section_of(run, plan, rank, self.limits, self.host_bytes())
+        work = planning.work_of(run, plan)
         if not self.is_cuda:
-            self.stand_in.check(self.case, self.ranks.rank, section)
-        shares = BatchShares(tuple(section["batch_sizes"]), tuple(section["micro_batch_sizes"]))
-        sizes = shares.micro_batches(self.ranks.rank)
+            self.stand_in.check(self.case, rank, work, section["gpu_fraction"])
+        shares = BatchShares(tuple(work["batch_sizes"]), tuple(work["micro_batch_sizes"]))
         steps = self.settings["even_steps" if run == "even" else "steps"]
-        found = self._train(self._config(section), sizes, self.ranks.everyone(), steps)
+        found = self._train(
+            self._config(section), shares.micro_batches(rank), self.ranks.everyone(), steps
+        )
         rate = shares.global_batch / found["step_seconds"]
         return {**found, "section": section, "samples_per_second": rate}
 
@@ -301,10 +319,12 @@ class Bench:
         self.synchronize()
         seconds = (time.perf_counter() - start) / steps
         statistics = engine.step_statistics()
+        report = engine.plan_report().to_json() if "plan" in config["hytrain"] else None
         after = host_memory()
         found = {
             "step_seconds": seconds,
             "build_seconds": built,
+            "plan_report": report,
             "gpu_fraction": statistics.gpu_fraction,
             "update_seconds": statistics.update_seconds,
             "exposed_seconds": statistics.exposed_seconds,

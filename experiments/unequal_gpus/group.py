@@ -41,6 +41,14 @@ class Place:
     """Of the machine, one set a rank."""
 
 
+def worst(statuses: Sequence[str]) -> str:
+    """Of a stage's ranks, what explains the others: a rank without memory fails the rest."""
+    for status in (records.OUT_OF_MEMORY, records.FAILED, REFUSED):
+        if status in statuses:
+            return status
+    return records.OK
+
+
 def divide_cores(cores: Sequence[int], shares: int) -> tuple[tuple[int, ...], ...]:
     """Neighbouring cores for each of so many GPUs; where there are fewer, all share all."""
     each = len(cores) // shares
@@ -185,7 +193,7 @@ class Work:
             bad = [one for one in told if one["status"] != records.OK]
             if len(told) < len(found) and not (ended and bad):
                 continue
-            status = bad[0]["status"] if bad else records.OK
+            status = worst([one["status"] for one in told])
             self.results[name] = {"status": status, "ranks": found}
             if status not in CONTINUED:
                 self.results[name]["log"] = list(log)

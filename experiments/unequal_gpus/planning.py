@@ -7,15 +7,20 @@ from collections.abc import Sequence
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import GIB
+from hytrain.config import HyTrainConfig
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.planner.baselines import even_split
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
+from hytrain.planner.plan_file import plan_file
 from hytrain.planner.problem import PlanProblem
 from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
+
+TAKES_PLANS = "plan" in HyTrainConfig.model_fields
+"""Whether this hytrain trains by a plan.json; else it is told what the plan says key by key."""
 
 LEAST_SHARD = 1e-4
 """Of the state: nobody may own nothing."""
@@ -130,6 +135,7 @@ def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
     without_host = make_plan(problem_of(profile, batch, dataclasses.replace(limits, host_bytes=0)))
     evenly = even_split(problem)
     return {
+        "file": plan_file(problem, planned).model_dump(mode="json"),
         "planned": data_of(problem, planned),
         "even": naive_even(profile, batch)
         if isinstance(evenly, Infeasible)
@@ -174,25 +180,33 @@ def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: 
 
     Args:
         run: one of cases.RUNS but "alone".
-        plan: what the planner said, with "planned" and "even".
+        plan: what the planner said, with "planned", "even", and the "path" of plan.json.
         rank: whose.
         limits: of the case.
         host_available: bytes of this host that the rank may take by hytrain's own count.
     """
-    source = plan["even" if run.startswith("even") else "planned"]
+    if not run.startswith("even"):
+        # k is fixed, so that the steps that are timed are those that were predicted.
+        fraction = 1.0 if run == "no_offload" else plan["planned"]["gpu_fractions"][rank]
+        if TAKES_PLANS:
+            return {"plan": plan["path"], "gpu_fraction": fraction}
+        keys = ("batch_sizes", "micro_batch_sizes", "shard_fractions")
+        return {"gpu_fraction": fraction, **{key: plan["planned"][key] for key in keys}}
+    even = plan["even"]
     section: Json = {
-        "batch_sizes": source["batch_sizes"],
-        "micro_batch_sizes": source["micro_batch_sizes"],
-        "gpu_fraction": source["gpu_fractions"][rank],
+        "batch_sizes": even["batch_sizes"],
+        "micro_batch_sizes": even["micro_batch_sizes"],
+        "gpu_fraction": even["gpu_fractions"][rank],
     }
-    if source["shard_fractions"] is not None:
-        section["shard_fractions"] = source["shard_fractions"]
-    if run == "no_offload":
-        section["gpu_fraction"] = 1.0
     if run == "even_offload":
         section["gpu_fraction"] = "solve"
         if limits.host_bytes is not None:
-            share = limits.host_bytes // len(source["batch_sizes"])
+            share = limits.host_bytes // len(even["batch_sizes"])
             reserve = max(0, host_available - share)
             section["solver"] = {"host_memory_reserve_bytes": reserve}
     return section
+
+
+def work_of(run: str, plan: Json) -> Json:
+    """The batches, micro-batches and shards of a run of all ranks."""
+    return plan["even" if run.startswith("even") else "planned"]

@@ -63,7 +63,9 @@ def _run_line(case: Json, run: str) -> str:
         return f"  {run:13s} not measured"
     ranks = checks.result_of(case, run)
     if ranks is None:
-        words = [rank["error"] for rank in found["ranks"] if rank and "error" in rank]
+        ranked = [rank for rank in found["ranks"] if rank and "error" in rank]
+        ranked.sort(key=lambda rank: rank["status"] != found["status"])
+        words = [rank["error"] for rank in ranked]
         first = (words or found.get("log", [])[-1:] or [""])[0].splitlines()
         return f"  {run:13s} {found['status']}: {first[0][:90] if first else ''}"
     seconds = [rank["step_seconds"] for rank in ranks]

@@ -93,7 +93,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="a case's shares of GPU memory, one a rank, and GiB of host memory for all",
     )
     add("--profile-seconds", default=12.0, type=float, help="for the layers, about")
-    add("--warmup", default=2, type=int, help="steps before a run is timed")
+    add("--warmup", default=3, type=int, help="steps before a run is timed")
     add("--steps", default=4, type=int, help="timed steps of a run")
     add("--even-steps", default=2, type=int, help="timed steps of the even split, which is slow")
     add("--budget-seconds", default=550.0, type=float, help="time for everything")

@@ -104,34 +104,41 @@ class Memory:
         """The activations of a micro-batch."""
         return int(SAMPLE_GIB * samples * self.gib)
 
-    def check(self, case: Case, rank: int, section: Json) -> None:
-        """What would happen to a rank that is told this.
+    def check(self, case: Case, rank: int, work: Json, gpu_fraction: float | str) -> None:
+        """What would happen to a rank of a run.
+
+        Args:
+            case: with the memory that there is.
+            rank: whose.
+            work: batches, micro-batches and shards of all ranks.
+            gpu_fraction: of the rank, or "solve".
 
         Raises:
             torch.OutOfMemoryError: a fixed placement does not fit this rank.
             MemoryBudgetError: there is none that fits some rank, where it may be solved.
         """
-        if section["gpu_fraction"] == "solve":
+        if isinstance(gpu_fraction, str):
             for each in range(case.num_ranks):
-                self._check_solved(case, each, section)
+                self._check_solved(case, each, work)
             return
-        needed = self._needed(section, rank, section["gpu_fraction"])
+        needed = self._needed(work, rank, gpu_fraction)
         if needed > self.gpu(case, rank):
             raise torch.OutOfMemoryError(f"simulated: {needed} of {self.gpu(case, rank)} bytes")
 
-    def _check_solved(self, case: Case, rank: int, section: Json) -> None:
-        shard = self._fraction(section, rank) * STATE_BYTES * self.parameters
-        room = self.gpu(case, rank) - self._needed(section, rank, 0.0)
+    def _check_solved(self, case: Case, rank: int, work: Json) -> None:
+        shard = self._fraction(work, rank) * STATE_BYTES * self.parameters
+        room = self.gpu(case, rank) - self._needed(work, rank, 0.0)
         host = self.host(case)
         if host is not None and room + host / case.num_ranks < shard:
             raise MemoryBudgetError(f"simulated: rank {rank} has no room for {shard:.0f} bytes")
 
-    def _fraction(self, section: Json, rank: int) -> float:
-        fractions = section.get("shard_fractions")
-        return fractions[rank] if fractions else 1.0 / len(section["batch_sizes"])
+    def _fraction(self, work: Json, rank: int) -> float:
+        fractions = work["shard_fractions"]
+        return fractions[rank] if fractions else 1.0 / len(work["batch_sizes"])
 
-    def _needed(self, section: Json, rank: int, gpu_fraction: float) -> float:
-        state = STATE_BYTES * self.parameters * self._fraction(section, rank) * gpu_fraction
-        samples = min(section["micro_batch_sizes"][rank], section["batch_sizes"][rank])
-        weights_and_gradients = 4 * self.parameters
+    def _needed(self, work: Json, rank: int, gpu_fraction: float) -> float:
+        state = STATE_BYTES * self.parameters * self._fraction(work, rank) * gpu_fraction
+        samples = min(work["micro_batch_sizes"][rank], work["batch_sizes"][rank])
+        # Who computes nothing has no gradients of its own.
+        weights_and_gradients = (4 if samples else 2) * self.parameters
         return weights_and_gradients + self.stored(samples) + state

@@ -49,7 +49,7 @@ def run_stage(bench: Bench, stage: Json, known: Known, folder: Path) -> Json:
         return bench.profile(folder)
     profile = planning.file_of(known["profile"])
     if kind == "plan":
-        return planning.verdicts(profile, bench.case.batch, bench.limits)
+        return bench.plan(profile, folder)
     if kind == "alone":
         plan = known.get("plan")
         share = bench.case.batch // bench.ranks.size
@@ -70,10 +70,11 @@ def attempt(run: RunStage, stage: Json, known: Known) -> Json:
     except torch.OutOfMemoryError as error:
         print(f"{stage['name']}: {error}", flush=True)
         return {"status": records.OUT_OF_MEMORY, "error": str(error)[:600]}
-    except HyTrainError as error:
-        print(f"{stage['name']}: {error}", flush=True)
-        return {"status": REFUSED, "error": str(error)[:2000]}
     except Exception as error:
+        if isinstance(error, HyTrainError) and isinstance(error, ValueError):
+            # What the user can mend; found out on all ranks, before anything was touched.
+            print(f"{stage['name']}: {error}", flush=True)
+            return {"status": REFUSED, "error": str(error)[:2000]}
         # The stage's boundary: the parent needs the status, whatever went wrong.
         traceback.print_exc()
         return {"status": records.FAILED, "error": f"{type(error).__name__}: {error}"[:2000]}

@@ -160,6 +160,13 @@ def test_one_rank_out_of_memory_ends_the_stage_with_the_processes() -> None:
     assert [stage["name"] for stage in made.left()] == ["c"]
 
 
+def test_a_rank_without_memory_explains_those_that_failed_with_it() -> None:
+    made = work()
+    failed = {"status": records.FAILED, "error": "rank 1 failed"}
+    made.take([{"a": failed}, {"a": OUT}], [], "ended")
+    assert made.results["a"]["status"] == records.OUT_OF_MEMORY
+
+
 def test_what_needs_a_failed_stage_is_not_tried() -> None:
     made = work()
     made.take([{"a": OUT}, {"a": OUT}], [], "")

@@ -10,6 +10,7 @@ from unequal_cases import case, device, profiled
 from experiments.unequal_gpus.cases import GIB, PARTS, RUNS, cases_of, stages_of, waves
 from experiments.unequal_gpus.group import divide_cores
 from experiments.unequal_gpus.planning import (
+    TAKES_PLANS,
     Limits,
     alone_of,
     best_passes,
@@ -18,6 +19,7 @@ from experiments.unequal_gpus.planning import (
     passes_of,
     section_of,
     verdicts,
+    work_of,
 )
 from hytrain.planner.errors import PlanError
 from hytrain.planner.profile_file import ProfileFile
@@ -128,9 +130,14 @@ def test_a_gpu_alone_has_its_share_in_its_best_micro_batches() -> None:
 def test_sections_are_what_the_run_says() -> None:
     limits = Limits(host_bytes=60 * GIB)
     plan = verdicts(file_with((1.0, 20.0), (0.5, 20.0)), 48, limits)
+    plan["path"] = "/tmp/plan.json"
     planned = section_of("planned", plan, 1, limits, 90 * GIB)
-    assert planned["gpu_fraction"] == plan["planned"]["gpu_fractions"][1]
-    assert planned["shard_fractions"] == plan["planned"]["shard_fractions"]
+    fraction = plan["planned"]["gpu_fractions"][1]
+    assert planned["gpu_fraction"] == fraction
+    if TAKES_PLANS:
+        assert planned["plan"] == "/tmp/plan.json"
+    else:
+        assert planned["shard_fractions"] == plan["planned"]["shard_fractions"]
     bare = section_of("no_offload", plan, 1, limits, 90 * GIB)
     assert bare == {**planned, "gpu_fraction": 1.0}
     even = section_of("even", plan, 0, limits, 90 * GIB)
@@ -139,6 +146,8 @@ def test_sections_are_what_the_run_says() -> None:
     offload = section_of("even_offload", plan, 0, limits, 90 * GIB)
     assert offload["gpu_fraction"] == "solve"
     assert offload["solver"] == {"host_memory_reserve_bytes": 60 * GIB}
+    assert work_of("no_offload", plan) == plan["planned"]
+    assert work_of("even_offload", plan) == plan["even"]
 
 
 def test_the_memory_cases_are_what_they_claim_to_be() -> None:
