@@ -76,8 +76,9 @@ class Bench:
             self.limited = limited_stream(settings["sms"].get(str(self.speed)), local)
         # By which devices of one name are told apart, here and by the engine that takes a plan;
         # without a GPU it stands for the speed.
-        count = settings["sms"].get(str(self.speed), 1) if self.limited is None else None
-        os.environ[MULTIPROCESSORS_VARIABLE] = str(count or self.limited.granted)
+        told = settings["sms"].get(str(self.speed), 1)
+        count = told if self.limited is None else self.limited.granted
+        os.environ[MULTIPROCESSORS_VARIABLE] = str(count)
 
     @contextlib.contextmanager
     def slowed(self) -> Generator[None]:
