@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
+
+_DEFAULT_LIBRARY = ""
 
 
 def positive_int(text: str) -> int:
@@ -37,6 +41,25 @@ def positive_ints(text: str) -> tuple[int, ...]:
 def positive_floats(text: str) -> tuple[float, ...]:
     """Finite positive numbers with commas between them."""
     return tuple(positive_float(part) for part in text.split(","))
+
+
+def add_library(group: Any, words: str) -> None:
+    """``--library``, with or without a folder, for a parser or a group of its arguments."""
+    group.add_argument(
+        "--library",
+        nargs="?",
+        const=_DEFAULT_LIBRARY,
+        metavar="DIR",
+        help=f"{words} (without DIR: $HYTRAIN_PROFILES, else ~/.local/share/hytrain/profiles)",
+    )
+
+
+def library_folder(given: str) -> Path:
+    """The folder that ``--library`` names."""
+    # Imported here: `hytrain --help` should not wait for pydantic.
+    from hytrain.planner.library import default_folder
+
+    return default_folder() if given == _DEFAULT_LIBRARY else Path(given)
 
 
 def one_line(error: Exception) -> str:

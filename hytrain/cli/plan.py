@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hytrain.cli.arguments import positive_float, positive_int
+from hytrain.cli.arguments import add_library, library_folder, positive_float, positive_int
 from hytrain.errors import ConfigError
 
 _DESCRIPTION = (
@@ -44,9 +44,7 @@ def _add_subject(group: Any) -> None:
         metavar="NAME",
         help="GPUs by name instead of the profile's ranks, as in: l4 l4 a6000, or 2xl4 a6000",
     )
-    group.add_argument(
-        "--library", type=Path, metavar="DIR", help="profiles in which --gpus are looked up"
-    )
+    add_library(group, "look --gpus up in a library of profiles")
     group.add_argument(
         "--hosts",
         type=positive_int,
@@ -202,10 +200,10 @@ def _refuse_beside_profile(arguments: argparse.Namespace) -> None:
 
 def _library(arguments: argparse.Namespace) -> list[Any]:
     """The profiles of a folder, of one model: the one that is asked for, or the only one."""
-    from hytrain.planner.profile_file import read_profile
+    from hytrain.planner.library import read_library
 
-    folder: Path = arguments.library
-    found = [read_profile(path) for path in sorted(folder.glob("*.json"))]
+    folder = library_folder(arguments.library)
+    found = read_library(folder)
     found = [one for one in found if not _model_difference(arguments, one)]
     models = {one.model.model_dump_json() for one in found}
     if len(models) == 1:

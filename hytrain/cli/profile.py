@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hytrain.cli.arguments import positive_float, positive_floats, positive_int, positive_ints
+from hytrain.cli.arguments import (
+    add_library,
+    library_folder,
+    positive_float,
+    positive_floats,
+    positive_int,
+    positive_ints,
+)
 from hytrain.errors import ConfigError
 
 _PROFILE = (
@@ -17,21 +24,13 @@ _PROFILE = (
     "one GPU. It takes a minute or two."
 )
 _SECONDS = 40.0
-_DEFAULT_LIBRARY = ""
 
 
 def add(profile: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     profile.description = _PROFILE
     profile.add_argument("--out", type=Path, metavar="FILE", help="the profile, a JSON file")
-    profile.add_argument(
-        "--library",
-        nargs="?",
-        const=_DEFAULT_LIBRARY,
-        metavar="DIR",
-        help="add it to a library of profiles (without DIR: $HYTRAIN_PROFILES, else "
-        "~/.local/share/hytrain/profiles)",
-    )
+    add_library(profile, "add it to a library of profiles")
     profile.add_argument(
         "--merge",
         type=Path,
@@ -135,7 +134,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace, profile: Any) -> None:
-    from hytrain.planner.library import add_to_library, default_folder
+    from hytrain.planner.library import add_to_library
     from hytrain.planner.profile_file import write_profile
 
     written: list[Path] = []
@@ -143,8 +142,6 @@ def _write(arguments: argparse.Namespace, profile: Any) -> None:
         write_profile(arguments.out, profile)
         written.append(arguments.out)
     if arguments.library is not None:
-        is_default = arguments.library == _DEFAULT_LIBRARY
-        folder = default_folder() if is_default else Path(arguments.library)
-        written.append(add_to_library(folder, profile))
+        written.append(add_to_library(library_folder(arguments.library), profile))
     for path in written:
         print(f"profile: {path}", file=sys.stderr)

@@ -13,6 +13,7 @@ import pytest
 from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile
 
 from hytrain import cli
+from hytrain.planner.library import add_to_library
 from hytrain.planner.plan_file import read_plan
 from hytrain.planner.profile_file import ProfileFile, write_profile
 
@@ -218,6 +219,16 @@ def test_a_library_of_several_models_asks_which(tmp_path: Path, capsys: Capture)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no profile" in _error(capsys, "--gpus", "l4", "--library", empty, "--batch", 4)
+
+
+def test_a_library_without_a_folder_is_the_users_own(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYTRAIN_PROFILES", str(tmp_path / "mine"))
+    assert "there is no library" in _error(capsys, "--gpus", "l4", "--library", "--batch", 4)
+    add_to_library(tmp_path / "mine", a_profile("one", a_device("one", "L4")))
+    record = _json(capsys, "--gpus", "l4", "--library", "--batch", 4)
+    assert record["ranks"][0]["device"] == "L4"
 
 
 def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
