@@ -136,6 +136,40 @@ class PlacementController:
             reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
             self._decide(step, solution, here, reason, costs, limits)
 
+    def consider_idle(self, step: int, limits: MemoryLimits) -> None:
+        """Decides for a rank that computes no samples: its GPU has time for every update.
+
+        Sets ``target`` to the most layers that fit there: the host's cores and memory bandwidth are
+        left to ranks that need them, and a step waits for no update on this rank's CPU.
+
+        Args:
+            step: steps made so far.
+            limits: what memory there is.
+        """
+        allowed = self._allowed(step, limits)
+        here, most, last = self.num_gpu_layers, allowed.max_gpu_layers, self.decisions[-1]
+        had_to_leave = last.gpu_layers_target < last.gpu_layers_before
+        if most == here or (most > here and had_to_leave and step - last.step < _RETRY_STEPS):
+            return
+        self.target = most
+        self._solved_with = None  # should samples come, it is solved anew
+        self._record(
+            replace(
+                last,
+                step=step,
+                gpu_layers_before=here,
+                gpu_layers_target=most,
+                reason=f"this rank computes no samples: its GPU updates all that fits there, "
+                f"{most} of {len(self._layers)} layers",
+                predicted_seconds=None,
+                measured_seconds=None,
+                closed_form_k=None,
+                bounds=allowed,
+                costs=None,
+                limits=limits,
+            )
+        )
+
     def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
         allowed = bounds(self._bytes, limits, self._settings.staging_bytes)
         if self._too_many is not None and step >= self._too_many_until:

@@ -168,6 +168,7 @@ class GradientCollector:
         self._by_layer = False
         self._micro_batches = 1
         self._clock = 0
+        self._firings = 0
         self._next = 0  # position in the record's order
         self.in_backward = False
         self.open = False
@@ -177,6 +178,11 @@ class GradientCollector:
             for layer in self.layers
             for index, slot in enumerate(layer.layout.slots)
         ]
+
+    @property
+    def num_firings(self) -> int:
+        """Grows with every gradient that autograd has handed over."""
+        return self._firings
 
     def remove_hooks(self) -> None:
         """Detaches from the model."""
@@ -259,6 +265,7 @@ class GradientCollector:
         parameter.grad = None
         layer.fired[index] += 1
         self._clock += 1
+        self._firings += 1
         layer.last_firing = self._clock
         if self.record is None and layer.fired[index] > 1:
             layer.remaining = -1  # once more than once: not before the end of this backward

@@ -23,6 +23,8 @@ _PROBE_STEPS = 3
 _PROBE_EVERY = 20
 _WARM_UP = 2
 _LEAST_SAMPLES = 2
+_IDLE_STEPS = 4
+"""Steps without a backward of its own after which a rank is taken to compute no samples."""
 _MEASURE_ALL = 8
 _MEASURE_EVERY = 4
 """Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
@@ -71,6 +73,8 @@ class PlacementManager:
         self._steps = 0
         self._measured_since = 0
         self._warm_up = _WARM_UP
+        self._firings = 0
+        self._idle_steps = 0
 
     @property
     def host(self) -> HostShare:
@@ -95,9 +99,15 @@ class PlacementManager:
         if self._probing:
             self._probe.gradient(index)
 
-    def end_backward(self) -> None:
-        """Every layer's has; the outcome is being computed. The time to think: nobody waits."""
+    def end_backward(self, num_firings: int) -> None:
+        """Every layer's has; the outcome is being computed. The time to think: nobody waits.
+
+        Args:
+            num_firings: gradients that autograd has handed over so far.
+        """
         self.timer.end_backward()
+        self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
+        self._firings = num_firings
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
         if any(estimator.is_news(sample) for sample in samples):
@@ -110,6 +120,10 @@ class PlacementManager:
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
         if not controller.is_due(self._steps):
+            return
+        if self._idle_steps >= _IDLE_STEPS:
+            # This rank computes no samples: there are no times to solve from, and no need.
+            controller.consider_idle(self._steps, self._current_limits())
             return
         costs = estimator.costs()
         if costs is not None and estimator.num_samples >= _LEAST_SAMPLES:

@@ -459,7 +459,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._send_held()
         self.collectives.meet("the end of a step")
         self.pipeline.launch_outcome()
-        self.placement.end_backward()
+        self.placement.end_backward(self.collector.num_firings)
         outcome = self.pipeline.finish_step(self._read_hyper())
         self._step_begun = False
         self._was_reduced = False

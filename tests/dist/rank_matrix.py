@@ -166,3 +166,29 @@ def _train_alone(case: Shares) -> tuple[list[float], dict[str, torch.Tensor], fl
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in model.named_parameters()}, largest
+
+
+def an_idle_rank_is_placed(idle: int) -> tuple[list[int], str]:
+    """k is solved on a rank that computes nothing; GPU layers after each step, and why."""
+    rank, steps = dist.get_rank(), 16
+    sizes = [3, 3]
+    sizes[idle] = 0
+    weights: list[dict[str, dict[str, torch.Tensor]]] = []
+    for k in (0.0, "solve"):
+        solve: Any = k if rank == idle else 0.0
+        config = make_config(gpu_fraction=solve, bf16=False, hytrain={"batch_sizes": sizes})
+        with pytest.MonkeyPatch.context() as patch, built_quickly(patch, config) as engine:
+            shares = BatchShares(tuple(sizes), (3, 3))
+            iterator = batches(shares, rank, dataset(steps * 3))
+            seen: list[int] = []
+            for _ in range(steps):
+                engine.train_batch(iterator)
+                seen.append(engine.optimizer.pipeline.num_gpu_layers)
+            weights.append(engine.fp32_state_dict())
+            decision = engine.placement_decisions()[-1]
+            assert decision == type(decision).from_json(decision.to_json())
+    fixed, solved = weights
+    for name, tensors in fixed.items():
+        # The kernels of both sides may differ in the last bit.
+        torch.testing.assert_close(solved[name]["fp32"], tensors["fp32"], rtol=1e-5, atol=1e-6)
+    return seen, decision.reason

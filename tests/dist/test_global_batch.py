@@ -50,3 +50,13 @@ def test_every_pair_of_differences(ranks: RankPools, case: matrix.Case) -> None:
 @pytest.mark.parametrize("case", MATRIX_FULL, ids=str)
 def test_every_combination(ranks: RankPools, case: matrix.Case) -> None:
     ranks(case.ranks).run(matrix.trains_as_one_process, case)
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_without_samples_updates_on_its_gpu(ranks: RankPools, idle: int) -> None:
+    results = ranks(2).run(matrix.an_idle_rank_is_placed, idle)
+    seen, reason = results[idle]
+    assert seen[0] == 0
+    assert seen[-1] == 6
+    assert "computes no samples" in reason
+    assert results[1 - idle][0] == [0] * len(seen)

@@ -293,6 +293,53 @@ def test_memory_bounds_the_target() -> None:
     assert bench.here == 9
 
 
+# -- a rank without samples --------------------------------------------------------------------
+
+
+def run_idle(bench: Bench, steps: int, limits: MemoryLimits) -> list[int]:
+    """Steps of a rank that computes nothing; the number of GPU layers after each."""
+    seen: list[int] = []
+    for _ in range(steps):
+        if bench.controller.is_due(bench.step):
+            bench.controller.consider_idle(bench.step, limits)
+        bench.step += 1
+        bench.controller.act(bench.step)
+        seen.append(bench.here)
+    return seen
+
+
+def test_an_idle_gpu_takes_all_that_fits() -> None:
+    bench = Bench()
+    seen = run_idle(bench, 40, limits_for(most=13))
+    assert seen[-1] == 13
+    assert max(b - a for a, b in pairwise([0, *seen])) == STEP_MOVES
+    _, decision = bench.controller.decisions  # made once
+    assert decision.gpu_layers_target == 13
+    assert decision.costs is None
+    assert "computes no samples" in decision.reason
+    assert "13 of 20 layers" in decision.reason
+    assert run_idle(bench, 20, limits_for(most=9))[-1] == 9, "others have taken memory there"
+    assert run_idle(bench, 100, limits_for(most=13))[-1] == 9, "not to and fro"
+    assert run_idle(bench, 150, limits_for(most=13))[-1] == 13
+
+
+def test_an_idle_gpu_with_less_room_than_it_said() -> None:
+    bench = Bench()
+    bench.mover.gpu_has_room_for = 8
+    seen = run_idle(bench, 60, PLENTY)
+    assert max(seen) == 8
+    assert seen[-1] == 7
+    assert len(bench.controller.decisions) == 3
+
+
+def test_samples_after_all_are_solved_for() -> None:
+    bench = Bench()
+    run_idle(bench, 40, PLENTY)
+    assert bench.here == L
+    bench.run(FAST, 40)
+    assert bench.here == best(FAST)
+
+
 def test_no_room_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.mover.gpu_has_room_for = 8

@@ -223,7 +223,7 @@ class Simulation:
             self.now += self._noisy(costs.layers[index].backward)
             self.manager.gradient(index)
         self._work(costs)
-        self.manager.end_backward()
+        self.manager.end_backward(self.steps + 1)
         timer.updates_begin()
         for index in range(self.here):
             self.now += self._noisy(costs.layers[index].gpu_update)
