@@ -1,0 +1,1 @@
+"""What layer-major accumulation costs and gains: see README.md."""

@@ -1,0 +1,168 @@
+"""The ways to compute a step of several micro-batches, in one process, with one engine.
+
+All of hytrain's ways share an engine, so that they share weights, host memory and threads, and can
+take turns: what differs between two of them is the way alone.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import hytrain
+from experiments.offload_step.model import Batch, build_batches, build_model
+from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
+from experiments.offload_step.systems.base import loss_of
+from experiments.offload_step.systems.hytrain import config_of
+from hytrain.optim.accumulation import make_accumulation
+
+CHECKPOINTING = {"use_reentrant": False}
+
+
+class Mode(abc.ABC):
+    """One way."""
+
+    label: str
+    recomputes: bool
+    """Whether what lies inside the layers is computed again in backward."""
+
+    @abc.abstractmethod
+    def step(self) -> torch.Tensor:
+        """A step; returns its loss without waiting for it."""
+
+    def check(self) -> None:
+        """Raises where the steps were not computed in this way after all."""
+        return
+
+
+class Bare(Mode):
+    """Forward and backward only: gradients add up in ``.grad`` and are dropped."""
+
+    def __init__(self, workload: Workload, micro_batches: int) -> None:
+        self._batches = build_batches(workload)[:micro_batches]
+        self._model: Any = build_model(workload, torch.bfloat16)
+
+    def variant(self, *, recomputes: bool) -> Mode:
+        """With every block checkpointed, or none."""
+        return _BareVariant(self, recomputes)
+
+    label = "forward and backward only"
+    recomputes = False
+
+    def step(self) -> torch.Tensor:
+        _checkpoint(self._model, self.recomputes)
+        total = torch.zeros((), device=self._batches[0]["input_ids"].device)
+        for batch in self._batches:
+            loss = loss_of(self._model, batch) / len(self._batches)
+            loss.backward()
+            total += loss.detach()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        return total
+
+
+class _BareVariant(Mode):
+    def __init__(self, bare: Bare, recomputes: bool) -> None:
+        self._bare = bare
+        self.recomputes = recomputes
+        self.label = Bare.label + (", checkpointed blocks" if recomputes else "")
+
+    def step(self) -> torch.Tensor:
+        self._bare.recomputes = self.recomputes
+        return self._bare.step()
+
+
+class Engine:
+    """One engine with all optimizer state on the host (or as ``gpu_fraction`` says)."""
+
+    def __init__(self, workload: Workload, micro_batches: int, gpu_fraction: float) -> None:
+        self._batches = build_batches(workload)[:micro_batches]
+        entry = Entry(
+            label="hytrain",
+            system="hytrain",
+            clip=1.0,
+            options={"gpu_fraction": gpu_fraction, "accumulation": micro_batches},
+        )
+        measurement = Measurement(windows=1, steps=1, warmup=1)
+        config = config_of(Job(entry=entry, workload=workload, measurement=measurement))
+        self.model: Any = build_model(workload, torch.bfloat16)
+        self.engine: Any = hytrain.initialize(
+            model=self.model, model_parameters=self.model.parameters(), config=config
+        )[0]
+
+    def accumulation(self, **keys: str) -> Any:
+        """What the engine would use with these keys in its "hytrain" section."""
+        config = self.engine.hytrain_config.model_copy(update=keys)
+        return make_accumulation(config, self.engine, self.model, self.engine.optimizer)
+
+    def step(self, accumulation: Any) -> torch.Tensor:
+        """``engine.train_batch`` in one of the ways."""
+        self.engine._accumulation = accumulation
+        batches: Iterator[Batch] = iter(self._batches)
+        return self.engine.train_batch(batches)
+
+    def statistics(self) -> Json:
+        """Of the last step."""
+        row = self.engine.step_statistics()
+        return {name: getattr(row, name) for name in ("update_seconds", "exposed_seconds")}
+
+    def gradients(self, mode: Mode) -> list[torch.Tensor]:
+        """A step's reduced gradients, at a learning rate of 0: no weight moves."""
+        found: list[torch.Tensor] = []
+        optimizer = self.engine.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.on_reduced_gradient = lambda _state, shard: found.append(shard.detach().clone())
+        try:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            mode.step()
+        finally:
+            optimizer.on_reduced_gradient = None
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return found
+
+
+class MicroBatchMajor(Mode):
+    """One micro-batch after another."""
+
+    def __init__(self, engine: Engine, *, recomputes: bool) -> None:
+        self._engine = engine
+        self._accumulation = engine.accumulation(accumulation="micro_batch_major")
+        self.recomputes = recomputes
+        self.label = "micro-batch-major" + (", checkpointed blocks" if recomputes else "")
+
+    def step(self) -> torch.Tensor:
+        _checkpoint(self._engine.model, self.recomputes)
+        return self._engine.step(self._accumulation)
+
+
+class LayerMajor(Mode):
+    """All micro-batches through one layer before the next."""
+
+    recomputes = True
+
+    def __init__(self, engine: Engine, activations: str) -> None:
+        self._engine = engine
+        self._accumulation = engine.accumulation(
+            accumulation="layer_major", activations=activations
+        )
+        self.label = f"layer-major, activations: {activations}"
+
+    def step(self) -> torch.Tensor:
+        _checkpoint(self._engine.model, False)
+        return self._engine.step(self._accumulation)
+
+    def check(self) -> None:
+        if self._accumulation.refusal is not None:
+            raise RuntimeError(f"{self.label} fell back: {self._accumulation.refusal}")
+
+
+def _checkpoint(model: Any, wanted: bool) -> None:
+    if wanted:
+        model.gradient_checkpointing_enable(CHECKPOINTING)
+    else:
+        model.gradient_checkpointing_disable()
