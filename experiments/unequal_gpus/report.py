@@ -50,7 +50,8 @@ def case_lines(case: Json) -> list[str]:
         lines.append(
             f"  plan: batches {planned['batch_sizes']} by {planned['micro_batch_sizes']}, shards "
             f"{_numbers(planned['shard_fractions'], 3)}, k {_numbers(planned['gpu_fractions'], 2)},"
-            f" predicted {planned['predicted_seconds']:.4f} s"
+            f" predicted {planned['predicted_seconds']:.4f} s, GPU "
+            f"{_numbers(planned['gpu_gib'], 1)} GiB, host {_numbers(planned['host_gib'], 1)} GiB"
         )
     for run in told["runs"]:
         lines.append(_run_line(case, run))
@@ -74,6 +75,9 @@ def _run_line(case: Json, run: str) -> str:
     text = f"  {run:13s} {rate:8.2f} samples/s, step {_numbers(seconds, 4)} s"
     if any(peaks):
         text += f", GPU {_numbers(peaks, 1)} GiB"
+    hosts = [rank.get("host_grown_bytes", 0) / GIB for rank in ranks]
+    if max(hosts) >= 1.0:
+        text += f", host {_numbers(hosts, 1)} GiB"
     return text
 
 

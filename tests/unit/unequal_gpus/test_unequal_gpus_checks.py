@@ -18,6 +18,8 @@ PLAN: Json = {
         "shard_fractions": [0.5, 0.5],
         "gpu_fractions": [1.0, 1.0],
         "predicted_seconds": 1.0,
+        "gpu_gib": [30.0, 31.0],
+        "host_gib": [0.0, 2.5],
     },
     "even": {},
     "without_host": None,
@@ -46,6 +48,15 @@ def test_a_good_case_reaches_everything() -> None:
     assert found.pop("planned over the sum of forward and backward alone") == "reported"
     assert set(found.values()) == {"reached"}
     assert len(found) == 4
+
+
+def test_the_table_has_memory_beside_what_was_planned() -> None:
+    made = speed_case(95.0, 40.0)
+    text = report.text_of([made])
+    assert "predicted 1.0000 s, GPU 30.0 31.0 GiB, host 0.0 2.5 GiB" in text
+    assert "host" not in text.split("planned       ")[1].splitlines()[0]
+    made["results"]["planned"]["ranks"][1]["host_grown_bytes"] = 3 * 2**30
+    assert "GPU 10.0 10.0 GiB, host 0.0 3.0 GiB" in report.text_of([made])
 
 
 def test_each_claim_can_be_missed() -> None:
