@@ -1,0 +1,198 @@
+"""What is planned from a profile of three layers is what the whole model takes."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.configs import LLAMA, write_config
+
+from hytrain.planner.problem import GpuProfile
+from hytrain.planner.profile_file import CopyRates, DeviceProfile, ProfiledModel
+from hytrain.planner.profile_problem import PlanOptions, gpu_profile
+from hytrain.profile.block_hooks import Recomputation
+from hytrain.profile.gradient_sink import GradientSink
+from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.profile.memory_meter import CpuMeter, CudaMeter, MemoryMeter
+from hytrain.profile.profile_run import ProfileOptions, profile_ranks
+from hytrain.profile.ranks import Ranks
+from hytrain.profile.step_timer import Clock
+from hytrain.profile.subject import Subject, read_subject
+
+NUM_LAYERS = 8
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def subject_of(folder: Path, fields: dict[str, Any], seq_len: int, dtype: torch.dtype) -> Subject:
+    described = LLAMA | {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 2048} | fields
+    return read_subject(
+        str(write_config(folder / "model", described)), seq_len=seq_len, dtype=dtype
+    )
+
+
+def as_planned(subject: Subject, found: LayerProfile, itemsize: int) -> GpuProfile:
+    """What the planner makes of a measured layer."""
+    device = DeviceProfile(
+        host="here",
+        label="GPU",
+        device="GPU",
+        multiprocessors=1,
+        limit_bytes=2**40,
+        memory_bytes=2**40,
+        idle_bytes=0,
+        layer=found.layer,
+        outside=found.outside,
+        update_rate=1.0,
+        copies=CopyRates(to_host=1.0, from_host=1.0, to_host_both=1.0, from_host_both=1.0),
+        measured=datetime.datetime.now(datetime.timezone.utc),
+    )
+    sizes = subject.sizes()
+    model = ProfiledModel(
+        name="model",
+        num_layers=sizes.num_layers,
+        layer_parameters=sizes.layer_parameters,
+        outside_parameters=sizes.outside_parameters,
+        seq_len=subject.seq_len,
+        dtype="fp32" if itemsize == 4 else "bf16",
+        boundary_bytes=found.boundary_bytes,
+    )
+    options = PlanOptions(batch=1, gpu_reserve=lambda _: 0, host_reserve=lambda _: 0)
+    return gpu_profile(device, model, options)
+
+
+class Whole:
+    """The whole model, its gradients taken over as training takes them."""
+
+    def __init__(self, subject: Subject, device: torch.device, *, recomputes: bool) -> None:
+        self._subject = subject
+        self._device = device
+        self._copy = subject.copy(NUM_LAYERS, device)
+        self._sink = GradientSink(self._copy.layers)
+        if recomputes:
+            self._context = Recomputation(self._copy.blocks).installed()
+            self._context.__enter__()
+
+    def _batch(self, size: int) -> Any:
+        with self._subject.defaults(self._device):
+            return self._copy.make_batch(size)
+
+    def peak(self, size: int) -> int:
+        """Most bytes in a pass, weights apart."""
+        model = self._copy.model
+        meter: MemoryMeter = CpuMeter([*model.parameters(), *model.buffers()])
+        if self._device.type == "cuda":
+            meter = CudaMeter(self._device)
+            self._copy.loss(self._batch(size)).backward()  # workspaces
+        batch = self._batch(size)
+        before = meter.allocated()
+        meter.take_peak()
+        with meter.watching():
+            self._copy.loss(batch).backward()
+        return meter.take_peak() - before
+
+    def seconds(self, size: int) -> float:
+        """Of a pass, in a row of passes."""
+        batch, clock, marks = self._batch(size), Clock(self._device), []
+        for _ in range(12):
+            marks.append(clock.mark())
+            self._copy.loss(batch).backward()
+        torch.cuda.synchronize(self._device)
+        pairs = itertools.pairwise(marks[2:])  # the first ones' host was not ahead
+        return statistics.median(clock.seconds(begin, end) for begin, end in pairs)
+
+
+def assert_memory_agrees(
+    subject: Subject, device: torch.device, sizes: tuple[int, ...], itemsize: int
+) -> None:
+    found = profile_layer(subject, device, LayerOptions(micro_batches=sizes, seconds=2.0))
+    planned = as_planned(subject, found, itemsize)
+    for recomputes in (False, True):
+        whole = Whole(subject, device, recomputes=recomputes)
+        for size in sizes:
+            kept = NUM_LAYERS * size * found.boundary_bytes
+            if recomputes:
+                expected = planned.peak_bytes.at(size) + kept
+            else:
+                assert planned.stored_bytes is not None
+                expected = planned.stored_bytes.at(size)
+            assert 0.97 < expected / whole.peak(size) < 1.08, (recomputes, size)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seq_len"),
+    [
+        ({}, 128),
+        ({"vocab_size": 4096}, 16),
+        ({"vocab_size": 2048, "tie_word_embeddings": True}, 128),
+        ({"intermediate_size": 512}, 64),
+    ],
+    ids=["blocks dominate", "head dominates", "tied", "wide"],
+)
+def test_memory_of_the_whole_model(tmp_path: Path, fields: dict[str, Any], seq_len: int) -> None:
+    subject = subject_of(tmp_path, fields, seq_len, torch.float32)
+    assert_memory_agrees(subject, torch.device("cpu"), (1, 4), 4)
+
+
+# ---- on a GPU ----
+
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 32000,
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_of_the_whole_model_on_a_gpu(tmp_path: Path) -> None:
+    subject = subject_of(tmp_path, LARGE, 1024, torch.bfloat16)
+    assert_memory_agrees(subject, torch.device("cuda", torch.cuda.current_device()), (1, 4, 8), 2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_time_of_the_whole_model_on_a_gpu(tmp_path: Path, recomputes: bool) -> None:
+    """On a stream of its own, as one of a green context would be."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    subject = subject_of(tmp_path, LARGE, 1024, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = profile_layer(subject, device, LayerOptions(micro_batches=(4, 8)))
+        whole = Whole(subject, device, recomputes=recomputes)
+        for block, around in zip(found.layer, found.outside, strict=True):
+            backward = block.recompute_backward_ms if recomputes else block.backward_ms
+            expected = NUM_LAYERS * (block.forward_ms + backward)
+            expected += around.forward_ms + around.backward_ms
+            assert 1e3 * whole.seconds(block.samples) == pytest.approx(expected, rel=0.07)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_profile_of_a_gpu(tmp_path: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    subject = subject_of(tmp_path, LARGE, 1024, torch.bfloat16)
+    before = torch.cuda.memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.5, device)
+    try:
+        options = ProfileOptions(
+            layer=LayerOptions(micro_batches=(1, 2)), multiprocessors=7, settings="half"
+        )
+        profile = profile_ranks(subject, device, options, ranks=Ranks(alone=True))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    (found,) = profile.devices
+    assert (found.multiprocessors, found.settings) == (7, "half")
+    assert found.limit_bytes == total // 2
+    assert found.memory_bytes <= found.limit_bytes
+    assert min(found.copies.model_dump().values()) > 1e9
+    assert found.copies.to_host_both <= 1.1 * found.copies.to_host
+    assert found.update_rate > 1e9
+    assert torch.cuda.memory_allocated(device) - before <= found.idle_bytes + 2**20
