@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ __all__ = [
     "avoid_cpu_communication_build",
     "check_version",
     "engine_class",
+    "join_ranks",
     "load_config",
     "refuse_unsupported",
     "refuse_unsupported_model",
+    "use_checkpointing",
 ]
 
 SUPPORTED = "0.19"
@@ -216,3 +219,39 @@ def _refuse_communication_dtype(config: Mapping[str, Any]) -> None:
             f"{accumulated}: they are reduced in the dtype they are accumulated in; set "
             '"data_types": {"grad_accum_dtype": ...} to that dtype and remove it'
         )
+
+
+def join_ranks(
+    args: Any, *, distributed_port: int | None, dist_init_required: bool | None
+) -> torch.device:
+    """Joins the process group as ``deepspeed.initialize`` is about to, unless that was done.
+
+    Returns:
+        This rank's device, made torch's current one.
+    """
+    accelerator = get_accelerator()
+    if not torch.distributed.is_initialized():
+        keywords: dict[str, Any] = {"dist_init_required": dist_init_required}
+        if distributed_port is not None:
+            keywords["distributed_port"] = distributed_port
+        deepspeed.init_distributed(accelerator.communication_backend_name(), **keywords)
+    local = getattr(args, "local_rank", None)
+    if not isinstance(local, int) or local < 0:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.communication_backend_name() == "nccl":
+        accelerator.set_device(local)
+    return torch.device(accelerator.device_name(local))
+
+
+def use_checkpointing(model: torch.nn.Module, *, wanted: bool) -> bool | None:
+    """Turns activation checkpointing on, in transformers' way, where it is wanted and off.
+
+    Returns:
+        Whether the model computes activations again; None where it has no switch.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if not callable(enable):
+        return None
+    if wanted and not getattr(model, "is_gradient_checkpointing", False):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return bool(getattr(model, "is_gradient_checkpointing", wanted))

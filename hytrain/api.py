@@ -15,6 +15,7 @@ from hytrain._deepspeed import (
     avoid_cpu_communication_build,
     check_version,
     engine_class,
+    join_ranks,
     load_config,
     refuse_unsupported,
     refuse_unsupported_model,
@@ -25,6 +26,7 @@ from hytrain.errors import ConfigError
 from hytrain.layers.discovery import find_layers
 from hytrain.layers.partition import partition
 from hytrain.optim.hyper import check_optimizer
+from hytrain.optim.training_plan import adopt_plan
 
 # Kept: whoever puts hytrain's in the place of ``deepspeed.initialize`` must not call itself.
 _deepspeed_initialize = deepspeed.initialize
@@ -55,6 +57,7 @@ def initialize(
 
     Raises:
         ConfigError: the section, or its fit to model and job, is wrong; nothing was changed.
+        PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for what hytrain does not do.
     """
     avoid_cpu_communication_build()
@@ -83,6 +86,11 @@ def initialize(
     refuse_unsupported(loaded)
     refuse_unsupported_model(model)
     _check_fit(section, loaded, model, optimizer, mpu)
+    if section.plan is not None:
+        loaded = _with_plan(loaded, section, keywords, distributed_port)
+        section = HyTrainConfig.from_deepspeed(loaded)
+        assert section is not None, "the plan has added to it"
+        keywords["config"], keywords["config_params"] = loaded, None
     if section.batch_sizes is not None:
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
@@ -115,6 +123,33 @@ def _check_fit(
         if ranks:
             partition([], ranks, section.shard_fractions)
     _check_batches(section)
+
+
+def _with_plan(
+    config: Mapping[str, Any],
+    section: HyTrainConfig,
+    keywords: Mapping[str, Any],
+    distributed_port: int | None,
+) -> dict[str, Any]:
+    """The configuration with what its plan decides; a collective.
+
+    Raises:
+        PlanError: the plan is for another job.
+        ConfigError: a key says what the plan decides, or there is no model to compare.
+    """
+    model = keywords["model"]
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError('"hytrain.plan" needs the model: pass model=...')
+    device = join_ranks(
+        keywords["args"],
+        distributed_port=distributed_port,
+        dist_init_required=keywords["dist_init_required"],
+    )
+    source = keywords["config"] if keywords["config"] is not None else keywords["config_params"]
+    if source is None:
+        source = vars(keywords["args"]).get("deepspeed_config")
+    is_file = isinstance(source, (str, Path)) and Path(source).is_file()
+    return adopt_plan(config, section, model, device, Path(source) if is_file else None)
 
 
 def _check_batches(section: HyTrainConfig) -> None:

@@ -113,6 +113,17 @@ class SolverConfig(_Section):
     host_memory_reserve_bytes: int | None = Field(default=None, ge=0)
     """Host memory that the placement leaves free; null: 3 % of it, at least 1 GiB."""
 
+    start: tuple[float, ...] | None = None
+    """k of the first steps, before anything is measured, one number a rank; null: the fewest layers
+    that fit."""
+
+    @field_validator("start")
+    @classmethod
+    def _shares(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and not all(0.0 <= share <= 1.0 for share in value):
+            raise ValueError(f"every number must be in [0, 1], got {list(value)}")
+        return value
+
 
 class HyTrainConfig(_Section):
     """The whole section. See ds_configs/README.md for the table of keys."""
@@ -139,6 +150,10 @@ class HyTrainConfig(_Section):
     activations: Literal["keep", "offload"] = "keep"
     """Where the activations between the layers wait for backward with "layer_major": on the device,
     or in pinned host memory."""
+
+    plan: str | None = None
+    """A file of ``hytrain plan``, from the configuration's folder or the current one: it decides
+    batches, shards, activations and the k to start with. It must be for this very job."""
 
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()

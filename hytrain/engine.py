@@ -27,7 +27,13 @@ from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.config import HyTrainConfig
-from hytrain.errors import AbortedBackwardError, CheckpointError, ConfigError, EngineClosedError
+from hytrain.errors import (
+    AbortedBackwardError,
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    HyTrainError,
+)
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
 from hytrain.layers.hooks import AddedHooks
@@ -44,10 +50,12 @@ from hytrain.optim.global_batch import (
     train_global_batch,
     valid_labels,
 )
+from hytrain.optim.plan_watch import PlanReport, PlanWatch
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.records import Decision
+from hytrain.planner.plan_file import read_plan
 from hytrain.profile.host_share import HostShare, share_host
 
 
@@ -90,6 +98,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 "optimizer=torch.optim.AdamW(...)"
             )
         self._guards = LayerGuards(self._model, self.optimizer)
+        self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         _close_at_exit(self)
 
@@ -99,11 +108,18 @@ class HyTrainEngine(DeepSpeedEngine):
     _in_train_batch = False
     _in_forward = False
     _accumulation: MicroBatchMajor | LayerMajor | None = None
+    _plan_watch: PlanWatch | None = None
     _guards: LayerGuards | None
 
     @property
     def _model(self) -> nn.Module:
         return cast(nn.Module, self.module)  # DeepSpeed does not say so
+
+    def _watch_plan(self, optimizer: HyTrainZeroOptimizer) -> None:
+        name = self.hytrain_config.plan
+        if name is not None:  # initialize() has made it this file's path, and checked the plan
+            device = optimizer.pipeline.streams.device
+            self._plan_watch = PlanWatch(read_plan(Path(name)), optimizer.collectives, device)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
         """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
@@ -237,8 +253,11 @@ class HyTrainEngine(DeepSpeedEngine):
         except AbortedBackwardError:
             begin_window(self)
             raise
+        steps = self.global_steps
         with optimizer.collectives.telling():
             super().step(lr_kwargs)
+            if self._plan_watch is not None and self.global_steps != steps:
+                self._plan_watch.after_step(optimizer.rank_state())
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None
@@ -319,6 +338,18 @@ class HyTrainEngine(DeepSpeedEngine):
             HyTrainError: no step has been made.
         """
         return self._check_open().step_statistics()
+
+    def plan_report(self) -> PlanReport:
+        """What ``"hytrain.plan"`` predicted beside what the last steps took; a collective.
+
+        After the first steps that no layer moved in, rank 0 logs its table by itself.
+
+        Raises:
+            HyTrainError: there is no plan, or too few steps have been made.
+        """
+        if self._plan_watch is None:
+            raise HyTrainError('there is no plan to compare with: set "hytrain.plan"')
+        return self._plan_watch.report()
 
     def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
         """Changes k between two steps: state moves while training goes on.

@@ -96,6 +96,11 @@ class PlacementController:
         """GPU-placed layers, always the first ones."""
         return sum(layer.placement == "gpu" for layer in self._layers)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether layers are on their way."""
+        return self.target != self.num_gpu_layers
+
     # -- deciding ------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
 from hytrain.layers.state import LayerState
 from hytrain.offload.controller import ControllerSettings, PlacementController
 from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
@@ -91,11 +92,7 @@ def plan_placement(
                 "the optimizer state of another rank fits in no split between its GPU and host: "
                 "see that rank's message; nothing was allocated"
             )
-        num_gpu = allowed.min_gpu_layers
-        reason = (
-            "before the first step, when times and activations are not known: the fewest GPU "
-            f"layers that fit, {num_gpu} of {len(states)}"
-        )
+        num_gpu, reason = _first_number(config, allowed, collectives)
     else:
         allowed = Bounds.unlimited(len(states))
         num_gpu = round(config.gpu_fraction * len(states))
@@ -116,6 +113,29 @@ def plan_placement(
         staging_bytes=memory.staging_bytes,
     )
     return PlacementPlan(num_gpu, layer_bytes, memory, decision)
+
+
+def _first_number(
+    config: HyTrainConfig, allowed: Bounds, collectives: ShardCollectives
+) -> tuple[int, str]:
+    """GPU layers of the first steps, where k is solved, and why."""
+    start = config.solver.start
+    if start is None:
+        number = allowed.min_gpu_layers
+        return number, (
+            "before the first step, when times and activations are not known: the fewest GPU "
+            f"layers that fit, {number} of {allowed.num_layers}"
+        )
+    if len(start) != collectives.world_size:
+        raise ConfigError(
+            f'"hytrain.solver.start" has {len(start)} numbers but the job has '
+            f"{collectives.world_size} ranks: give one number a rank"
+        )
+    number = allowed.clamp(round(start[collectives.rank] * allowed.num_layers))
+    return number, (
+        f"before the first step: solver.start is {start[collectives.rank]:.3g}, which is "
+        f"{number} of {allowed.num_layers} layers within the bounds of memory"
+    )
 
 
 def _known_gpu_bytes(states: Sequence[LayerState], num_ranks: int, device: torch.device) -> int:

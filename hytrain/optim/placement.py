@@ -146,6 +146,11 @@ class PlacementManager:
             )
         return self._limits
 
+    @property
+    def host_bytes(self) -> int:
+        """State and pinned memory that this rank has on the host."""
+        return self._host_held()
+
     def _host_held(self) -> int:
         here = self._bytes[self.controller.num_gpu_layers :]
         return state_bytes(here) + self._pipeline.cpu.pinned.num_bytes

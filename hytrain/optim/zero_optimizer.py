@@ -27,6 +27,7 @@ from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.gradients import GradientCollector, LayerGradient, late_policy
 from hytrain.optim.hyper import HyperReader
 from hytrain.optim.placement import PlacementManager
+from hytrain.optim.plan_watch import RankState
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 
@@ -517,6 +518,17 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def step_statistics(self) -> StepStatistics:
         """What the last step took; see :class:`~hytrain.optim.statistics.StepStatistics`."""
         return self.statistics.latest()
+
+    def rank_state(self) -> RankState:
+        """This rank after its last step, for :class:`~hytrain.optim.plan_watch.PlanWatch`."""
+        controller = self.placement.controller
+        return RankState(
+            step_seconds=self.statistics.latest().step_seconds,
+            host_bytes=self.placement.host_bytes,
+            gpu_layers=controller.num_gpu_layers,
+            num_layers=len(self.pipeline.layers),
+            is_settled=not controller.is_moving,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad`` of the trained parameters (always empty between backward passes).

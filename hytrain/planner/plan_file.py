@@ -1,6 +1,6 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it shall take.
 
-    {"version": 1, "model": {name, num_layers, parameters}, "global_batch", "stage",
+    {"version": 1, "model": {name, num_layers, parameters, dtype, seq_len}, "global_batch", "stage",
      "predicted": {"step_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
                 "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
@@ -42,6 +42,8 @@ class PlannedModel(_Record):
     name: str
     num_layers: int = Field(ge=1)
     parameters: int = Field(ge=1)
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    seq_len: int | None = Field(default=None, ge=1)
 
 
 class Predicted(_Record):
@@ -132,7 +134,11 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
     return PlanFile(
         version=VERSION,
         model=PlannedModel(
-            name=model.name, num_layers=model.num_layers, parameters=model.parameters
+            name=model.name,
+            num_layers=model.num_layers,
+            parameters=model.parameters,
+            dtype=model.dtype,
+            seq_len=model.seq_len,
         ),
         global_batch=problem.batch,
         stage=problem.stage,
@@ -166,9 +172,19 @@ def read_plan(path: Path) -> PlanFile:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path} ({error.strerror})") from None
+    return parse_plan(text, path)
+
+
+def parse_plan(text: str, path: Path) -> PlanFile:
+    """:func:`read_plan` of what the file has.
+
+    Raises:
+        PlanError: as there.
+    """
+    try:
+        values = json.loads(text)
     except ValueError as error:
         raise PlanError(f"the plan {path} is not JSON: {error}") from None
     version = values.get("version") if isinstance(values, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
@@ -214,6 +230,7 @@ class Actual:
         parameters: of the model.
         global_batch: samples of a step.
         stage: of ZeRO.
+        dtype: of the training copy; None where not known.
     """
 
     ranks: Sequence[ActualRank]
@@ -221,6 +238,7 @@ class Actual:
     parameters: int
     global_batch: int
     stage: int
+    dtype: str | None = None
 
 
 def difference(plan: PlanFile, actual: Actual) -> list[str]:
@@ -238,6 +256,8 @@ def difference(plan: PlanFile, actual: Actual) -> list[str]:
     for what, planned, found in pairs:
         if planned != found:
             words.append(f"{what}: planned for {planned}, found {found}")
+    if None not in (plan.model.dtype, actual.dtype) and plan.model.dtype != actual.dtype:
+        words.append(f"dtype: planned for {plan.model.dtype}, found {actual.dtype}")
     if plan.stage != actual.stage:
         words.append(f"ZeRO stage: planned for {plan.stage}, found {actual.stage}")
     if len(plan.ranks) != len(actual.ranks):

@@ -171,6 +171,8 @@ class Model:
         boundary_bytes: activations between two layers, per sample.
         itemsize: bytes of a parameter of the training copy, and of its gradient; so many cross to
             the host and come back.
+        dtype: of the training copy, for the record; None where not known.
+        seq_len: tokens of a sample, likewise.
     """
 
     name: str
@@ -178,6 +180,8 @@ class Model:
     parameters: int
     boundary_bytes: int = 0
     itemsize: int = 2
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    seq_len: int | None = None
 
     def __post_init__(self) -> None:
         _positive(

@@ -81,7 +81,15 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
     itemsize = _ITEMSIZE[model.dtype]
     return PlanProblem(
         cluster=_cluster(profile, options),
-        model=Model(model.name, model.num_layers, model.parameters, model.boundary_bytes, itemsize),
+        model=Model(
+            name=model.name,
+            num_layers=model.num_layers,
+            parameters=model.parameters,
+            boundary_bytes=model.boundary_bytes,
+            itemsize=itemsize,
+            dtype=model.dtype,
+            seq_len=model.seq_len,
+        ),
         batch=options.batch,
         stage=options.stage,
         activations=options.activations,

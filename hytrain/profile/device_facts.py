@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import psutil
 import torch
 
+from hytrain.errors import ConfigError
 from hytrain.planner.profile_file import device_label
 from hytrain.profile.machine import available_host_bytes, cpu_model, usable_cores
 from hytrain.profile.memory_probe import usable_gpu_bytes
+
+MULTIPROCESSORS_VARIABLE = "HYTRAIN_MULTIPROCESSORS"
+"""Environment variable that says how many multiprocessors a rank may use of its GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,11 @@ def device_facts(
     Args:
         device: a GPU or the CPU.
         multiprocessors: that work on the current stream may use, where these are not all of them
-            (green contexts), which torch cannot tell.
+            (green contexts), which torch cannot tell. None: what ``HYTRAIN_MULTIPROCESSORS`` says,
+            else all of them.
         ranks_on_host: that share a CPU's memory.
     """
+    multiprocessors = multiprocessors or _told_multiprocessors()
     if device.type != "cuda":
         return DeviceFacts(
             name=f"CPU {cpu_model()}",
@@ -62,3 +69,12 @@ def device_facts(
         limit_bytes=int(properties.total_memory * fraction),
         memory_bytes=memory,
     )
+
+
+def _told_multiprocessors() -> int | None:
+    text = os.environ.get(MULTIPROCESSORS_VARIABLE, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{MULTIPROCESSORS_VARIABLE} is {text!r}: give a number above 0")
+    return int(text)

@@ -1,0 +1,153 @@
+"""Cases of training by a plan: as with the keys that it stands for; refused alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_batches
+import torch
+import torch.distributed as dist
+from support.engines import built, make_config
+from support.models import make_model
+from support.plans import a_plan, write_a_plan
+
+from hytrain.config import BatchShares
+from hytrain.planner.errors import PlanError
+from hytrain.planner.plan_file import PlanFile
+
+STEPS = 4
+REPORT_STEPS = 14
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan decides."""
+
+    batches: tuple[int, ...]
+    micro: tuple[int, ...]
+    fractions: tuple[float, ...]
+    gpu_layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.batches}-{self.micro}-{self.fractions}"
+
+
+def _plan(case: Planned, **changes: Any) -> PlanFile:
+    return a_plan(
+        make_model("llama"),
+        case.batches,
+        case.micro,
+        fractions=case.fractions,
+        gpu_layers=case.gpu_layers,
+        **changes,
+    )
+
+
+def _config(hytrain: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    config = make_config(bf16=False, hytrain=hytrain, **sections)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        del config[key]
+    return config
+
+
+def _data(case: Planned) -> Iterator[dict[str, torch.Tensor]]:
+    shares = BatchShares(case.batches, tuple(max(1, size) for size in case.micro))
+    data = rank_batches.dataset(REPORT_STEPS * shares.global_batch)
+    return rank_batches.batches(shares, dist.get_rank(), data)
+
+
+def _train(case: Planned, config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with built(make_model("llama"), config) as engine:
+        data = _data(case)
+        losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
+        state = engine.fp32_state_dict()
+    return losses, {name: tensors["fp32"] for name, tensors in state.items()}
+
+
+def as_with_the_keys(case: Planned, folder: Path) -> None:
+    plan = _plan(case)
+    path = folder / "plan.json"
+    if dist.get_rank() == 0:
+        write_a_plan(folder, plan)
+    dist.barrier()
+    losses, weights = _train(case, _config({"plan": str(path)}))
+    keys = {
+        "batch_sizes": list(case.batches),
+        "micro_batch_sizes": [max(1, size) for size in case.micro],
+        "shard_fractions": list(case.fractions),
+    }
+    expected_losses, expected = _train(case, make_config(bf16=False, hytrain=keys))
+    assert losses == expected_losses
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def k_begins_as_planned(case: Planned, folder: Path) -> None:
+    if dist.get_rank() == 0:
+        write_a_plan(folder, _plan(case))
+    dist.barrier()
+    config = _config({"plan": str(folder / "plan.json"), "gpu_fraction": "solve"})
+    with built(make_model("llama"), config) as engine:
+        first = engine.placement_decisions()[0]
+    planned = case.gpu_layers[dist.get_rank()] / 4
+    assert first.gpu_layers_target == round(planned * first.num_layers)
+
+
+def refused_alike(case: Planned, folder: Path) -> str:
+    """A plan with another device for rank 1 only."""
+    plan = _plan(case)
+    ranks = list(plan.ranks)
+    ranks[1] = ranks[1].model_copy(update={"device": "NVIDIA L4"})
+    if dist.get_rank() == 0:
+        write_a_plan(folder, plan.model_copy(update={"ranks": tuple(ranks)}))
+    dist.barrier()
+    config = _config({"plan": str(folder / "plan.json")})
+    with pytest.raises(PlanError) as refused, built(make_model("llama"), config):
+        pass
+    return str(refused.value)
+
+
+def trouble_of_one_is_everybodys(case: Planned, folder: Path) -> tuple[str, str, str]:
+    """No file on rank 1; another file on rank 1; another model on rank 1."""
+    rank = dist.get_rank()
+    own = folder / f"rank{rank}"
+    own.mkdir()
+    if rank != 1:
+        write_a_plan(own, _plan(case))
+    dist.barrier()
+
+    def refusal(kind: str = "llama") -> str:
+        model = make_model(kind)
+        config = _config({"plan": str(own / "plan.json")})
+        with pytest.raises(PlanError) as refused, built(model, config):
+            pass
+        return str(refused.value)
+
+    missing = refusal()
+    if rank == 1:
+        write_a_plan(own, _plan(case, stage=1))
+    dist.barrier()
+    different = refusal()
+    dist.barrier()
+    write_a_plan(own, _plan(case))
+    dist.barrier()
+    return missing, different, refusal("mlp" if rank == 1 else "llama")
+
+
+def predicted_beside_measured(case: Planned, folder: Path) -> tuple[dict[str, Any], int]:
+    """A report of all ranks, while each solves its k; how often rank 0 has met the others."""
+    if dist.get_rank() == 0:
+        write_a_plan(folder, _plan(case))
+    dist.barrier()
+    config = _config({"plan": str(folder / "plan.json"), "gpu_fraction": "solve"})
+    with built(make_model("llama"), config) as engine:
+        data = _data(case)
+        for _ in range(REPORT_STEPS):
+            engine.train_batch(data)
+        by_itself = engine._plan_watch.latest
+        return engine.plan_report().to_json(), by_itself.last_step

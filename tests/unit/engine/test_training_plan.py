@@ -1,0 +1,232 @@
+"""Training by a plan on one rank: where it lies, what it decides, what is refused, the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, make_config
+from support.models import make_batch, make_model
+from support.plans import a_plan, write_a_plan
+
+from hytrain.errors import ConfigError, HyTrainError
+from hytrain.planner.errors import PlanError
+from hytrain.planner.plan_file import PlanFile
+from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
+
+STEPS = 14
+
+
+def _plan(**changes: Any) -> PlanFile:
+    return a_plan(make_model("llama"), (4,), (2,), gpu_layers=(2,), **changes)
+
+
+def _config(plan: str, **hytrain: Any) -> dict[str, Any]:
+    config = make_config(bf16=False, hytrain={"plan": plan, **hytrain})
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        del config[key]
+    return config
+
+
+def _batches() -> Iterator[dict[str, Any]]:
+    number = 0
+    while True:
+        yield make_batch("llama", number)
+        number += 1
+
+
+def _train(engine: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+    batches = _batches()
+    for _ in range(steps):
+        engine.train_batch(batches)
+    return {name: value["fp32"] for name, value in engine.fp32_state_dict().items()}
+
+
+def test_it_is_the_same_as_the_keys_that_it_stands_for(tmp_path: Path) -> None:
+    config = _config(write_a_plan(tmp_path, _plan()))
+    with built(make_model("llama"), config) as engine:
+        assert engine.train_batch_size() == 4
+        assert engine.hytrain_config.micro_batch_sizes == (2,)
+        planned = _train(engine)
+    keys = {"batch_sizes": [4], "micro_batch_sizes": [2]}
+    with built(make_model("llama"), make_config(bf16=False, hytrain=keys)) as engine:
+        explicit = _train(engine)
+    assert planned.keys() == explicit.keys()
+    for name, value in planned.items():
+        assert torch.equal(value, explicit[name]), name
+
+
+def test_the_plan_says_where_k_begins_and_a_number_wins(tmp_path: Path) -> None:
+    path = write_a_plan(tmp_path, _plan())
+    config = _config(path, gpu_fraction="solve")
+    with built(make_model("llama"), config) as engine:
+        first = engine.placement_decisions()[0]
+        # 2 of 4 blocks are 3 of the 6 layers that training counts.
+        assert (first.gpu_layers_target, first.num_layers) == (3, 6)
+        assert "solver.start is 0.5" in first.reason
+    with built(make_model("llama"), _config(path, gpu_fraction=1.0)) as engine:
+        assert engine.placement_decisions()[0].gpu_layers_target == 6
+
+
+def test_it_lies_beside_the_configuration_or_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, current = tmp_path / "configs", tmp_path / "here"
+    beside.mkdir()
+    current.mkdir()
+    monkeypatch.chdir(current)
+    file = beside / "ds_config.json"
+    file.write_text(json.dumps(_config("plan.json")))
+    with pytest.raises(PlanError, match=r"no file .*configs/plan\.json and .*here/plan\.json"):
+        _initialize(str(file))
+    write_a_plan(current, _plan())
+    assert _initialize(str(file)) == str(current / "plan.json")
+    write_a_plan(beside, _plan())
+    assert _initialize(str(file)) == str(beside / "plan.json")
+    # A configuration that is no file has no folder.
+    assert _initialize(_config("plan.json")) == str(current / "plan.json")
+
+
+def _initialize(config: Any) -> str:
+    with built(make_model("llama"), config) as engine:
+        found: str = engine.hytrain_config.plan
+        return found
+
+
+@pytest.mark.parametrize(
+    ("hytrain", "named"),
+    [
+        ({"batch_sizes": [4]}, "hytrain.batch_sizes"),
+        ({"shard_fractions": [1.0]}, "hytrain.shard_fractions"),
+        ({"solver": {"start": [0.5]}}, "hytrain.solver.start"),
+    ],
+)
+def test_keys_that_the_plan_decides_are_refused_beside_it(
+    tmp_path: Path, hytrain: dict[str, Any], named: str
+) -> None:
+    config = _config(write_a_plan(tmp_path, _plan()), **hytrain)
+    with pytest.raises(ConfigError, match="leave these out") as refused:
+        _initialize(config)
+    assert named in str(refused.value)
+
+
+def test_null_decides_nothing(tmp_path: Path) -> None:
+    _initialize(_config(write_a_plan(tmp_path, _plan()), batch_sizes=None, shard_fractions=None))
+
+
+def _refusal(tmp_path: Path, plan: PlanFile, **config: Any) -> str:
+    model = make_model("llama")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    whole = {**_config(write_a_plan(tmp_path, plan)), **config}
+    with pytest.raises(PlanError) as refused, built(model, whole):
+        pass
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert not parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    return str(refused.value)
+
+
+def test_plans_for_another_job_are_refused_with_the_difference(tmp_path: Path) -> None:
+    plan = _plan()
+    other = plan.model.model_copy(update={"num_layers": 5, "parameters": 7})
+    text = _refusal(tmp_path, plan.model_copy(update={"model": other}))
+    assert "layers: planned for 5, found 4" in text
+    assert "parameters: planned for 7, found" in text
+    assert "Nothing was touched" in text
+    assert "samples in the global batch: planned for 4, found 8" in _refusal(
+        tmp_path, plan, train_batch_size=8
+    )
+    assert "dtype: planned for fp32, found bf16" in _refusal(tmp_path, plan, bf16={"enabled": True})
+    assert "ZeRO stage: planned for 1, found 2" in _refusal(
+        tmp_path, plan.model_copy(update={"stage": 1})
+    )
+    two = a_plan(make_model("llama"), (2, 2), (2, 2))
+    assert "ranks: planned for 2, found 1" in _refusal(tmp_path, two)
+
+
+def test_a_plan_for_another_device_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _plan()
+    (rank,) = plan.ranks
+
+    def with_rank(**changes: Any) -> PlanFile:
+        return plan.model_copy(update={"ranks": (rank.model_copy(update=changes),)})
+
+    assert "rank 0: planned for NVIDIA L4, found CPU" in _refusal(
+        tmp_path, with_rank(device="NVIDIA L4")
+    )
+    assert "planned with" in _refusal(tmp_path, with_rank(memory_bytes=2 * rank.memory_bytes))
+    monkeypatch.setenv(MULTIPROCESSORS_VARIABLE, "66")
+    text = _refusal(tmp_path, plan)
+    assert f"planned with {rank.multiprocessors} multiprocessors, found 66" in text
+    monkeypatch.setenv(MULTIPROCESSORS_VARIABLE, "many")
+    assert MULTIPROCESSORS_VARIABLE in _refusal(tmp_path, plan)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{")
+    with pytest.raises(PlanError, match="is not JSON"):
+        _initialize(_config(str(path)))
+
+
+def test_recomputation_that_was_planned_is_turned_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = _plan()
+    again = plan.ranks[0].model_copy(update={"activations": "recompute"})
+    path = write_a_plan(tmp_path, plan.model_copy(update={"ranks": (again,)}))
+    model: Any = make_model("llama")
+    with built(model, _config(path)) as engine:
+        assert model.is_gradient_checkpointing
+        recomputed = _train(engine)
+    with built(make_model("llama"), _config(write_a_plan(tmp_path, plan))) as engine:
+        for name, value in _train(engine).items():
+            torch.testing.assert_close(value, recomputed[name])
+    # The other way around nothing is switched off, but the prediction will not hold.
+    model = make_model("llama")
+    model.gradient_checkpointing_enable()
+    with caplog.at_level(logging.WARNING), built(model, _config(path)):
+        pass
+    assert "computes activations again" in caplog.text
+
+
+def test_predicted_stands_beside_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = _config(write_a_plan(tmp_path, _plan()))
+    with built(make_model("llama"), config) as engine:
+        batches = _batches()
+        with pytest.raises(HyTrainError, match="make some more"):
+            engine.plan_report()
+        with caplog.at_level(logging.INFO, logger="hytrain"):
+            for _ in range(STEPS):
+                engine.train_batch(batches)
+        (logged,) = [
+            r.getMessage() for r in caplog.records if "predicted -> measured" in r.msg % r.args
+        ]
+        assert "median of steps 4 to 13" in logged
+        assert "step 250.0 -> " in logged
+        report = engine.plan_report()
+        assert (report.first_step, report.last_step) == (5, 14)
+        assert report.is_settled
+        record = report.to_json()
+        assert record["predicted_seconds"] == 0.25
+        assert record["measured_seconds"] > 0.0
+        assert record["error"] == pytest.approx(record["measured_seconds"] / 0.25 - 1.0)
+        (rank,) = record["ranks"]
+        assert rank["gpu_bytes"] is None
+        assert rank["host_bytes"] > 12 * 10_000
+        assert rank["batch_size"] == 4
+
+
+def test_without_a_plan_there_is_no_report() -> None:
+    with (
+        built(make_model("llama"), make_config(bf16=False)) as engine,
+        pytest.raises(HyTrainError, match="no plan"),
+    ):
+        engine.plan_report()
