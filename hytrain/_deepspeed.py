@@ -229,7 +229,7 @@ def join_ranks(
     Returns:
         This rank's device, made torch's current one.
     """
-    accelerator = get_accelerator()
+    accelerator: Any = get_accelerator()
     if not torch.distributed.is_initialized():
         keywords: dict[str, Any] = {"dist_init_required": dist_init_required}
         if distributed_port is not None:

@@ -185,7 +185,8 @@ class PlanWatch:
         own = self._measured(self._recent)
         ranks: list[RankMeasured] = [own] * self._collectives.world_size
         if self._collectives.world_size > 1:
-            dist.all_gather_object(ranks, own, group=self._collectives.group)
+            with self._collectives.waiting():
+                dist.all_gather_object(ranks, own, group=self._collectives.group)
         first = self._steps - len(self._recent) + 1
         self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
         return self.latest

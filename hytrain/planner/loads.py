@@ -218,7 +218,7 @@ def _peak(
         peak = working
     if activations not in LAYER_MAJOR and batch > microbatch:
         return peak + gradients  # they wait for the last micro-batch
-    if problem.cluster.num_ranks > 1:
+    if problem.cluster.num_ranks > 1 or activations in LAYER_MAJOR:
         # The first backward keeps them until it ends, when all activations are gone.
         return max(peak, working + gradients)
     return peak

@@ -210,7 +210,8 @@ class PlanProblem:
         accumulation_ms: what each further micro-batch adds to a layer's backward.
         gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
             while micro-batches pass through the model one by one, and at the end of the first
-            backward of several ranks, which have not agreed on an order yet.
+            backward of several ranks, which have not agreed on an order yet, or layer by layer,
+            which is a trial.
         gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy.
         host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.

@@ -241,6 +241,8 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
         "name": "small-llama",
         "num_layers": 4,
         "parameters": 4 * BLOCK + 2 * 1024 * 256 + 256,
+        "dtype": "bf16",
+        "seq_len": 1024,
     }
     l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])
     assert l4 == pytest.approx(other, abs=2)
