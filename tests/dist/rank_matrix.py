@@ -59,6 +59,14 @@ class Case:
             f"{self.clipping}-k_{self.k}"
         )
 
+    @property
+    def section(self) -> dict[str, Any]:
+        """The "hytrain" section's keys for the way of accumulation."""
+        if not self.accumulation.startswith("by_layer"):
+            return {}
+        offloads = self.accumulation.endswith("offload")
+        return {"accumulation": "layer_major", "activations": "offload" if offloads else "keep"}
+
     def shares(self) -> Shares:
         """As numbers."""
         n = self.ranks
@@ -79,7 +87,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "batches": ("unequal", "idle", "equal"),
     "shards": ("unequal", "equal"),
     "stage": (2, 1),
-    "accumulation": ("pieces", "whole"),
+    "accumulation": ("pieces", "by_layer", "whole", "by_layer_offload"),
     "clipping": ("always", "off", "never"),
     "k": ("differs", "equal"),
 }
@@ -88,7 +96,7 @@ VALUES: dict[str, Sequence[Any]] = {
 def trains_as_one_process(case: Case) -> dict[str, float]:
     """Trains and compares on rank 0; how close it came, as shares of what is allowed."""
     shares = case.shares()
-    losses, weights, collectives = _train_together(shares)
+    losses, weights, collectives = _train_together(shares, case.section)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (losses, collectives))
     assert all(other == everywhere[0] for other in everywhere), "the ranks did different things"
@@ -110,7 +118,9 @@ def trains_as_one_process(case: Case) -> dict[str, float]:
     return {"worst": worst, "allowed": allowed}
 
 
-def _train_together(case: Shares) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
+def _train_together(
+    case: Shares, accumulation: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
     """Losses, on rank 0 the master weights, and the collectives that this rank has issued."""
     rank = dist.get_rank()
     shares = BatchShares(case.sizes, case.micro_sizes)
@@ -118,6 +128,7 @@ def _train_together(case: Shares) -> tuple[list[float], dict[str, torch.Tensor],
         "batch_sizes": list(case.sizes),
         "micro_batch_sizes": list(case.micro_sizes),
         "shard_fractions": list(case.fractions),
+        **accumulation,
     }
     config = make_config(
         gpu_fraction=case.gpu_fractions[rank],
