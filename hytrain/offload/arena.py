@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from hytrain.offload.host_memory import PAGE, map_anonymous
+from hytrain.kernels.host_memory import PAGE, map_anonymous
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain.kernels.host_memory import host_zeros
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
-from hytrain.offload.host_memory import host_zeros
 from hytrain.offload.streams import Streams
 
 

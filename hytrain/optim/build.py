@@ -11,6 +11,7 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
+from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.layers.discovery import find_layers
 from hytrain.layers.layout import LayerLayout, lay_out
@@ -18,7 +19,6 @@ from hytrain.layers.partition import PartitionTable, partition
 from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
-from hytrain.offload.host_memory import host_zeros
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads

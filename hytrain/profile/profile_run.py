@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -135,6 +135,10 @@ def profile_ranks(
     samples = collective_profile.collective_samples(
         device, ranks, dtype=subject.dtype, sizes=options.collective_bytes
     )
+    if device.type == "cuda":
+        # What NCCL has taken by now, training will miss as well.
+        me = replace(me, facts=device_facts(device, multiprocessors=options.multiprocessors))
+        everybody = ranks.gather(me)
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     settings = ranks.gather(options.settings)
     groups = _Groups(everybody, ranks.gather(measured), settings, now)

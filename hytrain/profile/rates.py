@@ -15,6 +15,7 @@ import torch
 
 from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
+from hytrain.kernels.host_memory import host_zeros
 from hytrain.planner.profile_file import CopyRates
 from hytrain.profile.machine import available_host_bytes, last_level_cache_bytes
 from hytrain.profile.ranks import Ranks
@@ -154,8 +155,9 @@ def cpu_rates(
         elements: of each array; None: beyond the caches.
     """
     n = elements or _elements(ranks_on_host)
-    p, m, v = (torch.zeros(n) for _ in range(3))
-    previous, current, out = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(3))
+    # In huge pages, like the memory that training updates.
+    p, m, v = (host_zeros(n) for _ in range(3))
+    previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
     hyper = AdamHyper(lr=1e-3)
     steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
 

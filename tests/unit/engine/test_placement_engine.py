@@ -19,8 +19,8 @@ from support.parity import Case, train
 from support.shadow import Shadow
 from training import backward, inputs
 
+from hytrain.kernels import host_memory
 from hytrain.offload import controller as controller_module
-from hytrain.offload import host_memory
 from hytrain.offload import mover as mover_module
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hytrain.offload import arena, host_memory
+from hytrain.kernels import host_memory
+from hytrain.kernels.host_memory import PAGE, host_zeros
+from hytrain.offload import arena
 from hytrain.offload.arena import Arena
-from hytrain.offload.host_memory import PAGE, host_zeros
 from hytrain.offload.pinned import PinnedMemory
 from hytrain.offload.slots import NUM_OUTGOING, SlotPlan, plan_slots
 
