@@ -11,6 +11,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,25 @@ def environment(place: Place, rank: int, ports: tuple[int, int]) -> dict[str, st
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
     return env
+
+
+def describe_beside(result: Json, device: str, gpus: int) -> threading.Thread:
+    """Fills in result["hardware"] while the processes start: torch takes seconds to import.
+
+    Returns:
+        The thread, to be joined before the result is used.
+    """
+    result["hardware"] = {"gpus": gpus}
+
+    def describe() -> None:
+        from experiments.offload_step import hardware
+
+        # One assignment: somebody may be writing the result to its file.
+        result["hardware"] = {**hardware.describe(device), "gpus": gpus}
+
+    thread = threading.Thread(target=describe, name="hardware", daemon=True)
+    thread.start()
+    return thread
 
 
 class Group:

@@ -26,7 +26,7 @@ from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.solve_k.sizes import MODELS
 from experiments.unequal_gpus.cases import PARTS, Case, cases_of, stages_of, waves
-from experiments.unequal_gpus.group import Place, Work, divide_cores, run_all
+from experiments.unequal_gpus.group import Place, Work, describe_beside, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
 
 SETTINGS = (
@@ -145,9 +145,6 @@ def places(works: Sequence[Work], device: str, gpus: int) -> list[Place]:
 
 def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Json:
     """Runs the cases in waves; the file is written after every stage."""
-    # Imported here, so that --list and --help answer at once.
-    from experiments.offload_step.hardware import describe
-
     begin = time.monotonic()
     until = begin + options.budget_seconds - CLOSING_SECONDS
     settings = {name: getattr(options, name) for name in SETTINGS}
@@ -158,13 +155,14 @@ def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Jso
     result: Json = {
         "schema": records.SCHEMA,
         "command": command,
-        "hardware": {**describe(options.device), "gpus": gpus},
         "settings": settings,
         "cases": [
             {"case": dataclasses.asdict(case), "results": works[case.label].results}
             for case in cases
         ],
     }
+
+    hardware = describe_beside(result, options.device, gpus)
 
     def save() -> None:
         result["seconds"] = time.monotonic() - begin
@@ -184,6 +182,7 @@ def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Jso
             until,
             save,
         )
+    hardware.join()
     save()
     return result
 

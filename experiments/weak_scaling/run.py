@@ -25,7 +25,14 @@ from experiments.offload_step import records
 from experiments.offload_step.launch import REPOSITORY
 from experiments.offload_step.records import Json
 from experiments.offload_step.sizes import SIZES
-from experiments.unequal_gpus.group import Place, Work, divide_cores, environment, run_all
+from experiments.unequal_gpus.group import (
+    Place,
+    Work,
+    describe_beside,
+    divide_cores,
+    environment,
+    run_all,
+)
 from experiments.weak_scaling.report import text_of
 from experiments.weak_scaling.stages import SYSTEMS, Launch, launches, stages_of
 
@@ -92,9 +99,6 @@ def build_adam(where: Place, limit: float) -> Json:
 
 def measure(options: argparse.Namespace, planned: Sequence[Launch], command: str) -> Json:
     """One launch after another; the file is written after every system."""
-    # Imported here, so that --list and --help answer at once.
-    from experiments.offload_step.hardware import describe
-
     begin = time.monotonic()
     until = begin + options.budget_seconds - CLOSING_SECONDS
     names = ("model", "batch", "seq", "gpu_fraction", "settle", "warmup", "steps")
@@ -102,10 +106,11 @@ def measure(options: argparse.Namespace, planned: Sequence[Launch], command: str
     result: Json = {
         "schema": records.SCHEMA,
         "command": command,
-        "hardware": {**describe(options.device), "gpus": options.gpus},
         "settings": settings,
         "launches": [],
     }
+
+    hardware = describe_beside(result, options.device, options.gpus)
 
     def save() -> None:
         result["seconds"] = time.monotonic() - begin
@@ -130,6 +135,7 @@ def measure(options: argparse.Namespace, planned: Sequence[Launch], command: str
             until,
             save,
         )
+    hardware.join()
     save()
     return result
 

@@ -26,6 +26,11 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Json:
     return written
 
 
+def test_the_machine_is_in_the_result(result: Json) -> None:
+    assert result["hardware"]["gpus"] == 2
+    assert result["hardware"]["cores"] >= 1
+
+
 def test_the_plan_is_trained_by(result: Json) -> None:
     (case,) = result["cases"]
     planned, plan = checks.result_of(case, "planned"), checks.result_of(case, "plan")
