@@ -31,6 +31,7 @@ from hytrain.config import BatchShares
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
 from hytrain.planner.profile_file import ProfileFile, write_profile
+from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
 from hytrain.profile.host_share import share_host
 from hytrain.profile.layer_profile import LayerOptions
 from hytrain.profile.machine import host_memory_pools
@@ -43,9 +44,6 @@ RATE_SECONDS = 0.1
 
 COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
 """Sizes of a layer's collectives; a block of the 3 B model has 216 MiB."""
-
-MULTIPROCESSORS_VARIABLE = "HYTRAIN_MULTIPROCESSORS"
-"""By which hytrain is told what torch cannot tell: how much of a GPU the current stream has."""
 
 NUM_BATCHES = 4
 """Of different tokens, which take turns."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import GIB
-from hytrain.config import HyTrainConfig
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.planner.baselines import even_split
 from hytrain.planner.errors import PlanError
@@ -18,9 +17,6 @@ from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
-
-TAKES_PLANS = "plan" in HyTrainConfig.model_fields
-"""Whether this hytrain trains by a plan.json; else it is told what the plan says key by key."""
 
 LEAST_SHARD = 1e-4
 """Of the state: nobody may own nothing."""
@@ -188,10 +184,7 @@ def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: 
     if not run.startswith("even"):
         # k is fixed, so that the steps that are timed are those that were predicted.
         fraction = 1.0 if run == "no_offload" else plan["planned"]["gpu_fractions"][rank]
-        if TAKES_PLANS:
-            return {"plan": plan["path"], "gpu_fraction": fraction}
-        keys = ("batch_sizes", "micro_batch_sizes", "shard_fractions")
-        return {"gpu_fraction": fraction, **{key: plan["planned"][key] for key in keys}}
+        return {"plan": plan["path"], "gpu_fraction": fraction}
     even = plan["even"]
     section: Json = {
         "batch_sizes": even["batch_sizes"],

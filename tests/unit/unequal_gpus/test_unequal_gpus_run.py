@@ -9,7 +9,6 @@ import pytest
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus import checks, run
-from experiments.unequal_gpus.planning import TAKES_PLANS
 from experiments.unequal_gpus.report import text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
@@ -38,11 +37,8 @@ def test_the_plan_is_trained_by(result: Json) -> None:
     assert plan is not None
     assert plan[0] == plan[1]
     for rank, told in enumerate(planned):
-        batch = plan[0]["planned"]["batch_sizes"]
-        if TAKES_PLANS:
-            assert told["plan_report"]["ranks"][rank]["batch_size"] == batch[rank]
-        else:
-            assert told["section"]["batch_sizes"] == batch
+        found = told["plan_report"]["ranks"][rank]
+        assert found["batch_size"] == plan[0]["planned"]["batch_sizes"][rank]
         assert told["gpu_fraction"] == pytest.approx(
             plan[0]["planned"]["gpu_fractions"][rank], abs=0.13
         )
