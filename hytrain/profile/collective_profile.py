@@ -16,6 +16,8 @@ from hytrain.profile.step_timer import Clock
 
 SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 256, 512))
 """Bytes of a layer; one of 270 M parameters is the last."""
+_MOST_ON_CPU = 2**24
+"""The largest size without GPUs, where a profile is for trying."""
 _REPEATS = 5
 _WARM = 2
 _SLOW_SECONDS = 0.1
@@ -50,6 +52,8 @@ def collective_samples(
         return ()
     collectives = ShardCollectives(None)
     samples: list[CollectiveSample] = []
+    if device.type != "cuda":
+        sizes = [size for size in sizes if size <= _MOST_ON_CPU]
     for num_bytes in sizes:
         per_rank = max(2, num_bytes // dtype.itemsize // ranks.world_size)
         even = [per_rank] * ranks.world_size
