@@ -149,19 +149,25 @@ class BatchPlan:
     """How the sequences of a step are shared out over micro-batches and ranks."""
 
     micro_batch: int
-    """Sequences a rank computes at once."""
+    """Sequences a rank computes at once; with ``sizes``, those of an evaluation."""
     accumulation: int
-    """Micro-batches a rank computes in a step."""
+    """Micro-batches a rank computes in a step; 1 with ``sizes``."""
     world_size: int
     """Number of ranks."""
+    sizes: tuple[int, ...] | None = None
+    """Sequences that each rank computes in a step, where `hytrain plan` decided that."""
+    micro_sizes: tuple[int, ...] | None = None
+    """Of them at once; with ``sizes``."""
 
     @property
     def global_batch(self) -> int:
         """Sequences in a step, all ranks together."""
+        if self.sizes is not None:
+            return sum(self.sizes)
         return self.micro_batch * self.accumulation * self.world_size
 
     def first(self, consumed: int, micro_step: int, rank: int) -> int:
-        """Return the position of the first sequence of one micro-batch of a rank.
+        """Return the position of the first sequence of one of equal micro-batches of a rank.
 
         Args:
             consumed: sequences consumed before this step.
@@ -169,6 +175,20 @@ class BatchPlan:
             rank: the rank.
         """
         return consumed + (micro_step * self.world_size + rank) * self.micro_batch
+
+    def pieces(self, consumed: int, rank: int) -> list[tuple[int, int]]:
+        """Return a rank's micro-batches of a step: position of the first sequence, and how many.
+
+        Args:
+            consumed: sequences consumed before this step.
+            rank: the rank.
+        """
+        if self.sizes is None or self.micro_sizes is None:
+            steps = range(self.accumulation)
+            return [(self.first(consumed, step, rank), self.micro_batch) for step in steps]
+        own, most = self.sizes[rank], self.micro_sizes[rank]
+        begin = consumed + sum(self.sizes[:rank])
+        return [(begin + at, min(most, own - at)) for at in range(0, own, max(1, most))]
 
 
 def to_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

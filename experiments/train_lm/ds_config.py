@@ -11,6 +11,7 @@ from data import BatchPlan
 from options import OptionError, Options
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "ds_configs"
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _SCHEDULERS_WITH_TOTAL = ("WarmupCosineLR", "WarmupDecayLR")
 
 
@@ -44,6 +45,50 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def find_plan(config: dict[str, Any], config_path: Path, options: Options) -> Path | None:
+    """Return the file of `hytrain plan` to train by: the option's, else the JSON's, else None.
+
+    Raises:
+        OptionError: there is no such file.
+    """
+    if options.plan is not None:
+        places = [options.plan]
+    elif options.engine == "hytrain" and config.get("hytrain", {}).get("plan") is not None:
+        name = Path(config["hytrain"]["plan"])
+        places = [config_path.parent / name, name]
+    else:
+        return None
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise OptionError(
+        f"no plan {' or '.join(map(str, places))}: `hytrain plan --out` makes one, --plan names it"
+    )
+
+
+def planned_batches(path: Path, options: Options) -> BatchPlan:
+    """Read from a plan who computes how much; whether it fits the job is hytrain's to say.
+
+    Raises:
+        OptionError: an option says what the plan decides.
+    """
+    # Here, because hytrain need not be installed for --engine deepspeed.
+    from hytrain.planner.plan_file import read_plan
+
+    for name in ("micro_batch", "global_batch"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')}: the plan {path} decides that")
+    ranks = read_plan(path).ranks
+    computing = [rank.microbatch_size for rank in ranks if rank.microbatch_size]
+    return BatchPlan(
+        micro_batch=min(computing),
+        accumulation=1,
+        world_size=len(ranks),
+        sizes=tuple(rank.batch_size for rank in ranks),
+        micro_sizes=tuple(rank.microbatch_size for rank in ranks),
+    )
+
+
 def plan_batches(config: dict[str, Any], options: Options, world_size: int) -> BatchPlan:
     """Settle micro-batch and accumulation from the options, else from the JSON.
 
@@ -72,9 +117,9 @@ def plan_batches(config: dict[str, Any], options: Options, world_size: int) -> B
 
 
 def apply_options(
-    config: dict[str, Any], options: Options, plan: BatchPlan
+    config: dict[str, Any], options: Options, plan: BatchPlan, plan_path: Path | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the options into a copy of the JSON.
+    """Write the options into a copy of the JSON; with a plan's path, the plan has the batches.
 
     Returns:
         The changed copy, and one line for each value of the JSON that was replaced.
@@ -90,9 +135,16 @@ def apply_options(
             changes.append(f"{path}{key}: {section[key]} -> {value}")
         section[key] = value
 
-    put(config, "train_micro_batch_size_per_gpu", plan.micro_batch, "")
-    put(config, "gradient_accumulation_steps", plan.accumulation, "")
-    put(config, "train_batch_size", plan.global_batch, "")
+    if plan_path is not None:
+        if "hytrain" not in config:
+            raise OptionError('--plan needs a "hytrain" section in the DeepSpeed JSON')
+        for key in _BATCH_KEYS:
+            config.pop(key, None)
+        put(config["hytrain"], "plan", str(plan_path), "hytrain.")
+    else:
+        put(config, "train_micro_batch_size_per_gpu", plan.micro_batch, "")
+        put(config, "gradient_accumulation_steps", plan.accumulation, "")
+        put(config, "train_batch_size", plan.global_batch, "")
     if options.lr is not None:
         params = config.get("optimizer", {}).get("params")
         if params is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from options import OptionError, Options
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Returns the engine's statistics of the step it has just made; None without any.
+# A plan is compared with the steps after the first three.
+_LEAST_STEPS = 4
 StatisticsReader = Callable[[], metrics.UpdateStatistics | None]
 
 
@@ -54,6 +56,7 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._step = 0
+        self._steps_made = 0
         self._consumed = 0
         self._pending: _Pending | None = None
         self._is_main = job.rank == 0
@@ -110,28 +113,52 @@ class Trainer:
                 self._save()
         self._drain(file, bar)
         self._gather_decisions(file)
+        self._compare_with_plan(file)
         self._evaluate(file)
 
+    def _compare_with_plan(self, file: metrics.MetricsFile | None) -> None:
+        """Record what a plan predicted beside what the last steps took; a collective."""
+        if self._job.plan.sizes is None or self._steps_made < _LEAST_STEPS:
+            return
+        report = self._job.engine.plan_report()
+        if file is not None:
+            file.plan(self._step, report.to_json())
+            print(f"\n{report.table()}", flush=True)
+
     def _train_step(self) -> tuple[torch.Tensor, float]:
-        """Make one optimizer step; return this rank's mean loss, shape [], and the rate used."""
+        """Make one optimizer step; return the mean loss, shape [], and the rate used.
+
+        The mean is this rank's, or, by a plan, that of the global batch.
+        """
         job, plan = self._job, self._job.plan
         # Dropout depends on seed, step and rank alone: a resumed run draws the same numbers.
         step_seed = (job.options.seed * 1_000_003 + self._step) * 65_537 + job.rank
         torch.manual_seed(step_seed % (1 << 63))
         total = torch.zeros((), dtype=torch.float32, device=job.device)
         lr = 0.0
-        for micro_step in range(plan.accumulation):
-            first = plan.first(self._consumed, micro_step, job.rank)
-            batch = job.sequences.train_batch(first, plan.micro_batch)  # [B, T]
-            ids = data.to_device(batch, job.device)
-            loss = job.engine(input_ids=ids, labels=ids).loss
-            job.engine.backward(loss)
-            lr = float(job.engine.get_lr()[0])  # before step(), which sets the next one's
-            job.engine.step()
-            total += loss.detach().float()
+        pieces = plan.pieces(self._consumed, job.rank)
+        if plan.sizes is not None:
+            lr = float(job.engine.get_lr()[0])  # before the step, which sets the next one's
+            total = job.engine.train_batch(
+                {"input_ids": ids, "labels": ids} for ids in self._ids(pieces)
+            )
+        else:
+            for ids in self._ids(pieces):
+                loss = job.engine(input_ids=ids, labels=ids).loss
+                job.engine.backward(loss)
+                lr = float(job.engine.get_lr()[0])
+                job.engine.step()
+                total += loss.detach().float()
+            total /= plan.accumulation
         self._step += 1
+        self._steps_made += 1
         self._consumed += plan.global_batch
-        return total / plan.accumulation, lr
+        return total, lr
+
+    def _ids(self, pieces: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """Give training sequences [B, T] on the device, a micro-batch at a time."""
+        for first, count in pieces:
+            yield data.to_device(self._job.sequences.train_batch(first, count), self._job.device)
 
     def _measure(self, loss: torch.Tensor, lr: float, step_s: float) -> _Pending:
         statistics = self._job.read_statistics()

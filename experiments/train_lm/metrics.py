@@ -117,6 +117,10 @@ class MetricsFile:
         for record in records:
             self._write(record)
 
+    def plan(self, step: int, report: dict[str, Any]) -> None:
+        """Append what the plan predicted, and what was measured."""
+        self._write({"step": step, "plan": report})
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -49,6 +49,8 @@ class Options:
     """Sequences a rank computes at once."""
     global_batch: int | None
     """Sequences a step, all ranks and micro-batches together."""
+    plan: Path | None
+    """File of `hytrain plan` to train by; None: the JSON's, if it has one."""
     lr: float | None
     """Peak learning rate."""
     warmup: int | None
@@ -140,6 +142,12 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     add("--steps", type=int, default=1000, help="optimizer steps of the whole run")
     add("--micro-batch", type=int, help="sequences a rank computes at once")
     add("--global-batch", type=int, help="sequences a step")
+    add(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="of `hytrain plan`: who computes and keeps how much; instead of the JSON's batches",
+    )
     add("--lr", type=float, help="peak learning rate, instead of the JSON's")
     add("--warmup", type=int, help="warm-up steps, instead of the JSON's")
     add(
@@ -216,6 +224,8 @@ def _check(options: Options) -> None:
             raise OptionError(f"--{name.replace('_', '-')} is {value}; {limit} is the least")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise OptionError(f"--lr is {options.lr}; give a finite number above 0")
+    if options.plan is not None and options.engine != "hytrain":
+        raise OptionError("--plan is hytrain's; leave it out with --engine deepspeed")
     if options.gpu_fraction is not None:
         if options.engine != "hytrain":
             raise OptionError(

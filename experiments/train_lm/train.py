@@ -164,8 +164,12 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     if config_path is None:
         config_path = ds_config.choose_config(on_gpu=device.type == "cuda")
     config = ds_config.read_config(config_path)
-    plan = ds_config.plan_batches(config, options, world_size)
-    config, changes = ds_config.apply_options(config, options, plan)
+    plan_path = ds_config.find_plan(config, config_path, options)
+    if plan_path is None:
+        plan = ds_config.plan_batches(config, options, world_size)
+    else:
+        plan = ds_config.planned_batches(plan_path, options)
+    config, changes = ds_config.apply_options(config, options, plan, plan_path)
     if options.engine == "deepspeed" and config.pop("hytrain", None) is not None:
         changes.append('section "hytrain": left out, as --engine deepspeed has no use for it')
     sequences = _load_data(options, tokenizer)
@@ -266,11 +270,11 @@ def _describe(
         f"data      {sequences.num_train:,} sequences of {options.seq_len} tokens, "
         f"{sequences.num_held_out:,} held out"
     )
-    print(
-        f"step      {plan.global_batch} sequences: {plan.world_size} ranks x "
-        f"{plan.accumulation} micro-batches x {plan.micro_batch}",
-        flush=True,
-    )
+    words = f"{plan.world_size} ranks x {plan.accumulation} micro-batches x {plan.micro_batch}"
+    if plan.sizes is not None and plan.micro_sizes is not None:
+        shares = zip(plan.sizes, plan.micro_sizes, strict=True)
+        words = "ranks with " + ", ".join(f"{size} by {micro}" for size, micro in shares)
+    print(f"step      {plan.global_batch} sequences: {words}", flush=True)
 
 
 if __name__ == "__main__":

@@ -112,3 +112,15 @@ def test_every_rank_evaluates_as_often() -> None:
     plan = data.BatchPlan(micro_batch=4, accumulation=1, world_size=2)
     assert data.evaluation_rounds(32, plan) == 4
     assert data.evaluation_rounds(1, plan) == 1
+
+
+def test_a_plan_deals_every_sequence_once() -> None:
+    plan = data.BatchPlan(
+        micro_batch=1, accumulation=1, world_size=3, sizes=(5, 0, 2), micro_sizes=(2, 0, 2)
+    )
+    assert plan.global_batch == 7
+    assert plan.pieces(14, 0) == [(14, 2), (16, 2), (18, 1)]
+    assert plan.pieces(14, 1) == []
+    assert plan.pieces(14, 2) == [(19, 2)]
+    equal = data.BatchPlan(micro_batch=2, accumulation=2, world_size=2)
+    assert equal.pieces(8, 1) == [(10, 2), (14, 2)]

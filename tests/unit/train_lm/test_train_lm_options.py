@@ -171,3 +171,31 @@ def test_config_file_is_read_as_deepspeed_does(tmp_path: Path) -> None:
         ds_config.read_config(path)
     with pytest.raises(OptionError, match="cannot be read"):
         ds_config.read_config(tmp_path / "none.json")
+
+
+def test_a_plan_takes_the_place_of_the_batch_keys(tmp_path: Path) -> None:
+    plan = BatchPlan(micro_batch=1, accumulation=1, world_size=1, sizes=(4,), micro_sizes=(1,))
+    config, changes = ds_config.apply_options(_config(), _parse(), plan, tmp_path / "plan.json")
+    assert config["hytrain"]["plan"] == str(tmp_path / "plan.json")
+    assert not {key for key in config if "batch" in key or "accumulation" in key}
+    assert not any("batch" in change for change in changes)
+    bare = {key: value for key, value in _config().items() if key != "hytrain"}
+    with pytest.raises(OptionError, match='needs a "hytrain" section'):
+        ds_config.apply_options(bare, _parse(), plan, tmp_path / "plan.json")
+
+
+def test_a_plan_is_the_options_or_lies_beside_the_json(tmp_path: Path) -> None:
+    json_file = tmp_path / "ds_config.json"
+    asked = {"hytrain": {"plan": "plan.json"}}
+    assert ds_config.find_plan({"hytrain": {}}, json_file, _parse()) is None
+    with pytest.raises(OptionError, match="no plan"):
+        ds_config.find_plan(asked, json_file, _parse())
+    for name in ("plan.json", "other.json"):
+        (tmp_path / name).write_text("{}")
+    assert ds_config.find_plan(asked, json_file, _parse()) == tmp_path / "plan.json"
+    other = _parse("--plan", str(tmp_path / "other.json"))
+    assert ds_config.find_plan(asked, json_file, other) == tmp_path / "other.json"
+    with pytest.raises(OptionError, match="--global-batch: the plan"):
+        ds_config.planned_batches(tmp_path / "plan.json", _parse("--global-batch", "8"))
+    with pytest.raises(OptionError, match="--plan is hytrain's"):
+        _parse("--plan", "plan.json", "--engine", "deepspeed")
