@@ -544,6 +544,7 @@ def _close_at_exit(engine: HyTrainEngine) -> None:
     def close() -> None:
         alive = optimizer()
         if alive is not None:
+            alive.collectives.leave()
             alive.destroy()
 
     atexit.register(close)

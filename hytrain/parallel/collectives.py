@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.errors import OutOfStepError
+from hytrain.errors import HyTrainError, OutOfStepError
 from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,18 @@ class ShardCollectives:
                 self.world_size,
                 connect=connect,
                 abort=self._abort,
+                group=str(self.global_rank(0)),
                 can_interrupt=self._is_nccl,
             )
         except Exception as error:
             # A store of another kind (MPI has none) cannot be shared with a thread.
             logger.warning("a failed rank will be noticed at the timeout only: %s", error)
+
+    def leave(self) -> None:
+        """This rank's process ends: others that wait for it are told."""
+        if self.watch is not None:
+            error = HyTrainError("its process has ended, before engine.destroy()")
+            self.watch.tell(error, final=False)
 
     def close(self) -> None:
         """Ends what :meth:`start_watch` has started. May be called twice."""

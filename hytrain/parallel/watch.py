@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -127,6 +128,7 @@ class RankWatch:
         connect: Callable[[], Store],
         abort: Callable[[], None],
         *,
+        group: str,
         can_interrupt: bool,
     ) -> None:
         """Starts the thread.
@@ -135,8 +137,9 @@ class RankWatch:
             rank: this rank.
             world_size: ranks of the group.
             connect: makes a connection of the thread's own to the store that the ranks share.
-            abort: ends the collectives that are under way, where that is possible.
-            can_interrupt: whether it is.
+            abort: ends the collectives that are under way, where they can be ended.
+            group: the same for the ranks of this group, and another for those of others.
+            can_interrupt: whether collectives can be ended.
         """
         self._rank = rank
         self._world_size = world_size
@@ -144,11 +147,13 @@ class RankWatch:
         self._abort = abort
         self._can_interrupt = can_interrupt
         self._lane = Lane()
-        self._prefix = f"hytrain/watch/{next(_numbers)}"
+        self._prefix = f"hytrain/watch/{group}/{next(_numbers)}"
+        self._process = os.getpid()
         self._issued = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=_HISTORY)
         self._waits_since: float | None = None
         self._told = False
+        self._told_last = False
         self._trouble_since: float | None = None
         self._failure: RankFailedError | OutOfStepError | None = None
         self._failed = threading.Event()
@@ -225,8 +230,11 @@ class RankWatch:
         """What is behind a failed collective; ``error`` itself where nobody has said anything."""
         with suppress(Exception), self._lock:
             self._store.set(f"{self._prefix}/trouble", "1")
-        # A rank tells before it goes; what the others do they say when they look next.
+        # Whoever has left will not come back to this one. A rank tells before it goes; what the
+        # others do they say when they look next.
+        self._waits_since = -PATIENCE_SECONDS
         self._failed.wait(3 * POLL_SECONDS)
+        self._waits_since = None
         return self._failure or error
 
     def tell(self, error: BaseException, *, final: bool) -> None:
@@ -238,7 +246,11 @@ class RankWatch:
         """
         if self._closed.is_set() or isinstance(error, (RankFailedError, OutOfStepError)):
             return
+        is_forked = os.getpid() != self._process  # a child's mistakes are its own
+        if is_forked or self._told_last:
+            return
         notice = {"text": f"{type(error).__name__}: {error}", "final": final}
+        self._told_last = final
         # Whatever happens here must not hide the error itself.
         with suppress(Exception), self._lock:
             self._store.set(f"{self._prefix}/notice/{self._rank}", json.dumps(notice))

@@ -31,18 +31,20 @@ def impatient() -> None:
     watch.PATIENCE_SECONDS = 1.5
 
 
-def ends(folder: str) -> None:
-    """Rank 1's script ends with an exception, and its process takes a while to go."""
+def ends(folder: str, how: str) -> None:
+    """Rank 1's script ends, with an exception (then its process takes a while to go) or without."""
     with built(make_model("mlp"), config_for(SHARDS)) as engine:
         backward(engine, 0)
         engine.step()
+        if dist.get_rank() == 1 and how == "exit":
+            engine.destroy = lambda: None  # nobody does
+            sys.exit(3)
         if dist.get_rank() == 1:
             show = sys.excepthook
             sys.excepthook = lambda *error: (show(*error), time.sleep(15))
             raise KeyError("injected: the script's own mistake")
-        Path(folder, "text").write_text(
-            _others_raise(engine, "the script's own mistake", RankFailedError)
-        )
+        match = "own mistake" if how == "raise" else "its process has ended"
+        Path(folder, "text").write_text(_others_raise(engine, match, RankFailedError))
 
 
 def _others_raise(engine: Any, match: str, kind: type[RuntimeError]) -> str:
@@ -185,4 +187,4 @@ def build_fails_on_one_rank(failing: int) -> str | None:
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
-    ends(sys.argv[1])
+    ends(sys.argv[1], sys.argv[2])

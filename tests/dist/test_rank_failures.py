@@ -55,7 +55,8 @@ def test_all_ranks_that_fail_alike_go_on_and_slow_ones_are_waited_for() -> None:
         pool.run(cases.slow_ranks_are_waited_for, timeout=90)
 
 
-def test_a_script_that_ends_with_an_exception(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("exit", 3, marks=full)])
+def test_a_script_that_ends(tmp_path: Path, how: str, code: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -63,7 +64,7 @@ def test_a_script_that_ends_with_an_exception(tmp_path: Path) -> None:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": path}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / "dist" / "rank_failures.py"), str(tmp_path)],
+            [sys.executable, str(TESTS / "dist" / "rank_failures.py"), str(tmp_path), how],
             env=fresh_environment(OMP_NUM_THREADS="1", RANK=str(r), LOCAL_RANK=str(r), **job),
             stderr=(tmp_path / f"errors{r}").open("w"),
         )
@@ -71,7 +72,7 @@ def test_a_script_that_ends_with_an_exception(tmp_path: Path) -> None:
     ]
     codes = [rank.wait(timeout=120) for rank in ranks]
     errors = [(tmp_path / f"errors{r}").read_text() for r in range(2)]
-    assert codes == [0, 1], errors
-    assert "KeyError" in errors[1]
+    assert codes == [0, code], errors
+    assert ("KeyError" in errors[1]) is (how == "raise")
     text = (tmp_path / "text").read_text()
     assert text.startswith("rank 1 has failed, and the others cannot go on without it. It says: ")

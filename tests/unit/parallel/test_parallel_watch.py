@@ -61,6 +61,7 @@ class Job:
                 world_size,
                 connect=lambda: self.store,
                 abort=lambda rank=rank: self.aborted.append(rank),
+                group="0",
                 can_interrupt=rank != 2,  # the last one's backend cannot be
             )
             for rank in range(world_size)
@@ -140,9 +141,9 @@ def test_ranks_that_are_only_late_are_in_step(job: Job) -> None:
     with job.ranks[0].waiting():
         time.sleep(1.0)
     deadline = time.monotonic() + 5.0
-    while "hytrain/watch/7/trouble" in job.store.values and time.monotonic() < deadline:
+    while "hytrain/watch/0/7/trouble" in job.store.values and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "hytrain/watch/7/trouble" not in job.store.values, "nobody asks any more"
+    assert "hytrain/watch/0/7/trouble" not in job.store.values, "nobody asks any more"
 
 
 def test_a_lost_connection_is_made_again(job: Job) -> None:
@@ -170,6 +171,12 @@ def test_what_ends_the_process_is_told(
     assert "rank 0 has failed" in str(job.wait_for(1))
 
 
+def test_the_last_words_are_not_written_over(job: Job) -> None:
+    job.ranks[1].tell(ValueError("the cause"), final=True)
+    job.ranks[1].tell(ValueError("the end of the process"), final=False)
+    assert "the cause" in str(job.wait_for(0))
+
+
 def test_an_exception_that_passes_through_close_is_told(job: Job) -> None:
     def fails() -> None:
         try:
@@ -180,6 +187,12 @@ def test_an_exception_that_passes_through_close_is_told(job: Job) -> None:
     with pytest.raises(OSError, match="disk"):
         fails()
     assert "OSError: disk" in str(job.wait_for(1))
+
+
+def test_a_forked_childs_failure_is_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.os, "getpid", lambda: -1)
+    job.ranks[1].tell(ValueError("in a data loader"), final=True)
+    assert not job.store.values
 
 
 def test_the_end_of_the_data_is_no_failure(job: Job) -> None:
@@ -218,7 +231,7 @@ def test_a_failed_collective_is_explained_where_somebody_knows(job: Job) -> None
 
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         job.ranks[2].run(broken)
-    job.ranks[1].tell(ValueError("the cause"), final=True)
+    job.ranks[1].tell(ValueError("the cause"), final=False)
     with pytest.raises(RankFailedError, match="the cause") as raised:
         job.ranks[2].run(broken)
     assert isinstance(raised.value.__cause__, RuntimeError)
