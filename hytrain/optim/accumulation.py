@@ -54,7 +54,7 @@ class MicroBatchMajor:
 class LayerMajor:
     """Layer by layer, where the model can be computed so; otherwise one after another.
 
-    A model's first step is a trial: nothing of it is sent before all of it has turned out well.
+    A model's first step is a trial: it overwrites no weights before all of it has turned out well.
     Whether a rank computes layer by layer is its own affair: layers are reduced in the same order.
 
     Attributes:
@@ -181,7 +181,7 @@ class LayerMajor:
             self._give_up()
             raise
         self._give_up()
-        if any(state.sent for state in self._optimizer.layer_states):
+        if trial is None and any(state.sent for state in self._optimizer.layer_states):
             raise UnsupportedError(
                 f"this model could be computed layer by layer until now, but {reason}. Some layers "
                 'of this step have been sent already: set "hytrain.accumulation" to '

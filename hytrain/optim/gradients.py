@@ -167,6 +167,7 @@ class GradientCollector:
         self._expected: dict[bool, Firings] = {}  # by manner: layer by layer or not
         self._by_layer = False
         self._micro_batches = 1
+        self._takes_back = False  # layers of this backward may be consumed too early
         self._clock = 0
         self._firings = 0
         self._next = 0  # position in the record's order
@@ -192,13 +193,11 @@ class GradientCollector:
 
     # -- one backward --------------------------------------------------------------------------
 
-    @property
-    def is_learning(self) -> bool:
-        """This backward, or the next one, is the first: gradients may be sent too early."""
-        return self.record is None
-
     def knows(self, *, by_layer: bool) -> bool:
-        """Whether a backward of this manner has taught how often each parameter fires."""
+        """Whether a backward of this manner has taught how often each parameter fires.
+
+        The first one may consume gradients too early.
+        """
         return self.record is not None and by_layer in self._expected
 
     @property
@@ -220,6 +219,8 @@ class GradientCollector:
         self._next = 0
         self._clock = 0
         expected = self._expected.get(self._by_layer)
+        can_recall = early and expected is None and self._recall is not None
+        self._takes_back = can_recall and (self._by_layer or self.record is None)
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -231,13 +232,18 @@ class GradientCollector:
             if self.record is not None and expected is not None and self.record.early[index]:
                 if all(expected[index]):
                     layer.remaining = sum(expected[index]) * self._micro_batches
-            elif self._learns_early:
+            elif self._takes_back and not self._by_layer:
                 layer.remaining = len(layer.fired)
 
-    @property
-    def _learns_early(self) -> bool:
-        """This first backward consumes what looks complete, and takes back what was not."""
-        return self.record is None and self._recall is not None and not self._by_layer
+    def layer_done(self, index: int) -> None:
+        """All micro-batches are back at a layer: its gradient looks complete.
+
+        Counts tell it anyhow, but where none have been learned.
+        """
+        layer = self.layers[index]
+        if self._takes_back and not layer.closed and all(layer.fired):
+            layer.final = True
+            self._close(layer)
 
     def _hook(
         self, layer: LayerGradient, index: int, slot: ParameterSlot
@@ -256,7 +262,7 @@ class GradientCollector:
         if not self.in_backward:
             self._on_begin()
         if layer.final or layer.closed:
-            if self._learns_early:
+            if self._takes_back:
                 self._take_back(layer)
             else:
                 self._refuse_late(layer, index, slot)

@@ -114,6 +114,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._by_layer = False  # a step's micro-batches go through the layers together
+        self._blocks = [s.index for s in pipeline.layers if s.layout.block is not None]
         self._closed = False
         self.statistics = StatisticsRecorder()
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
@@ -215,7 +216,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
         self._was_reduced |= self._is_reducing
         if self._is_reducing and is_boundary:
-            self._begin_step()
+            self._begin_step(by_layer=by_layer > 0)
             self.placement.begin_backward()
         if self._is_reducing:
             self._meet_in_backward()
@@ -226,14 +227,14 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self.settings.reduce_every_backward and not self.sums_over_ranks:
             self.collectives.meet("the reduction of a backward pass's gradients")
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, by_layer: bool = False) -> None:
         """Snapshots the hyper-parameters that this step's updates begin with."""
         self._step_begun = True
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
             1.0 if self.sums_over_ranks else self.settings.unscale,
             self._read_hyper(),
-            hold=self._may_recall and self.collector.is_learning,
+            hold=self._may_recall and not self.collector.knows(by_layer=by_layer),
         )
 
     def _read_hyper(self) -> tuple[Any, ...]:
@@ -357,8 +358,12 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """The micro-batches have passed the last block: their backward begins, as one."""
         self.timer.end_forward()
         if not self.collector.knows(by_layer=True):
-            self.timer.invalidate()  # no layer is sent before the end
+            self.timer.invalidate()  # layers leave at other times
         self._begin_backward(by_layer=micro_batches)
+
+    def block_done(self, block: int) -> None:
+        """All micro-batches are back at the block of that number, and through it."""
+        self.collector.layer_done(self._blocks[block])
 
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""

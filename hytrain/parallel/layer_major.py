@@ -50,6 +50,10 @@ class LayerMajorOwner(Protocol):
         """They have passed the last block; their backward begins, as one."""
         ...
 
+    def block_done(self, block: int) -> None:
+        """They are back at a block, and through it."""
+        ...
+
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""
         ...
@@ -295,6 +299,7 @@ class LayerMajorStep:
                     self._expect(order[at : at + 1 + PREFETCHED])
                     self._compute_again(block, index, number)
                     self._graphs[number].run_back(index - 1)
+            self._owner.block_done(index)
         for graph in self._graphs:
             graph.forget()
 

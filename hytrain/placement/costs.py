@@ -70,6 +70,8 @@ class LayerCosts:
 class StepCosts:
     """A step on one rank: its layers in forward order, and what belongs to none of them.
 
+    Micro-batches that go through the layers together count as one.
+
     Attributes:
         layers: the layers in forward order.
         between: seconds from the end of the first micro-batch's forward to the begin of the last

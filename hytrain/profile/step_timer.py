@@ -18,6 +18,8 @@ import torch
 class StepSample:
     """One step's times on the compute stream, in seconds.
 
+    Where all micro-batches go through the layers together, they count as one.
+
     Attributes:
         forward: of each layer in the step's first micro-batch, waits for weights not counted.
         cpu_wait: forward stood still for weights from the worker.

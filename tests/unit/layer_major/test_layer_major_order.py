@@ -1,0 +1,140 @@
+"""When things happen: layers leave after their micro-batches, logits live one at a time."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from layer_major_runs import mlp_batch, rows
+from support.engines import built, make_config
+from support.models import Block, Mlp, make_batch, make_model
+
+pytestmark = pytest.mark.timeout(120)
+
+MICRO_BATCHES = 3
+
+
+def batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
+    return iter([mlp_batch(step * MICRO_BATCHES + i) for i in range(MICRO_BATCHES)])
+
+
+def config(**options: Any) -> dict[str, Any]:
+    section = {"accumulation": "layer_major", **options.pop("section", {})}
+    return make_config(accumulation=MICRO_BATCHES, bf16=False, hytrain=section, **options)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_a_layer_leaves_after_its_own_micro_batches(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    events: list[tuple[str, int]] = []
+    for index, block in enumerate(model.blocks):
+        block.up.register_forward_pre_hook(lambda *_, i=index: events.append(("compute", i)))
+    section = {"activations": activations}
+    with built(model, config(section=section, gpu_fraction=0.5)) as engine:
+        pipeline = engine.optimizer.pipeline
+        send = pipeline.send
+
+        def record(layer: Any, *arguments: Any) -> None:
+            events.append(("send", layer.index))
+            send(layer, *arguments)
+
+        monkeypatch.setattr(pipeline, "send", record)
+        order = list(range(4))
+        for step in range(3):
+            events.clear()
+            engine.train_batch(batches(step), rows)
+            forward = [("compute", i) for i in order for _ in range(MICRO_BATCHES)]
+            back: list[tuple[str, int]] = []
+            for index in reversed(order):
+                back += [("compute", index)] * MICRO_BATCHES + [("send", index + 1)]
+            if step:
+                assert events == [*forward, ("send", 5), *back, ("send", 0)]
+            else:
+                # The trial: plain forwards first; nobody knows yet when the head is final.
+                plain = [("compute", i) for _ in range(MICRO_BATCHES) for i in order]
+                known = [*plain, *forward, *back]
+                assert events[: len(known)] == known
+                assert sorted(events[len(known) :]) == [("send", 0), ("send", 5)]
+        assert engine._accumulation.refusal is None
+
+
+def test_one_micro_batchs_logits_are_alive_at_a_time() -> None:
+    model = make_model("llama")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+
+    def note(_module: object, _inputs: object, logits: torch.Tensor) -> None:
+        most.append(sum(other() is not None for other in alive))
+        alive.append(weakref.ref(logits))
+
+    model.lm_head.register_forward_hook(note)
+    with built(model, config()) as engine:
+        for step in range(2):
+            most.clear()
+            engine.train_batch(
+                iter([make_batch("llama", 3 * step + i) for i in range(MICRO_BATCHES)])
+            )
+            assert max(most) == 0
+            assert len(most) == MICRO_BATCHES * (2 if step == 0 else 1)
+
+
+class SlowBlock(Block):
+    """Takes a while."""
+
+    seconds = 0.002
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+class Slow(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(4):
+            self.blocks[index] = SlowBlock()
+
+
+def test_measured_times_are_of_all_micro_batches_and_recomputation() -> None:
+    torch.manual_seed(0)
+    samples: list[Any] = []
+    with built(Slow(), config(gpu_fraction=0.5)) as engine:
+        estimator = engine.optimizer.placement._estimator
+        add = estimator.add_samples
+
+        def keep(new: Any) -> None:
+            new = list(new)
+            samples.extend(new)
+            add(new)
+
+        estimator.add_samples = keep
+        for step in range(6):
+            engine.train_batch(batches(step), rows)
+    assert samples
+    least = MICRO_BATCHES * SlowBlock.seconds
+    for sample in samples:
+        assert min(sample.forward[1:5]) >= least
+        assert min(sample.backward[1:5]) >= least
+        assert sample.between < least, "the micro-batches are not between forward and backward"
+        parts = sum(sample.forward) + sum(sample.backward) + sample.between + sample.tail
+        assert parts + sample.cpu_wait + sample.gpu_wait <= sample.seconds * 1.01
+
+
+def test_k_is_solved_from_such_steps() -> None:
+    torch.manual_seed(0)
+    solve: Any = "solve"
+    with built(Slow(), config(gpu_fraction=solve)) as engine:
+        for step in range(12):
+            engine.train_batch(batches(step), rows)
+        assert engine._accumulation.refusal is None
+        decisions = engine.placement_decisions()
+        assert len(decisions) > 1
+        costs = engine.optimizer.placement.costs()
+    assert min(layer.backward for layer in costs.layers[1:5]) >= MICRO_BATCHES * SlowBlock.seconds
