@@ -26,6 +26,7 @@ from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.solve_k.sizes import MODELS
 from experiments.unequal_gpus.cases import PARTS, Case, cases_of, stages_of, waves
+from experiments.unequal_gpus.checks import best_counts, counted_slowdowns
 from experiments.unequal_gpus.group import Place, Work, describe_beside, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
 
@@ -76,6 +77,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=_sms,
         metavar="SPEED=N,...",
         help="multiprocessors that stand for a speed (1=104,0.5=48,0.25=24)",
+    )
+    add(
+        "--sms-from",
+        default=None,
+        type=Path,
+        metavar="RESULT.json",
+        help="part slowdown's result: the multiprocessors that it found",
     )
     add(
         "--counts",
@@ -129,6 +137,19 @@ def chosen(options: argparse.Namespace) -> list[Case]:
         known = ", ".join(case.label for case in cases)
         raise ValueError(f"--only names {sorted(unknown)}, but the parts have: {known}")
     return [case for case in cases if case.label in wanted]
+
+
+def told_sms(path: Path) -> dict[str, int]:
+    """The table that --sms would have, from a result of part slowdown.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for case in records.read_json(path)["cases"]:
+        counted = counted_slowdowns(case)
+        if counted is not None:
+            return {str(speed): n for speed, n in best_counts(counted).by_speed.items()}
+    raise ValueError(f"--sms-from {path}: there is no result of part slowdown in it")
 
 
 def places(works: Sequence[Work], device: str, gpus: int) -> list[Place]:
@@ -192,6 +213,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         cases = chosen(options)
+        if options.sms_from is not None:
+            options.sms = told_sms(options.sms_from)
         gpus = options.gpus or max(case.num_ranks for case in cases)
         planned = waves(cases, gpus)
     except ValueError as error:

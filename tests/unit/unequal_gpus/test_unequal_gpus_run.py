@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from unequal_cases import record, stage
 
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus import checks, run
+from experiments.unequal_gpus.cases import cases_of
 from experiments.unequal_gpus.report import text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
@@ -77,6 +80,18 @@ def test_limits_can_be_given() -> None:
     short = run.parse([*arguments[:-1], "offload=0.2"])
     with pytest.raises(ValueError, match="2 shares"):
         run.chosen(short)
+
+
+def test_multiprocessors_are_taken_from_part_slowdown(tmp_path: Path) -> None:
+    seconds = {104: 1.0, 56: 1.9, 48: 2.0, 24: 4.1}
+    rows = [{"granted_sms": n, "forward": s, "backward": 2 * s} for n, s in seconds.items()]
+    case = record(cases_of("slowdown")[0], {"slowdown": stage({"rows": rows})})
+    path = tmp_path / "result.json"
+    records.write_json(path, {"cases": [record(cases_of("four")[0], {}), case]})
+    assert run.told_sms(path) == {"1.0": 104, "0.5": 48, "0.25": 24}
+    records.write_json(path, {"cases": []})
+    with pytest.raises(ValueError, match="part slowdown"):
+        run.told_sms(path)
 
 
 def test_the_list_shows_what_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
