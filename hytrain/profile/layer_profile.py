@@ -256,7 +256,7 @@ class _Bench:
         passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
         self._wait()
         # The first one's host was not ahead of the device.
-        times = [(turn, self._milliseconds(marks)) for turn, marks in passes[1:]]
+        times = [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
         self._boundary_bytes = self._hooks.boundary_bytes // size
         return _layer_sample(size, times, memory), _outside_sample(size, times, memory)
 
@@ -278,8 +278,9 @@ class _Bench:
     def _milliseconds(self, marks: _Pass[Any]) -> _Pass[float]:
         begin = marks[BEGIN]
         times = {point: 1e3 * self._clock.seconds(begin, mark) for point, mark in marks.items()}
-        for mark in marks.values():
-            self._clock.release(mark)
+        for point, mark in marks.items():
+            if point == END or mark is not marks[END]:  # that may be two points
+                self._clock.release(mark)
         return times
 
     def _memory_of_pass(self, batch: Mapping[str, Any], turn: int) -> _Pass[_Memory]:
@@ -396,8 +397,9 @@ def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> Outside
             points["enter", 0].peak - points[BEGIN].now,
             points[LOSS].peak - leave,
             points["gradient", last].peak - leave,
-            points[END].peak - points["gradient", -1].now,
         ]
+        if points["gradient", -1] is not points[END]:
+            peaks.append(points[END].peak - points["gradient", -1].now)
     return OutsideSample(
         samples=size, forward_ms=max(0.0, forward), backward_ms=max(0.0, backward),
         peak_bytes=max(0, *peaks),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import FakeDevice, NumberedClock
 from paced_model import PacedModel, paced_build
 from torch import nn
 
@@ -274,21 +274,40 @@ def test_a_model_that_cannot_be_followed_is_refused(
         profiled(build, 2)
 
 
-def test_a_first_block_whose_input_needs_no_gradient(clock: FakeDevice) -> None:
-    class NoEmbedding(PacedModel):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x).sum()
+class _NoEmbedding(PacedModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
 
+
+def _without_embedding(clock: FakeDevice) -> Callable[..., Any]:
     def build(num_layers: int | None, seq_len: int) -> Any:
-        model = NoEmbedding(clock, num_layers or 5, (lambda n: 1.0, lambda n: 2.0))
+        model = _NoEmbedding(clock, num_layers or 5, (lambda n: 1.0, lambda n: 2.0))
         return model, lambda size: {"x": torch.ones(size, 8)}
 
-    found = profiled(build, 1)
+    return build
+
+
+def test_a_first_block_whose_input_needs_no_gradient(clock: FakeDevice) -> None:
+    found = profiled(_without_embedding(clock), 1)
     assert found.layer[0].backward_ms == pytest.approx(2e3)
     assert found.outside[0].forward_ms == pytest.approx(3e3)
     assert found.outside[0].backward_ms == pytest.approx(4e3)
+    # Head: output, sum, their gradients; the linear's flat gradient. No block's backward is in it.
+    assert found.outside[0].peak_bytes <= 2 * 4 * (8 * 8 + 8) + 4 * 4 * 8
+
+
+@pytest.mark.parametrize("has_embedding", [True, False])
+def test_every_mark_is_given_back_once(
+    clock: FakeDevice, monkeypatch: pytest.MonkeyPatch, has_embedding: bool
+) -> None:
+    marks = NumberedClock()  # which notices a second time
+    monkeypatch.setattr(layer_profile, "Clock", lambda device: marks)
+    ordinary = paced_build(clock, lambda n: 1.0, lambda n: 1.0)
+    profiled(ordinary if has_embedding else _without_embedding(clock), 1, 2)
+    assert marks.handed_out > 100
+    assert not marks.held
 
 
 def test_blocks_are_as_they_were(clock: FakeDevice) -> None:
