@@ -252,6 +252,14 @@ def use_checkpointing(model: torch.nn.Module, *, wanted: bool) -> bool | None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not callable(enable):
         return None
-    if wanted and not getattr(model, "is_gradient_checkpointing", False):
+    if wanted and not _is_checkpointing(model):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return bool(getattr(model, "is_gradient_checkpointing", wanted))
+    return _is_checkpointing(model)
+
+
+def _is_checkpointing(model: torch.nn.Module) -> bool:
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # new, old
+        found = getattr(model, name, None)
+        if found is not None:
+            return bool(found)
+    return False

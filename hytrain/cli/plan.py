@@ -17,6 +17,7 @@ _DESCRIPTION = (
 )
 _GIB = 1024**3
 _SHEET_DTYPES = ("bf16", "fp32")
+_ACTIVATIONS = ("store", "recompute", "keep", "offload")
 
 
 def add(plan: argparse.ArgumentParser) -> None:
@@ -71,10 +72,11 @@ def _add_choices(group: Any) -> None:
     group.add_argument(
         "--activations",
         nargs="+",
-        choices=("store", "recompute", "keep", "offload"),
-        default=["store", "recompute"],
-        help="what may become of activations: stored or computed again, micro-batch by micro-batch "
-        "(default: either); layer by layer, with the layers' inputs kept or offloaded",
+        choices=_ACTIVATIONS,
+        default=_ACTIVATIONS,
+        help="what may become of activations: stored or computed again, one micro-batch after "
+        "another; layer by layer, with the layers' inputs kept on the GPU or offloaded (default: "
+        "any; leave the last two out for a model that cannot be computed layer by layer)",
     )
     group.add_argument(
         "--no-idle", action="store_true", help="every rank computes at least one sample"
