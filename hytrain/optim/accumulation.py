@@ -13,6 +13,7 @@ from hytrain.errors import HyTrainError, UnsupportedError
 from hytrain.layers.model_switches import training_switches
 from hytrain.offload.boundary_store import OffloadedActivations
 from hytrain.optim.global_batch import BatchEngine, MicroBatches, micro_batch_major
+from hytrain.optim.layer_passes import LayerPasses
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.activations import ActivationStore, KeptActivations
 from hytrain.parallel.block_calls import BlockCalls
@@ -77,16 +78,11 @@ class LayerMajor:
         """
         self._engine = engine
         self._model = model
-        self._optimizer = optimizer
+        self._passes = LayerPasses(optimizer)
         self._store = store
-        layers = [
-            (state.name, state.layout.block)
-            for state in optimizer.layer_states
-            if state.layout.block is not None
-        ]
-        self._calls = BlockCalls([block for _, block in layers], [name for name, _ in layers])
+        self._calls = BlockCalls(self._passes.blocks, self._passes.names)
         self.refusal: str | None = None
-        if not layers:
+        if not self._passes.blocks:
             self._refuse("no stack of blocks was found in it")
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
@@ -102,11 +98,9 @@ class LayerMajor:
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.
-            if not by_layer or not self._optimizer.is_between_steps:
+            if not by_layer or not self._passes.can_begin:
                 return micro_batch_major(self._engine, share, randomness)
-            trial = None
-            if not self._optimizer.collector.knows(by_layer=True):
-                trial = self._begin_trial(share, randomness)
+            trial = self._begin_trial(share, randomness) if self._passes.is_first else None
             mean = share.mean()
             reason = self._try(self._step(share, mean, randomness, trial), trial)
             if reason is None:
@@ -147,7 +141,7 @@ class LayerMajor:
         return LayerMajorStep(
             self._calls,
             [work(number) for number in range(len(share.batches))],
-            self._optimizer,
+            self._passes,
             self._store,
             randomness,
             share.device,
@@ -166,7 +160,7 @@ class LayerMajor:
             reason = str(error)
         except torch.OutOfMemoryError as error:
             self._give_up()
-            room = self._optimizer.make_gpu_room()
+            room = self._passes.make_gpu_room()
             raise torch.OutOfMemoryError(f"{error}\n{room}") from error
         except HyTrainError:
             self._give_up()
@@ -181,7 +175,7 @@ class LayerMajor:
             self._give_up()
             raise
         self._give_up()
-        if trial is None and any(state.sent for state in self._optimizer.layer_states):
+        if trial is None and self._passes.has_sent:
             raise UnsupportedError(
                 f"this model could be computed layer by layer until now, but {reason}. Some layers "
                 'of this step have been sent already: set "hytrain.accumulation" to '
@@ -189,11 +183,11 @@ class LayerMajor:
             )
         if trial is not None:
             trial.undo()
-        self._optimizer.drop_layers()
+        self._passes.drop()
         return reason
 
     def _give_up(self) -> None:
-        self._optimizer.leave_layers()
+        self._passes.leave()
         self._engine.give_up_forward()
 
     def close(self) -> None:

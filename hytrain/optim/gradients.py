@@ -205,17 +205,17 @@ class GradientCollector:
         """Whether no gradient is kept for the next step."""
         return not any(layer.local is not None or layer.held is not None for layer in self.layers)
 
-    def begin(self, *, early: bool, by_layer: int = 0) -> None:
+    def begin(self, *, early: bool, by_layer: int | None = None) -> None:
         """A backward begins.
 
         Args:
             early: whether layers are consumed as they become final, or all by :meth:`complete`.
-            by_layer: micro-batches that go back through the layers together; 0: it is one's.
+            by_layer: micro-batches that go back through the layers together; None: it is one's.
         """
         self.in_backward = True
         self.open = True
-        self._by_layer = by_layer > 0
-        self._micro_batches = max(1, by_layer)
+        self._by_layer = by_layer is not None
+        self._micro_batches = max(1, by_layer or 1)
         self._next = 0
         self._clock = 0
         expected = self._expected.get(self._by_layer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,7 +113,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._by_layer = False  # a step's micro-batches go through the layers together
-        self._blocks = [s.index for s in pipeline.layers if s.layout.block is not None]
         self._closed = False
         self.statistics = StatisticsRecorder()
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
@@ -195,7 +193,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
         engine.queue_callback(self.end_backward)
 
-    def _begin_backward(self, *, by_layer: int = 0) -> None:
+    def _begin_backward(self, *, by_layer: int | None = None) -> None:
         self._check_open()
         collector = self.collector
         if collector.in_backward:
@@ -216,7 +214,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
         self._was_reduced |= self._is_reducing
         if self._is_reducing and is_boundary:
-            self._begin_step(by_layer=by_layer > 0)
+            self._begin_step(by_layer=by_layer is not None)
             self.placement.begin_backward()
         if self._is_reducing:
             self._meet_in_backward()
@@ -361,10 +359,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self.timer.invalidate()  # layers leave at other times
         self._begin_backward(by_layer=micro_batches)
 
-    def block_done(self, block: int) -> None:
-        """All micro-batches are back at the block of that number, and through it."""
-        self.collector.layer_done(self._blocks[block])
-
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""
         self.leave_layers()
@@ -378,11 +372,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Nothing of what was begun counts: the step's micro-batches are computed anew."""
         self.timer.invalidate()
         self.discard_gradients()
-
-    def using_layer(self, block: int) -> AbstractContextManager[None]:
-        """All micro-batches need the weights of the block of that number."""
-        del block
-        return nullcontext()
 
     def _clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.

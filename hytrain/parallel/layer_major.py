@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +59,8 @@ class LayerMajorOwner(Protocol):
         """The last micro-batch is back at the first layer."""
         ...
 
-    def using_layer(self, block: int) -> AbstractContextManager[None]:
-        """While it lasts, all micro-batches need a block's weights."""
+    def using_layer(self, block: int, following: int | None) -> AbstractContextManager[None]:
+        """While it lasts, all micro-batches need a block's weights; then the following one's."""
         ...
 
 
@@ -114,6 +115,8 @@ class LayerMajorStep:
         randomness: MicroBatchRandomness,
         device: torch.device,
         trial: Trial | None = None,
+        *,
+        walks_on: bool = False,
     ) -> None:
         """
         Args:
@@ -124,6 +127,7 @@ class LayerMajorStep:
             randomness: a stream for each micro-batch.
             device: of the model.
             trial: checks that what is computed again is what was computed first.
+            walks_on: after a failure the owner is told the rest all the same, before it is raised.
         """
         self._calls = calls
         self._work = list(work)
@@ -138,6 +142,10 @@ class LayerMajorStep:
         self._graphs = [MicroBatchGraph() for _ in work]
         self._saved: list[list[_SavedCall | None]] = []
         self._seen = [_SeenTensors() for _ in work]
+        self._waiting: list[BlockCall] = []
+        self._outputs: list[Any] = []
+        self._walks_on = walks_on
+        self._failure: Exception | None = None
 
     def run(self) -> None:
         """Forward and backward of all micro-batches.
@@ -148,35 +156,69 @@ class LayerMajorStep:
         self._store.begin_step()
         try:
             with self._calls.stopping() as blocks:
-                self._owner.begin_layers()
-                outputs = self._go_forward(blocks)
-                self._turn_back(outputs)
-                self._go_back(blocks)
-                self._owner.end_layers()
+                self._walk(blocks)
         finally:
-            for forward in self._forwards:
-                forward.cancel()
+            self._give_up()
+        if self._failure is not None:
+            raise self._failure
+
+    def _walk(self, blocks: Sequence[Call]) -> None:
+        """Whatever becomes of the micro-batches, their owner is told the same on all ranks."""
+        owner, last = self._owner, len(blocks) - 1
+        owner.begin_layers()
+        self._attempt(self._start)
+        for index, block in enumerate(blocks):
+            with owner.using_layer(index, index + 1 if index < last else None):
+                self._attempt(partial(self._forward_through, index, block, index == last))
+        self._attempt(partial(self._finish, 0) if self._work else _nothing)
+        owner.turn_back(len(self._work))
+        self._attempt(self._run_losses_back)
+        for index in reversed(range(len(blocks))):
+            with owner.using_layer(index, index - 1 if index else None):
+                self._attempt(partial(self._back_through, index, blocks[index]))
+            owner.block_done(index)
+        owner.end_layers()
+
+    def _attempt(self, part: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
+        if not self._walks_on:
+            part()
+            return
+        try:
+            part()
+        except Exception as error:
+            # The other ranks are on their way, too: they must find this one where they look for it.
+            self._failure = error
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing is kept any more, whether the step is over or not."""
+        for forward in self._forwards:
+            forward.cancel()
+        for graph in self._graphs:
+            graph.forget()
+        self._saved.clear()
+        self._waiting.clear()
+        self._outputs.clear()
 
     # -- forward -------------------------------------------------------------------------------
 
-    def _go_forward(self, blocks: Sequence[Call]) -> list[Any]:
-        """Returns the last block's output for each micro-batch, none of which has gone on."""
-        numbers = range(len(self._work))
-        waiting = [self._advance(number, 0) for number in numbers]
-        outputs: list[Any] = []
-        for index, block in enumerate(blocks):
-            self._saved.append([])
-            outputs = []
-            is_last = index + 1 == len(blocks)
-            with self._owner.using_layer(index):
-                for number in numbers:
-                    output = self._compute(block, number, waiting[number])
-                    if is_last:
-                        outputs.append(output)
-                    else:
-                        waiting[number] = self._advance(number, index + 1, output)
-                    del output
-        return outputs
+    def _start(self) -> None:
+        self._waiting = [self._advance(number, 0) for number in range(len(self._work))]
+
+    def _forward_through(self, index: int, block: Call, is_last: bool) -> None:
+        """One block for all micro-batches; behind the last one none of them goes on."""
+        self._saved.append([])
+        for number in range(len(self._work)):
+            output = self._compute(block, number, self._waiting[number])
+            if is_last:
+                self._outputs.append(output)
+            else:
+                self._waiting[number] = self._advance(number, index + 1, output)
+            del output
+        if is_last:
+            self._waiting.clear()
 
     def _advance(self, number: int, block: int, output: Any = None) -> BlockCall:
         """Lets a micro-batch's forward go on to the block, which must be the next."""
@@ -267,44 +309,44 @@ class LayerMajorStep:
 
     # -- backward ------------------------------------------------------------------------------
 
-    def _turn_back(self, outputs: list[Any]) -> None:
+    def _finish(self, number: int) -> None:
+        """The rest of a micro-batch's forward; its output takes the place of the last block's."""
+        self._randomness.choose(number)
+        output, self._outputs[number] = self._outputs[number], None
+        event = self._forwards[number].advance(output)
+        if isinstance(event, BlockCall):
+            name = self._calls.names[event.index]
+            raise NotLayerMajor(f"its forward calls '{name}' again, behind the last block")
+        self._outputs[number] = event.output
+
+    def _run_losses_back(self) -> None:
         """The rest of each forward, its loss, and back to the last block's output.
 
         One micro-batch after another: the logits of one are alive at a time.
         """
         for number, part in enumerate(self._work):
-            self._randomness.choose(number)
-            event = self._forwards[number].advance(outputs[number])
-            outputs[number] = None
-            if isinstance(event, BlockCall):
-                name = self._calls.names[event.index]
-                raise NotLayerMajor(f"its forward calls '{name}' again, behind the last block")
-            if number == 0:
-                self._owner.turn_back(len(self._work))
-            loss = part.weigh(event.output)
-            del event
+            if number:
+                self._finish(number)
+            output, self._outputs[number] = self._outputs[number], None
+            loss = part.weigh(output)
+            del output
             if self._trial is not None:
                 self._trial.loss(loss)
             if loss.grad_fn is not None:
                 self._graphs[number].claim_loss(loss.grad_fn)
             loss.backward()
 
-    def _go_back(self, blocks: Sequence[Call]) -> None:
-        numbers = range(len(self._work))
-        order = [(index, number) for index in reversed(range(len(blocks))) for number in numbers]
-        for index, block in reversed(list(enumerate(blocks))):
-            with self._owner.using_layer(index):
-                for number in numbers:
-                    at = (len(blocks) - 1 - index) * len(self._work) + number
-                    self._expect(order[at : at + 1 + PREFETCHED])
-                    self._compute_again(block, index, number)
-                    self._graphs[number].run_back(index - 1)
-            self._owner.block_done(index)
-        for graph in self._graphs:
-            graph.forget()
+    def _back_through(self, index: int, block: Call) -> None:
+        """One block for all micro-batches, with what lies between it and the block before it."""
+        number_of = len(self._work)
+        for number in range(number_of):
+            coming = range(number, number + 1 + PREFETCHED)
+            self._expect([(index - at // number_of, at % number_of) for at in coming])
+            self._compute_again(block, index, number)
+            self._graphs[number].run_back(index - 1)
 
     def _expect(self, items: Sequence[tuple[int, int]]) -> None:
-        calls = [self._saved[index][number] for index, number in items]
+        calls = [self._saved[index][number] for index, number in items if index >= 0]
         self._store.expect([held for call in calls if call is not None for held in call.held()])
 
     def _compute_again(self, block: Call, index: int, number: int) -> None:
@@ -334,6 +376,10 @@ class LayerMajorStep:
         targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
         del args, kwargs, output, found
         run_back([out for out, _ in targets], [target for _, target in targets])
+
+
+def _nothing() -> None:
+    """Of no micro-batch."""
 
 
 def _cut_inside(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""What an optimizer does while all micro-batches of a step go through the layers together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+
+
+class LayerPasses:
+    """Tells an optimizer where such a step has got to; the owner of a ``LayerMajorStep``."""
+
+    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        layers = [s for s in optimizer.layer_states if s.layout.block is not None]
+        self.blocks = [state.layout.block for state in layers if state.layout.block is not None]
+        self.names = [state.name for state in layers]
+        self._indices = [state.index for state in layers]
+
+    # -- for LayerMajorStep ----------------------------------------------------------------------
+
+    def begin_layers(self) -> None:
+        """Several forwards begin, which go through the layers together."""
+        self._optimizer.begin_layers()
+
+    @contextmanager
+    def using_layer(self, block: int, following: int | None) -> Generator[None]:
+        """All micro-batches need the weights of a block, and then those of the following one."""
+        del block, following
+        yield
+
+    def turn_back(self, micro_batches: int) -> None:
+        """The micro-batches have passed the last block: their backward begins, as one."""
+        self._optimizer.turn_back(micro_batches)
+
+    def block_done(self, block: int) -> None:
+        """All micro-batches are back at the block of that number, and through it."""
+        self._optimizer.collector.layer_done(self._indices[block])
+
+    def end_layers(self) -> None:
+        """The last micro-batch is back at the first layer."""
+        self._optimizer.end_layers()
+
+    # -- for who runs it -------------------------------------------------------------------------
+
+    @property
+    def can_begin(self) -> bool:
+        """Nothing is kept for the next step, and none is under way."""
+        return self._optimizer.is_between_steps
+
+    @property
+    def is_first(self) -> bool:
+        """No step of this manner has been made."""
+        return not self._optimizer.collector.knows(by_layer=True)
+
+    @property
+    def has_sent(self) -> bool:
+        """The update of some layers has begun."""
+        return any(state.sent for state in self._optimizer.layer_states)
+
+    def leave(self) -> None:
+        """What follows is one forward or backward at a time; what is open counts as aborted."""
+        self._optimizer.leave_layers()
+
+    def drop(self) -> None:
+        """Nothing of what was begun counts: the step's micro-batches are computed anew."""
+        self._optimizer.drop_layers()
+
+    def make_gpu_room(self) -> str:
+        """See :meth:`HyTrainZeroOptimizer.make_gpu_room`."""
+        return self._optimizer.make_gpu_room()
