@@ -1,0 +1,1 @@
+"""ZeRO-3: sharded weights, and weights that stay in host memory."""
