@@ -38,6 +38,9 @@ _STATE_BYTES = 12
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
+# Of a CPU update measured alone, what is left beside copies both ways and the launching thread
+# (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
+_BESIDE_TRAINING = 0.87
 # In stage 3, layers whose training copy is gathered at once: one in use, the others on their way.
 _GATHERED_LAYERS = 3
 
@@ -95,8 +98,9 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         activations=options.activations,
         gpu_state_bytes=_STATE_BYTES + itemsize,
         host_state_bytes=_STATE_BYTES + itemsize + _STAGING_BYTES,
-        # commit_then_preview reads and writes the state and two gradients, and writes the copy.
-        update_bytes=2 * _STATE_BYTES + 3 * itemsize,
+        # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
+        # a gradient comes from the GPU and a copy goes there.
+        update_bytes=2 * _STATE_BYTES + 5 * itemsize,
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
     )
@@ -198,7 +202,7 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions) -> int:
 
 
 def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
-    rates = Table(tuple((float(row.threads), row.rate) for row in host.updates))
+    rates = Table(tuple((float(row.threads), _BESIDE_TRAINING * row.rate) for row in host.updates))
     memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
     return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, rates)
 
