@@ -201,8 +201,7 @@ def _placement_words(config: HyTrainConfig) -> str:
         )
     lines = [
         f'Placement: gpu_fraction is "solve": the number of GPU layers is solved {every}, {how}.',
-        "The first step runs with the fewest layers on the GPU that memory allows, since times and "
-        "activations are not known before it.",
+        _start_words(config),
         f"Reserves: GPU {_reserve_words(solver.gpu_memory_reserve_bytes, GPU_RESERVE_SHARE)}, "
         f"host {_reserve_words(solver.host_memory_reserve_bytes, HOST_RESERVE_SHARE)} stay free.",
     ]
@@ -212,6 +211,18 @@ def _placement_words(config: HyTrainConfig) -> str:
             "been measured."
         )
     return "\n".join(lines)
+
+
+def _start_words(config: HyTrainConfig) -> str:
+    if config.plan is not None:
+        return "The first step runs with as many layers on the GPU as the plan says."
+    if config.solver.start is not None:
+        shares = ", ".join(f"{share:g}" for share in config.solver.start)
+        return f"The first step runs with these shares of the layers on the ranks' GPUs: {shares}."
+    return (
+        "The first step runs with the fewest layers on the GPU that memory allows, since times and "
+        "activations are not known before it."
+    )
 
 
 def _ignored_words(solver: SolverConfig) -> str:
@@ -244,6 +255,11 @@ def _clipping_words(form: TrainingForm) -> str:
 
 
 def _ranks_words(config: HyTrainConfig, num_ranks: int | None) -> str:
+    if config.plan is not None:
+        return (
+            f"Ranks: as planned in {config.plan}, which decides batches, shards and activations; "
+            "refused on any others."
+        )
     shares = config.shard_fractions
     split = "equal shares" if shares is None else f"shares {', '.join(f'{s:g}' for s in shares)}"
     if num_ranks is None:

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Assignment, Infeasible, solve, state_shares
 from hytrain.planner.uneven_cases import UnevenCase
-
-_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +96,6 @@ def _details(one: Solved) -> list[str]:
         work = f"{batch} samples, {number} x {size}" if batch else "no samples"
         words.append(f"{sum(1 for _ in same)} x {gpu}: {work}, {share} of the state each")
     return words
-
-
-def plan_table(plan: Plan) -> str:
-    """What each rank does, what that takes, and what its step is as long as."""
-    rows = [
-        (
-            *("rank", "host", "device", "samples", "activations", "shard", "GPU layers"),
-            *("step ms", "GPU GiB", "host GiB", "limit"),
-        )
-    ]
-    for number, rank in enumerate(plan.ranks):
-        size = rank.microbatch_size
-        samples = f"{rank.batch_size} by {size}" if size else "none"
-        rows.append(
-            (
-                *(str(number), rank.host, rank.device, samples, rank.activations),
-                *(f"{rank.shard_fraction:.1%}", str(rank.gpu_layers)),
-                f"{1e3 * rank.step_seconds:.1f}",
-                *(f"{rank.gpu_bytes / _GIB:.1f}", f"{rank.host_bytes / _GIB:.1f}", rank.limit),
-            )
-        )
-    words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms"
-    words += f", at most {plan.gap:.2%} longer than the best plan's"
-    return "\n".join([*align(rows), words])
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -264,6 +264,16 @@ def test_words_tell_what_decides_k() -> None:
     assert "Without effect: solver.method" in ignored
 
 
+def test_words_tell_what_a_plan_decides() -> None:
+    assert "fewest layers" in _words({})
+    planned = _words({"plan": "plan.json"})
+    assert "as planned in plan.json" in planned
+    assert "as many layers on the GPU as the plan says" in planned
+    assert "shares of the layers on the ranks' GPUs: 0.5, 0" in _words(
+        {"solver": {"start": [0.5, 0]}}
+    )
+
+
 def test_words_tell_whether_clipping_is_direct() -> None:
     unchecked = {"enabled": True, "check_grad_overflow": False}
     assert "Clipping: direct" in _words({}, bf16=unchecked)

@@ -12,8 +12,8 @@ from planner_clusters import best_step, plan_problems
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
+from hytrain.planner.plan_report import plan_text
 from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
-from hytrain.planner.report import plan_table
 from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
 
@@ -209,10 +209,12 @@ def test_a_batch_below_the_ranks_is_refused_unless_ranks_may_be_idle() -> None:
 
 def test_a_table_for_people() -> None:
     snail = gpu("snail", 80, 10_000.0)
-    table = plan_table(planned(problem(host(gpu("fast", 12, 1.0), snail, gigabytes=0))))
-    heading, first, second, last = table.splitlines()
+    given = problem(host(gpu("fast", 12, 1.0), snail, gigabytes=0))
+    title, heading, first, second, last = plan_text(given, planned(given), ()).splitlines()
+    assert title == "plan"
     assert "GPU layers" in heading
     assert "12 by" in first
+    assert first.endswith("compute, memory")
     assert "none" in second
     assert last.startswith("predicted step ")
 
