@@ -214,7 +214,7 @@ def test_a_table_for_people() -> None:
     assert title == "plan"
     assert "GPU layers" in heading
     assert "12 by" in first
-    assert first.endswith("compute, memory")
+    assert first.endswith("compute")
     assert "none" in second
     assert last.startswith("predicted step ")
 
