@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import sys
@@ -36,14 +37,18 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 5.0
-"""How long a rank waits before it asks what the others are doing, or gives up on one that has left
-a step in the middle and may come back."""
+"""How long a rank waits at least before it asks what the others are doing, or gives up on one that
+has left a step in the middle and may come back."""
 SAME_NUMBER = (
     "With ZeRO-2 and higher all ranks must make the same number of backward passes between two "
     "steps: where they have different numbers of micro-batches, use engine.train_batch. Start the "
     "job again from a checkpoint"
 )
 _HISTORY = 1024
+_USUAL = 32
+"""Waits that tell how long one usually takes: a step's backward may be longer than patience."""
+_MOST_POLLS = 16
+"""Between two looks at what all others are doing."""
 _RETRIES = 3
 
 _numbers = itertools.count()
@@ -152,12 +157,14 @@ class RankWatch:
         self._issued = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=_HISTORY)
         self._waits_since: float | None = None
+        self._usual: deque[float] = deque(maxlen=_USUAL)
         self._told = False
         self._told_last = False
         self._trouble_since: float | None = None
         self._failure: RankFailedError | OutOfStepError | None = None
         self._failed = threading.Event()
         self._closed = threading.Event()
+        self._wake = threading.Event()
         self._lock = threading.Lock()  # of the store
         self._store = connect()
         self._thread = threading.Thread(target=self._run, name="hytrain-watch", daemon=True)
@@ -197,13 +204,14 @@ class RankWatch:
         Raises:
             RankFailedError, OutOfStepError: in vain.
         """
-        self._waits_since = time.monotonic()
+        begin = self._waits_since = time.monotonic()
         try:
             yield
         finally:
             self._waits_since = None
         # A device whose collectives were aborted goes on with garbage.
         self.check()
+        self._usual.append(time.monotonic() - begin)
 
     def run(self, collective: Callable[[], object]) -> None:
         """Runs a collective to its end, or until that will not come.
@@ -232,7 +240,8 @@ class RankWatch:
             self._store.set(f"{self._prefix}/trouble", "1")
         # Whoever has left will not come back to this one. A rank tells before it goes; what the
         # others do they say when they look next.
-        self._waits_since = -PATIENCE_SECONDS
+        self._waits_since = -math.inf
+        self._wake.set()
         self._failed.wait(3 * POLL_SECONDS)
         self._waits_since = None
         return self._failure or error
@@ -269,6 +278,7 @@ class RankWatch:
             # On its way out, through whoever tidies up; nobody may see it end the process.
             self.tell(error, final=True)
         self._closed.set()
+        self._wake.set()
         _open_watches.discard(self)
         self._lane.close()
         if threading.current_thread() is not self._thread:
@@ -277,10 +287,16 @@ class RankWatch:
     # -- the watching thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        failures = 0
-        while not self._closed.wait(POLL_SECONDS) and self._failure is None:
+        failures, polls = 0, 1
+        while self._failure is None:
+            if self._wake.wait(polls * POLL_SECONDS):
+                self._wake.clear()
+                polls = 1
+            if self._closed.is_set():
+                return
             try:
-                self._look()
+                # All ask all: less and less often.
+                polls = min(2 * polls, _MOST_POLLS) if self._look() else 1
                 failures = 0
             except Exception as error:
                 # The store has gone with the process that holds it, or a connection was lost.
@@ -297,20 +313,23 @@ class RankWatch:
                         )
                     )
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Looks for a failure; whether there was reason to."""
         since = self._waits_since
-        is_late = since is not None and time.monotonic() - since > PATIENCE_SECONDS
+        patience = max(PATIENCE_SECONDS, 3.0 * max(self._usual, default=0.0))
+        is_late = since is not None and time.monotonic() - since > patience
         with self._lock:
             if is_late:
                 self._store.set(f"{self._prefix}/trouble", "1")
             elif not self._is_trouble():
-                return
+                return False
             self._publish()
             notices = self._read("notice")
             failure = self._failure_of(notices, is_late=is_late)
             failure = failure or self._mismatch(self._read("history"))
         if failure is not None:
             self._fail(failure)
+        return True
 
     def _is_trouble(self) -> bool:
         """Whether a rank has asked what the others are doing, or has something to say."""
@@ -327,9 +346,12 @@ class RankWatch:
 
     def _publish(self) -> None:
         recent = list(self._recent)
+        names = sorted({what for _, what in recent})
+        number_of = {name: number for number, name in enumerate(names)}
         history = {
             "first": recent[0][0] if recent else 0,
-            "recent": [what for _, what in recent],
+            "names": names,
+            "recent": [number_of[what] for _, what in recent],
         }
         self._store.set(f"{self._prefix}/history/{self._rank}", json.dumps(history))
 
@@ -380,7 +402,8 @@ class RankWatch:
 
 def _by_number(history: dict[str, Any]) -> dict[int, str]:
     """What a rank's collectives were, by their number."""
-    return dict(enumerate(history["recent"], history["first"]))
+    names = history["names"]
+    return dict(enumerate((names[number] for number in history["recent"]), history["first"]))
 
 
 _open_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()

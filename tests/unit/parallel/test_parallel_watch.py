@@ -146,6 +146,17 @@ def test_ranks_that_are_only_late_are_in_step(job: Job) -> None:
     assert "hytrain/watch/0/7/trouble" not in job.store.values, "nobody asks any more"
 
 
+def test_waits_that_are_usual_alarm_nobody(job: Job) -> None:
+    rank = job.ranks[0]
+    rank._usual.append(0.6)  # as long as a step's backward takes
+    job.ranks[1].tell(ValueError("injected"), final=False)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError), rank.waiting():
+        assert rank._failed.wait(10.0)
+    assert time.monotonic() - begin > 1.7
+    assert len(rank._usual) == 1, "a wait in vain is no usual one"
+
+
 def test_a_lost_connection_is_made_again(job: Job) -> None:
     job.store.broken = 2
     time.sleep(0.3)
