@@ -65,7 +65,7 @@ test-gpu: install
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
 test-configs: install
 	set -e; for config in $(wildcard ds_configs/*.json); do \
-	    case $$config in *unequal_shards*) ranks=2 ;; *) ranks=1 ;; esac; \
+	    case $$config in *unequal_shards*|*zero3.json) ranks=2 ;; *) ranks=1 ;; esac; \
 	    echo "== $$config, $$ranks ranks"; \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks \
 	        experiments/train_lm/train.py --deepspeed_config $$config --model llama-3m \

@@ -94,6 +94,7 @@ class Chunk:
         weights_dtype: DType,
         group: int,
         slot_class: int,
+        weights_on_host: bool = False,
     ) -> None: ...
 
 class StepRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,17 @@ __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedEngine",
     "ZeROOptimizer",
+    "assemble_partitioned",
     "avoid_cpu_communication_build",
     "check_version",
     "engine_class",
+    "forget_partition",
+    "is_partitioned",
     "join_ranks",
     "load_config",
     "refuse_unsupported",
     "refuse_unsupported_model",
+    "shape_partitioned",
     "use_checkpointing",
 ]
 
@@ -88,12 +92,16 @@ def avoid_cpu_communication_build() -> None:
         compatible_ops["deepspeed_shm_comm"] = False
 
 
-def refuse_unsupported_model(model: Any) -> None:
+def refuse_unsupported_model(model: Any, stage: int) -> None:
     """Refuses models that need another engine or another ZeRO stage.
 
+    Args:
+        model: what the user passed.
+        stage: the ZeRO stage of the configuration.
+
     Raises:
-        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, or parameters that were
-            partitioned under ``deepspeed.zero.Init``.
+        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, or, below ZeRO-3, parameters
+            that were partitioned under ``deepspeed.zero.Init``.
     """
     if isinstance(model, PipelineModule):
         raise UnsupportedError(
@@ -109,11 +117,41 @@ def refuse_unsupported_model(model: Any) -> None:
                 "their own, which hytrain does not support: use a dense model"
             )
     for name, parameter in model.named_parameters():
-        if "ds_id" in vars(parameter):
+        if is_partitioned(parameter) and stage != 3:
             raise UnsupportedError(
                 f"parameter '{name}' was partitioned under deepspeed.zero.Init, which belongs to "
-                "ZeRO-3: build the model outside of it"
+                'ZeRO-3: build the model outside of it, or set "zero_optimization.stage" to 3'
             )
+
+
+_CONVERTED = frozenset(
+    ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
+     "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
+     "partition_gradients", "partition_numel", "reduce_gradients_at_owner")
+)  # fmt: skip
+"""What ``deepspeed.zero.Init`` adds to a parameter beside names that begin with ``ds_``."""
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then."""
+    return "ds_id" in vars(parameter)
+
+
+def shape_partitioned(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a partitioned parameter."""
+    return torch.Size(vars(parameter)["ds_shape"])
+
+
+def assemble_partitioned(parameters: Sequence[torch.Tensor]) -> None:
+    """Brings partitioned parameters together, whole on every rank; a collective."""
+    vars(parameters[0])["all_gather"](param_list=list(parameters))
+
+
+def forget_partition(parameter: torch.Tensor) -> None:
+    """Makes a parameter that was partitioned, and is whole, a plain one."""
+    for name in list(vars(parameter)):
+        if name.startswith("ds_") or name in _CONVERTED:
+            delattr(parameter, name)
 
 
 def _get(config: Mapping[str, Any], path: str) -> Any:
@@ -131,7 +169,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("sequence_parallel_size", "sequence parallelism is not supported: remove it"),
     ("pipeline.stages", "pipeline parallelism is not supported: remove pipeline"),
     ("zero_optimization.zenflow", "ZenFlow is another update scheme: remove zenflow"),
-    ("zero_optimization.offload_param", "offload_param is not supported yet: remove it"),
+    ("zero_optimization.cpu_offload_param", 'set "offload_param": {"device": "cpu"} instead'),
     ("zero_optimization.offload_optimizer.super_offload", "remove super_offload"),
     ("zero_optimization.mics_shard_size", "MiCS is not supported: remove mics_shard_size"),
     ("zero_optimization.zero_hpz_partition_size", "ZeRO++ is not supported: remove it"),
@@ -175,9 +213,20 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_zero(config: Mapping[str, Any]) -> None:
     stage = _get(config, "zero_optimization.stage")
-    if stage not in (1, 2):
+    if stage not in (1, 2, 3):
         raise UnsupportedError(
-            f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stage 1 or 2; set 2'
+            f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
+        )
+    home = _get(config, "zero_optimization.offload_param.device")
+    if home not in (None, "none", "cpu"):
+        raise UnsupportedError(
+            f'"zero_optimization.offload_param.device" is {home!r}: weights are kept in host '
+            'memory or on the GPU; set it to "cpu", or remove offload_param'
+        )
+    if home == "cpu" and stage != 3:
+        raise UnsupportedError(
+            f'"zero_optimization.offload_param.device" is "cpu" with ZeRO stage {stage}: only '
+            'stage 3 streams weights; set "zero_optimization.stage" to 3, or remove offload_param'
         )
     device = _get(config, "zero_optimization.offload_optimizer.device")
     if device != "cpu":

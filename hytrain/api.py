@@ -84,7 +84,7 @@ def initialize(
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     check_version()
     refuse_unsupported(loaded)
-    refuse_unsupported_model(model)
+    refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_fit(section, loaded, model, optimizer, mpu)
     if section.plan is not None:
         loaded = _with_plan(loaded, section, keywords, distributed_port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from hytrain._deepspeed import DeepSpeedEngine
 from hytrain.checkpoint.engine_state import (
     COUNTERS,
     begin_window,
@@ -25,6 +24,7 @@ from hytrain.checkpoint.engine_state import (
 )
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
+from hytrain.checkpoint.weights_engine import WeightsEngine
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.config import HyTrainConfig
 from hytrain.errors import (
@@ -33,6 +33,7 @@ from hytrain.errors import (
     ConfigError,
     EngineClosedError,
     HyTrainError,
+    UnsupportedError,
 )
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
@@ -44,22 +45,27 @@ from hytrain.optim.accumulation import (
     make_accumulation,
 )
 from hytrain.optim.build import BuildSettings, build_optimizer
+from hytrain.optim.build_weights import WeightSettings
+from hytrain.optim.engine_view import EngineView
 from hytrain.optim.global_batch import (
     BatchEngine,
     NumValid,
     train_global_batch,
     valid_labels,
 )
+from hytrain.optim.pass_guide import PassGuide
 from hytrain.optim.plan_watch import PlanReport, PlanWatch
 from hytrain.optim.statistics import StepStatistics
-from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.records import Decision
 from hytrain.planner.plan_file import read_plan
 from hytrain.profile.host_share import HostShare, share_host
 
+logger = logging.getLogger(__name__)
 
-class HyTrainEngine(DeepSpeedEngine):
+
+class HyTrainEngine(WeightsEngine):
     """DeepSpeed's engine with updates that overlap backward and the next forward.
 
     Everything that DeepSpeed's engine offers works as there; in addition :meth:`synchronize`,
@@ -97,7 +103,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 'no optimizer was given: add an "optimizer" section to the configuration or pass '
                 "optimizer=torch.optim.AdamW(...)"
             )
-        self._guards = LayerGuards(self._model, self.optimizer)
+        self._guards = LayerGuards(self._model, PassGuide(self.optimizer))
         self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         _close_at_exit(self)
@@ -109,11 +115,6 @@ class HyTrainEngine(DeepSpeedEngine):
     _in_forward = False
     _accumulation: MicroBatchMajor | LayerMajor | None = None
     _plan_watch: PlanWatch | None = None
-    _guards: LayerGuards | None
-
-    @property
-    def _model(self) -> nn.Module:
-        return cast(nn.Module, self.module)  # DeepSpeed does not say so
 
     def _watch_plan(self, optimizer: HyTrainZeroOptimizer) -> None:
         name = self.hytrain_config.plan
@@ -192,7 +193,12 @@ class HyTrainEngine(DeepSpeedEngine):
                     not self.inside_no_sync_ctxt
                     and self.enable_backward_allreduce
                     # Ranks may have different numbers of micro-batches: they reduce once a step.
-                    and (not self._in_train_batch or self.is_gradient_accumulation_boundary())
+                    # Under ZeRO-3 they all take part in all of them.
+                    and (
+                        not self._in_train_batch
+                        or self.is_gradient_accumulation_boundary()
+                        or int(self.zero_optimization_stage()) == 3
+                    )
                 ),
             ),
         )
@@ -204,10 +210,16 @@ class HyTrainEngine(DeepSpeedEngine):
             check_overflow = bool(config.bfloat16_config.check_grad_overflow)
         else:
             check_overflow = True  # as DeepSpeed's ZeRO-1/2 does for fp32
+        stage = int(self.zero_optimization_stage())
         return BuildSettings(
-            stage=2 if self.zero_optimization_partition_gradients() else 1,
+            stage=cast(Literal[1, 2, 3], stage),
+            weights=WeightSettings(
+                device=torch.device(cast(Any, self.device)),
+                gathers=self.gather_settings() if stage == 3 else None,
+                on_host=self.offloads_weights(),
+                gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
+            ),
             clip=ClipSettings(float(self.gradient_clipping() or 0.0), check_overflow),
-            gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
             mean=bool(self.gradient_average),
             host=host,
         )
@@ -221,7 +233,7 @@ class HyTrainEngine(DeepSpeedEngine):
             torch.OutOfMemoryError: the device's memory is used up. Where k is solved, state has
                 been moved off the device by then: the step can be repeated.
         """
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         optimizer.begin_forward()
         try:
             return super().forward(*inputs, **kwargs)
@@ -235,7 +247,7 @@ class HyTrainEngine(DeepSpeedEngine):
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
         """
-        with self._check_open().collectives.telling():
+        with self.open_optimizer().collectives.telling():
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -247,7 +259,7 @@ class HyTrainEngine(DeepSpeedEngine):
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
         """
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         try:
             optimizer.refuse_aborted()
         except AbortedBackwardError:
@@ -267,7 +279,9 @@ class HyTrainEngine(DeepSpeedEngine):
         The gradient is that of the mean over the valid tokens of the *global* batch, as on one GPU
         that computes all of it. Gradients are reduced once, in the last micro-batch's backward, so
         that ranks may have different numbers of micro-batches; until then a rank keeps the whole
-        unreduced gradient (2 bytes a parameter in bf16).
+        unreduced gradient (2 bytes a parameter in bf16). Under ZeRO-3 they are reduced in every
+        backward: a rank with fewer micro-batches than another takes part in the others' gathers
+        and reductions with nothing of its own.
 
         Args:
             data_iter: gives this rank's next micro-batches, on the device: as many as
@@ -284,7 +298,7 @@ class HyTrainEngine(DeepSpeedEngine):
             UnsupportedError: the loss, or over what it is a mean, cannot be told.
             StopIteration: the iterator has no further step.
         """
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         if self._accumulation is None:
             self._accumulation = make_accumulation(
                 self.hytrain_config, cast(AccumulatingEngine, self), self._model, optimizer
@@ -293,6 +307,16 @@ class HyTrainEngine(DeepSpeedEngine):
         steps = int(self.gradient_accumulation_steps())
         rank = optimizer.collectives.rank
         count = steps if shares is None else len(shares.micro_batches(rank))
+        most = count
+        if shares is not None and int(self.zero_optimization_stage()) == 3:
+            counts = [len(shares.micro_batches(r)) for r in range(len(shares.sizes))]
+            most = max(counts)
+            if most != min(counts) and self.hytrain_config.accumulation == "layer_major":
+                raise UnsupportedError(
+                    f"the ranks have {counts} micro-batches in a step, and with ZeRO-3 they can go "
+                    'through the layers together only if these are equal: change "hytrain.'
+                    'micro_batch_sizes", or set "hytrain.accumulation" to "micro_batch_major"'
+                )
         self._in_train_batch = optimizer.sums_over_ranks = True
         try:
             with optimizer.collectives.telling():
@@ -304,6 +328,7 @@ class HyTrainEngine(DeepSpeedEngine):
                     optimizer.collectives.all_reduce,
                     optimizer.pipeline.streams.device,
                     self._accumulation,
+                    [optimizer.join_micro_batch] * (most - count),
                 )
         finally:
             self._in_train_batch = optimizer.sums_over_ranks = False
@@ -312,7 +337,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
-        if self._in_forward and self._check_open().is_by_layer:
+        if self._in_forward and self.open_optimizer().is_by_layer:
             return None
         self._in_forward = True
         return super()._forward_prologue(inputs, kwargs)
@@ -337,7 +362,7 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             HyTrainError: no step has been made.
         """
-        return self._check_open().step_statistics()
+        return self.open_optimizer().step_statistics()
 
     def plan_report(self) -> PlanReport:
         """What ``"hytrain.plan"`` predicted beside what the last steps took; a collective.
@@ -363,7 +388,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 not fit in memory.
             MemoryBudgetError: no placement fits the memory that there is now.
         """
-        self._check_open().set_gpu_fraction(value)
+        self.open_optimizer().set_gpu_fraction(value)
 
     def placement_decisions(self, since: int = 0) -> list[Decision]:
         """This rank's decisions about k, oldest first, each with its reason.
@@ -371,7 +396,7 @@ class HyTrainEngine(DeepSpeedEngine):
         Args:
             since: how many to leave out at the beginning.
         """
-        return self._check_open().placement.decisions[since:]
+        return self.open_optimizer().placement.decisions[since:]
 
     def synchronize(self) -> None:
         """Waits for every update: all weights are the newest, readable from any stream.
@@ -379,7 +404,7 @@ class HyTrainEngine(DeepSpeedEngine):
         Weights whose step was not taken yet are those of the last step again. Called by the
         engine itself before ``state_dict``, checkpoints and ``eval``.
         """
-        self._check_open().synchronize()
+        self.open_optimizer().synchronize()
 
     # nn.Module's return the module, DeepSpeed's return nothing.
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -405,7 +430,7 @@ class HyTrainEngine(DeepSpeedEngine):
             "exp_avg_sq"}, fp32 tensors of the parameter's shape on the CPU; on other ranks an
             empty dict. Frozen parameters have none, tied ones appear once.
         """
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         optimizer.flush()
         return gather_to_first(
             optimizer.layer_states, optimizer.collectives, optimizer.pipeline.streams.device
@@ -436,16 +461,22 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         if not str(save_dir):
             raise CheckpointError("save_dir is empty: pass the folder to save in")
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         client = dict(client_state or {})
         check_client_state(client)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoint_tag_validation(name)
+        # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
+        module = (
+            self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            if optimizer.weights.is_sharded
+            else None
+        )
         write_checkpoint(
             Path(save_dir),
             name,
             optimizer,
-            lambda: self._model_states(client, exclude_frozen_parameters),
+            lambda: self._model_states(client, exclude_frozen_parameters, module),
             save_latest=save_latest,
         )
         return True
@@ -487,7 +518,7 @@ class HyTrainEngine(DeepSpeedEngine):
             CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
                 on all ranks, before anything is touched.
         """
-        optimizer = self._check_open()
+        optimizer = self.open_optimizer()
         name = find_tag(Path(load_dir), None if tag is None else str(tag), optimizer.collectives)
         if name is None:
             return None, None
@@ -497,7 +528,7 @@ class HyTrainEngine(DeepSpeedEngine):
             Path(load_dir) / name,
             optimizer,
             self._model,
-            self._module_tensors,
+            self.module_tensors,
             LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
         )
         begin_window(self)
@@ -512,16 +543,13 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         return str(self._get_ckpt_name(str(load_dir), name)), client_state
 
-    def _model_states(self, client_state: Mapping[str, Any], no_frozen: bool) -> dict[str, Any]:
-        module = self.module_state_dict(exclude_frozen_parameters=no_frozen)
+    def _model_states(
+        self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if module is None:
+            module = self.module_state_dict(exclude_frozen_parameters=no_frozen)
         common = self._common_checkpoint_state(module, True, save_frozen_param=not no_frozen)
         return pack_model_states(common, client_state, self.placement_decisions())
-
-    def _module_tensors(self) -> Mapping[str, Any]:
-        """The module's state dict as it is, with nothing waited for: for names and shapes."""
-        assert self._guards is not None
-        with self._guards.reading_names():
-            return self._model.state_dict(keep_vars=True)
 
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
@@ -530,7 +558,7 @@ class HyTrainEngine(DeepSpeedEngine):
             self._accumulation.close()
         super().destroy()
 
-    def _check_open(self) -> HyTrainZeroOptimizer:
+    def open_optimizer(self) -> HyTrainZeroOptimizer:
         optimizer = self.optimizer
         if not isinstance(optimizer, HyTrainZeroOptimizer):
             raise EngineClosedError("the engine is not fully built")

@@ -162,7 +162,7 @@ void bind_offload_types(py::module_& m) {
              py::arg("p") = 0, py::arg("m") = 0, py::arg("v") = 0);
     py::class_<Chunk>(m, "Chunk")
         .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
-                         DType weights_dtype, int group, int slot_class) {
+                         DType weights_dtype, int group, int slot_class, bool weights_on_host) {
                  Chunk chunk;
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
@@ -170,10 +170,12 @@ void bind_offload_types(py::module_& m) {
                  chunk.weights_dtype = weights_dtype;
                  chunk.group = group;
                  chunk.slot_class = slot_class;
+                 chunk.weights_on_host = weights_on_host;
                  return chunk;
              }),
              py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
-             py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"));
+             py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"),
+             py::arg("weights_on_host") = false);
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};

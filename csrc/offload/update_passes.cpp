@@ -157,12 +157,16 @@ std::size_t UpdateWorker::take_outgoing() {
 }
 
 Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
+    // Whoever has copied the old weights from here is done: a layer's gradient comes after its uses.
+    // Nobody reads it soon: past the cache.
+    if (chunk.weights_on_host) return Outgoing{chunk.weights, chunk.weights_dtype, true};
     // Stored through the cache: the copy engine reads the buffer soon after.
     return Outgoing{outgoing_.addresses[take_outgoing()], chunk.weights_dtype, false};
 }
 
 void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
     delay();
+    if (chunk.weights_on_host) return;
     const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.addresses.size();
     if (out.data != outgoing_.addresses[buffer]) throw std::logic_error("not the latest buffer");
     send_outgoing(buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype));

@@ -136,7 +136,7 @@ def read_checkpoint(
     _forget_gradients(optimizer)
     failure: str | None = None
     try:
-        _load_module(stored, module, request)
+        _load_module(stored, module, optimizer, request, module_tensors)
         present = stored_names(paths)
         for place in places:
             _restore(paths if place.name in present else None, place, optimizer, request)
@@ -210,17 +210,52 @@ def _forget_gradients(optimizer: HyTrainZeroOptimizer) -> None:
     optimizer.flush()
 
 
-def _load_module(stored: Mapping[str, Any], module: nn.Module, request: LoadRequest) -> None:
+def _load_module(
+    stored: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: HyTrainZeroOptimizer,
+    request: LoadRequest,
+    module_tensors: Callable[[], Mapping[str, Any]],
+) -> None:
     if request.custom_load is not None:
-        request.custom_load(src=stored["module"], dst=module)
+        with optimizer.weights.gathered():
+            request.custom_load(src=stored["module"], dst=module)
+            optimizer.weights.adopt()
         return
-    result = module.load_state_dict(stored["module"], strict=request.strict)
-    if result.missing_keys or result.unexpected_keys:
+    weights = dict(stored["module"])
+    if optimizer.weights.is_sharded:
+        weights = _load_shards(weights, optimizer, module_tensors())
+    result = module.load_state_dict(
+        weights, strict=request.strict and not optimizer.weights.is_sharded
+    )
+    missing = [name for name in result.missing_keys if name not in stored["module"]]
+    if missing or result.unexpected_keys:
         logger.warning(
             "load_module_strict=False: left as they are: %s; not in the model: %s",
-            result.missing_keys,
+            missing,
             result.unexpected_keys,
         )
+
+
+def _load_shards(
+    weights: Mapping[str, Any], optimizer: HyTrainZeroOptimizer, current: Mapping[str, Any]
+) -> dict[str, Any]:
+    """This rank's pieces of sharded parameters; returns what is left to load."""
+    places = {
+        id(place.slot.parameter): place
+        for place in list_parameters(optimizer.layer_states)
+        if place.layer.storage.is_sharded
+    }
+    rest = dict(weights)
+    for name in set(weights) & set(current):
+        place = places.get(id(current[name]))
+        if place is None:
+            continue
+        whole = rest.pop(name).reshape(-1)
+        piece = place.piece_of(optimizer.collectives.rank)
+        if piece is not None:
+            place.weights(piece).copy_(whole[piece.begin : piece.end])
+    return rest
 
 
 def _restore(
@@ -287,7 +322,7 @@ def _publish(optimizer: HyTrainZeroOptimizer) -> None:
     pipeline.streams.synchronize()
     for layer in pipeline.layers:
         layer.waited = False
-        layer.gather_due = True
+        layer.gather_due = not layer.storage.is_sharded
         layer.storage.mark_overwritten()
     pipeline.wait_all()
     pipeline.streams.synchronize()

@@ -7,10 +7,12 @@ waited for at the start of the model's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from hytrain.layers.state import LayerState
@@ -20,23 +22,36 @@ class WeightsOwner(Protocol):
     """Who can make weights ready."""
 
     def begin_forward(self) -> None:
-        """The model's forward begins."""
+        """The model's forward begins, and is about to enter its modules."""
         ...
 
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
         ...
 
-    def layer_entered(self, state: LayerState) -> None:
-        """A module that uses the layer's weights begins its forward; they are there."""
+    def enter_forward(self, states: Sequence[LayerState]) -> None:
+        """A module that uses the layers' weights begins its forward."""
+        ...
+
+    def leave_forward(self, states: Sequence[LayerState]) -> None:
+        """It has ended (told under ZeRO-3 only)."""
+        ...
+
+    def needed_in_backward(self, states: Sequence[LayerState]) -> None:
+        """Its backward begins (told under ZeRO-3 only)."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers have to be gathered for their uses (ZeRO-3)."""
         ...
 
     def end_forward(self) -> None:
         """The model's forward is over."""
         ...
 
-    def synchronize(self) -> None:
-        """All weights are the newest."""
+    def read_weights(self) -> None:
+        """All weights are about to be read: the newest ones."""
         ...
 
     @property
@@ -55,8 +70,13 @@ class LayerGuards:
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         for module, indices in self._guarded.items():
-            if module is not model:
-                module.register_forward_pre_hook(self._guard(module, sorted(indices)))
+            if module is model:
+                continue
+            states = [self._states[index] for index in sorted(indices)]
+            module.register_forward_pre_hook(self._guard(module, states))
+            if owner.gathers:
+                leave = self._leave(module, states)
+                module.register_forward_hook(leave, with_kwargs=True)
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         # Tools that read a module's weights do it through its state_dict.
@@ -74,19 +94,39 @@ class LayerGuards:
 
     def _before_state_dict(self, *_args: object) -> None:
         if not self._reads_names:
-            self._owner.synchronize()
+            self._owner.read_weights()
 
     def _guard(
-        self, module: nn.Module, indices: list[int]
+        self, module: nn.Module, states: Sequence[LayerState]
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        states = [self._states[index] for index in indices]
-
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
-            for state in states:
-                if state.sent or not state.waited:
-                    self._owner.before_use(state)
-            self._owner.layer_entered(states[0])
+            self._owner.enter_forward(states)
+
+        return hook
+
+    def _leave(
+        self, module: nn.Module, states: Sequence[LayerState]
+    ) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
+        # The gradient of an embedding needs no weights.
+        needs_weights = type(module) is not nn.Embedding
+
+        def enter_backward(_gradient: torch.Tensor) -> None:
+            self._owner.needed_in_backward(states)
+
+        def hook(
+            _module: nn.Module,
+            inputs: tuple[object, ...],
+            named: dict[str, object],
+            outputs: object,
+        ) -> None:
+            if needs_weights and torch.is_grad_enabled():
+                # What a module hands through has its gradient later, or never, from its backward.
+                handed = {id(tensor) for tensor in tensors_in([inputs, named])}
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad and id(tensor) not in handed:
+                        tensor.register_hook(enter_backward)
+            self._owner.leave_forward(states)
 
         return hook
 
@@ -99,7 +139,7 @@ class LayerGuards:
                 unguarded |= indices
         for index in sorted(unguarded):
             state = self._states[index]
-            if state.sent or not state.waited:
+            if (state.sent or not state.waited) and not state.storage.is_sharded:
                 self._owner.before_use(state)
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], _outputs: object) -> None:
@@ -110,6 +150,27 @@ class LayerGuards:
             if state.sent or not state.waited:
                 self._owner.before_use(state)
         self._owner.end_forward()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output: itself, or within mappings, sequences and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def unguarded_layers(model: nn.Module, states: Sequence[LayerState]) -> list[int]:
+    """Layers with parameters that the root module itself owns: nothing tells when it uses them."""
+    owned = {id(p) for p in model.parameters(recurse=False)}
+    return [s.index for s in states if any(id(slot.parameter) in owned for slot in s.layout.slots)]
 
 
 def _modules_of_layers(model: nn.Module, states: Sequence[LayerState]) -> dict[nn.Module, set[int]]:

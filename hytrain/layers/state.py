@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from hytrain.layers.layout import LayerLayout
+from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.storage import ResidentStorage
 
 Placement = Literal["cpu", "gpu"]
@@ -19,7 +20,7 @@ class LayerState:
     """A layer's shard: its place, its state and where the current step has got to."""
 
     layout: LayerLayout
-    storage: ResidentStorage
+    storage: ResidentStorage | ShardedStorage
     begin: int
     end: int
     """This rank owns ``[begin, end)`` of the layer's flat space."""

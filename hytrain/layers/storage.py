@@ -1,12 +1,13 @@
 """Layer storage: owns a layer's training copy. Here: resident, the whole copy on the device.
 
 The update pipeline sees only where the copy of a chunk goes (:meth:`ResidentStorage.address`) and
-which tensors to gather; sharded storages will offer the same.
+which tensors to gather; :mod:`~hytrain.layers.sharded_storage` offers the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +16,9 @@ from hytrain.layers.layout import LayerLayout
 
 class ResidentStorage:
     """A layer's training copy as one flat device tensor a dtype; parameters are views of it."""
+
+    is_sharded = False
+    on_host = False
 
     def __init__(self, layout: LayerLayout, device: torch.device) -> None:
         """Moves the layer's parameters into flat storage and re-points their ``.data``.
@@ -57,6 +61,12 @@ class ResidentStorage:
     def address(self, begin: int, end: int) -> int:
         """Device address of the training copy of ``[begin, end)``."""
         return self.slice(begin, end).data_ptr()
+
+    @contextmanager
+    def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
+        """Where an update on the device writes the training copy of ``[begin, end)``."""
+        del master
+        yield self.slice(begin, end)
 
     def release(self) -> None:
         """Lets go of the flat tensors; they live as long as a parameter still views them."""

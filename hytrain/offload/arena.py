@@ -37,8 +37,8 @@ class Arena:
             self._mapping = map_anonymous(self.num_bytes)
         except OSError as error:
             raise MemoryError(
-                f"host memory for {self.num_bytes / 2**30:.2f} GiB of gradients and staging cannot "
-                f"be mapped ({error}): raise gpu_fraction or use more ranks"
+                f"host memory for {self.num_bytes / 2**30:.2f} GiB of weights and gradients "
+                f"cannot be mapped ({error}): raise gpu_fraction or use more ranks"
             ) from error
         # The export keeps the mapping open; close() must drop it before unmapping.
         self._export: ctypes.Array[ctypes.c_char] | None = (
@@ -90,6 +90,17 @@ class Arena:
             )
         self._taken = start + num_bytes
         return self.address + start
+
+    def take_tensor(self, num_bytes: int) -> torch.Tensor:
+        """The next ``num_bytes`` as a uint8 tensor, 1-D, not to be used after :meth:`close`.
+
+        Raises:
+            MemoryError: as :meth:`take`.
+        """
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = (ctypes.c_char * num_bytes).from_address(self.take(num_bytes))
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
         """Unpins and unmaps. No copy may be in flight. May be called twice."""

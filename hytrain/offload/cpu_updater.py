@@ -243,14 +243,19 @@ class CpuUpdater:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait_weights(self, layer: LayerState) -> None:
+    def wait_weights(self, layer: LayerState, *, by_compute: bool = True) -> None:
         """Until the copy of the layer's newest weights is issued; compute then waits for it.
 
         Blocks the host: an event that is not recorded yet could not be waited on.
+
+        Args:
+            layer: the layer.
+            by_compute: False: the caller makes another stream wait for ``layer.weights_ready``.
         """
         if self._streams.is_cuda:
             self._call(lambda: self.worker.wait_issued(layer.worker_index))
-            self._streams.compute_waits(layer.weights_ready)
+            if by_compute:
+                self._streams.compute_waits(layer.weights_ready)
         else:
             self._call(lambda: self.worker.wait_complete(layer.worker_index))
 
@@ -319,4 +324,5 @@ def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chu
         weights_dtype=_NATIVE[span.dtype],
         group=span.group,
         slot_class=slot_class,
+        **({"weights_on_host": True} if layer.storage.on_host else {}),
     )

@@ -197,15 +197,17 @@ class UpdatePipeline:
                     if begin >= end:
                         continue
                     part = slice(begin - layer.begin, end - layer.begin)
-                    device_adam(
-                        layer.master[part],
-                        layer.exp_avg[part],
-                        layer.exp_avg_sq[part],
-                        gradient[part],
-                        layer.storage.slice(begin, end),
-                        outcome,
-                        hyper[segment.group],
-                    )
+                    master = layer.master[part]
+                    with layer.storage.writing(begin, end, master) as weights:
+                        device_adam(
+                            master,
+                            layer.exp_avg[part],
+                            layer.exp_avg_sq[part],
+                            gradient[part],
+                            weights,
+                            outcome,
+                            hyper[segment.group],
+                        )
                 self.streams.used_on_update(gradient)
                 layer.gradient = None
                 layer.waited = False
@@ -228,7 +230,8 @@ class UpdatePipeline:
             layer.waited = False
             layer.updated_by = layer.placement
             if not skipped:
-                layer.gather_due = True
+                # A sharded layer is gathered anew for every use.
+                layer.gather_due = not layer.storage.is_sharded
                 layer.storage.mark_overwritten()
 
     # -- withdraw ------------------------------------------------------------------------------
@@ -303,8 +306,9 @@ class UpdatePipeline:
         # Only the wait for this rank's own update is counted, not the one for the other ranks'.
         if layer.updated_by == "cpu":
             with self.exposure.waiting():
-                self.cpu.wait_weights(layer)
-        else:
+                # A sharded layer's gather waits for the shard; compute waits for the gather.
+                self.cpu.wait_weights(layer, by_compute=not layer.storage.is_sharded)
+        elif not layer.storage.is_sharded:
             self.streams.compute_waits(layer.weights_ready)
         if layer.gather_due and self._collectives.world_size > 1:
             self._gather(layer)

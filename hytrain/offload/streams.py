@@ -79,6 +79,14 @@ class Streams:
         event.record(self.update)
         return event
 
+    def record_communication(self) -> torch.cuda.Event | None:
+        """A new event behind all communication so far; None on a CPU, where it is done."""
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.communication)
+        return event
+
     def update_waits(self, event: torch.cuda.Event | None) -> None:
         """What the GPU update's stream runs from now on comes after the event."""
         if self.is_cuda and event is not None:

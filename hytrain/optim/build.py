@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,17 +13,20 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.layers.discovery import find_layers
-from hytrain.layers.layout import LayerLayout, lay_out
-from hytrain.layers.partition import PartitionTable, partition
+from hytrain.layers.guards import unguarded_layers
+from hytrain.layers.layout import lay_out
+from hytrain.layers.partition import partition
 from hytrain.layers.state import LayerState
-from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
 from hytrain.optim.build_placement import build_placement, plan_placement
+from hytrain.optim.build_weights import WeightSettings, build_weights, give_shapes
+from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.hyper import HyperReader, check_optimizer
-from hytrain.optim.zero_optimizer import EngineView, HyTrainZeroOptimizer, StepSettings
+from hytrain.optim.weight_passes import WeightPasses
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.profile.host_share import HostShare
 from hytrain.testing.faults import injected_delays
@@ -35,17 +37,16 @@ class BuildSettings:
     """What the engine decides from its configuration.
 
     Attributes:
-        stage: ZeRO stage, 1 or 2.
+        stage: ZeRO stage: 1, 2 or 3.
+        weights: where the training copy is kept, and gradients' dtype.
         clip: clipping and overflow check.
-        gradient_dtype: dtype in which gradients are accumulated and reduced; None: each layer's
-            own training copy's.
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
     """
 
-    stage: Literal[1, 2]
+    stage: Literal[1, 2, 3]
+    weights: WeightSettings
     clip: ClipSettings
-    gradient_dtype: torch.dtype | None
     mean: bool
     host: HostShare
 
@@ -61,7 +62,7 @@ def build_optimizer(
     """Takes over a model's trained parameters and their optimizer state.
 
     Args:
-        model: on its device, in its training dtype, equal on all ranks.
+        model: in its training dtype; below ZeRO-3 on its device and equal on all ranks.
         basic_optimizer: an Adam or AdamW over the parameters to train.
         config: the "hytrain" section.
         settings: see :class:`BuildSettings`.
@@ -72,6 +73,7 @@ def build_optimizer(
         ConfigError: the section does not fit the model or the job.
         UnsupportedError: the optimizer is not an Adam.
     """
+    give_shapes(model)
     reader = HyperReader(check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
     reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
@@ -93,8 +95,9 @@ def build_optimizer(
     table = partition(
         [layout.size for layout in layouts], collectives.world_size, config.shard_fractions
     )
-    states = _make_states(layouts, table, trained[0].device, settings, collectives.rank)
-    streams = Streams(trained[0].device)
+    weights = build_weights(model, layouts, table, settings.weights, collectives)
+    states = weights.states
+    streams = Streams(settings.weights.device)
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
@@ -114,40 +117,22 @@ def build_optimizer(
             reader,
             StepSettings(
                 unscale=1.0 / collectives.world_size if settings.mean else 1.0,
-                reduce_every_backward=settings.stage == 2,
+                reduce_every_backward=settings.stage >= 2,
                 overlap_forward=config.offload.overlap_forward,
             ),
             engine,
             build_placement(plan, pipeline, config, threads),
+            WeightPasses(
+                pipeline,
+                collectives,
+                settings.weights.gathers,
+                held=unguarded_layers(model, states),
+                home=weights.home,
+            ),
         )
     except BaseException:
         cpu.close()  # its thread and its pinned memory belong to nobody now
         raise
-
-
-def _make_states(
-    layouts: Sequence[LayerLayout],
-    table: PartitionTable,
-    device: torch.device,
-    settings: BuildSettings,
-    rank: int,
-) -> list[LayerState]:
-    """The layers with their training copy in place and no optimizer state yet."""
-    states: list[LayerState] = []
-    for layout in layouts:
-        begin, end = table.shard(layout.index, rank)
-        states.append(
-            LayerState(
-                layout=layout,
-                storage=ResidentStorage(layout, device),
-                begin=begin,
-                end=end,
-                sizes=table.sizes(layout.index),
-                placement="cpu",
-                gradient_dtype=settings.gradient_dtype or _common_dtype(layout),
-            )
-        )
-    return states
 
 
 def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
@@ -157,12 +142,6 @@ def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
             f"{len(missing)} parameters of the optimizer (first shape: {missing[0]}) are not "
             "parameters of the model: pass model_parameters of this model"
         )
-
-
-def _common_dtype(layout: LayerLayout) -> torch.dtype:
-    """The dtype of a layer's gradient buffer: the parameters', fp32 where they differ."""
-    dtypes = {segment.dtype for segment in layout.segments}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def _allocate_state(state: LayerState, num_threads: int) -> None:

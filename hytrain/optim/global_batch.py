@@ -137,6 +137,7 @@ def train_global_batch(
     sum_over_ranks: Callable[[torch.Tensor], None],
     device: torch.device,
     accumulate: Accumulate,
+    join: Sequence[Callable[[], None]] = (),
 ) -> torch.Tensor:
     """Forward, backward and update.
 
@@ -148,6 +149,8 @@ def train_global_batch(
         sum_over_ranks: sums a tensor over the ranks, in place.
         device: of losses.
         accumulate: how the micro-batches are computed.
+        join: called before the first micro-batch, one for each that other ranks have more (ZeRO-3:
+            every rank takes part in every gather).
 
     Returns:
         The global batch's mean loss, fp32, on the device; the same on all ranks.
@@ -162,6 +165,9 @@ def train_global_batch(
     sum_over_ranks(total)
     total.clamp_(min=1.0)
     try:
+        for left, take_part in zip(reversed(range(len(join))), join, strict=True):
+            engine.set_gradient_accumulation_boundary(count == 0 and left == 0)
+            take_part()
         mean = accumulate(MicroBatches(batches, [valid / total for valid in counts], device))
         engine.set_gradient_accumulation_boundary(True)
         engine.step()

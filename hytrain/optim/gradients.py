@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ class LayerGradient:
         local: this rank's own gradient of the whole layer, flat; None while there is none.
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
+        uses_before: uses of layers that this backward had made at the last firing.
         closed: the gradient of the current backward has been reduced.
         copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
     """
@@ -48,6 +50,7 @@ class LayerGradient:
     fired: list[int] = field(default_factory=list)
     remaining: int = 0
     last_firing: int = 0
+    uses_before: int = 0
     final: bool = False
     closed: bool = False
     copier: GradientCopier | None = None
@@ -110,6 +113,38 @@ def late_policy(world_size: int, *, direct: bool) -> LatePolicy:
     )
 
 
+class Pace(Protocol):
+    """Who says when layers are consumed, where gathers of weights come in between."""
+
+    @property
+    def uses_made(self) -> int:
+        """Uses of layers by the current backward so far."""
+        ...
+
+    def gradient_final(self) -> None:
+        """A layer's gradient is complete."""
+        ...
+
+    def finish(self) -> None:
+        """The backward is over."""
+        ...
+
+    def largest(self, counts: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks."""
+        ...
+
+    def learn_reduces(
+        self,
+        order: Sequence[int],
+        early: Sequence[bool],
+        uses_before: Sequence[int],
+        *,
+        by_layer: bool,
+    ) -> None:
+        """The first backward of a manner is over."""
+        ...
+
+
 Consumer = Callable[[LayerGradient], None]
 Agreement = Callable[[Sequence[int], Sequence[bool], bool], tuple[list[int], list[bool]]]
 
@@ -168,6 +203,7 @@ class GradientCollector:
         self._by_layer = False
         self._micro_batches = 1
         self._takes_back = False  # layers of this backward may be consumed too early
+        self._pace: Pace | None = None
         self._clock = 0
         self._firings = 0
         self._next = 0  # position in the record's order
@@ -184,6 +220,10 @@ class GradientCollector:
     def num_firings(self) -> int:
         """Grows with every gradient that autograd has handed over."""
         return self._firings
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Layers are consumed when ``pace`` says so; None: as soon as they are final, in order."""
+        self._pace = pace
 
     def remove_hooks(self) -> None:
         """Detaches from the model."""
@@ -224,6 +264,7 @@ class GradientCollector:
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
+            layer.uses_before = 0
             layer.final = False
             layer.closed = False
             layer.remaining = -1
@@ -273,6 +314,7 @@ class GradientCollector:
         self._clock += 1
         self._firings += 1
         layer.last_firing = self._clock
+        layer.uses_before = 0 if self._pace is None else self._pace.uses_made
         if self.record is None and layer.fired[index] > 1:
             layer.remaining = -1  # once more than once: not before the end of this backward
         layer.remaining -= 1
@@ -327,6 +369,9 @@ class GradientCollector:
 
     def _advance(self) -> None:
         """Consumes, in the agreed order, what is final."""
+        if self._pace is not None:
+            self._pace.gradient_final()
+            return
         record = self.record
         assert record is not None
         while self._next < len(record.order):
@@ -339,6 +384,18 @@ class GradientCollector:
                 return
             self._next += 1
             self._close(layer)
+
+    def close_if_final(self, index: int) -> bool:
+        """Consumes a layer's gradient if it is complete; whether it has been consumed."""
+        layer = self.layers[index]
+        if layer.final and not layer.closed:
+            self._close(layer)
+        return layer.closed
+
+    def close(self, index: int) -> None:
+        """Consumes what there is of a layer's gradient, unless it has been consumed."""
+        if not self.layers[index].closed:
+            self._close(self.layers[index])
 
     def _close(self, layer: LayerGradient) -> None:
         self._fill(layer)
@@ -368,12 +425,17 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
-        if self._by_layer not in self._expected:
+        is_new = self._by_layer not in self._expected
+        if is_new:
             self._expected[self._by_layer] = [self._for_each(layer.fired) for layer in self.layers]
         if self.record is None:
             self._learn()
+        if is_new and self._pace is not None:
+            self._learn_pace(self._pace)
         if not consume:
             return
+        if self._pace is not None:
+            self._pace.finish()
         record = self.record
         assert record is not None
         first = [i for i in record.order if record.early[i]]
@@ -387,6 +449,16 @@ class GradientCollector:
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         has_seen = any(layer.last_firing for layer in self.layers)
         self.record = FiringRecord(*self._agree(order, early, has_seen))
+
+    def _learn_pace(self, pace: Pace) -> None:
+        record = self.record
+        assert record is not None
+        # A rank without a batch now may have one in this step still.
+        expected = self._expected[self._by_layer]
+        counts = iter(pace.largest([count for fired in expected for count in fired]))
+        self._expected[self._by_layer] = [[next(counts) for _ in fired] for fired in expected]
+        uses_before = [layer.uses_before for layer in self.layers]
+        pace.learn_reduces(record.order, record.early, uses_before, by_layer=self._by_layer)
 
     def _for_each(self, fired: list[int]) -> list[int]:
         """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,43 +22,16 @@ from hytrain.errors import (
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.gradients import GradientCollector, LayerGradient, late_policy
 from hytrain.optim.hyper import HyperReader
 from hytrain.optim.placement import PlacementManager
 from hytrain.optim.plan_watch import RankState
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
+from hytrain.optim.weight_passes import WeightPasses
 from hytrain.parallel.collectives import ShardCollectives
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """What the optimizer asks of the engine.
-
-    Attributes:
-        is_boundary: whether the current micro-batch ends a step.
-        is_reducing: False inside ``no_sync``.
-    """
-
-    is_boundary: Callable[[], bool]
-    is_reducing: Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What stays the same for all steps.
-
-    Attributes:
-        unscale: undoes the summation of gradients over ranks (1 / ranks for a mean).
-        reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
-            between micro-batches a rank keeps its shard only.
-        overlap_forward: step() returns before the last layers are updated.
-    """
-
-    unscale: float
-    reduce_every_backward: bool
-    overlap_forward: bool
 
 
 def _graph_task() -> int:
@@ -69,7 +41,7 @@ def _graph_task() -> int:
 
 
 class HyTrainZeroOptimizer(ZeROOptimizer):
-    """ZeRO-1/2 with overlapped, exact CPU and GPU updates."""
+    """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     def __init__(
         self,
@@ -80,6 +52,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         settings: StepSettings,
         engine: EngineView,
         placement: PlacementManager,
+        weights: WeightPasses,
     ) -> None:
         """
         Args:
@@ -90,6 +63,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             settings: see :class:`StepSettings`.
             engine: see :class:`EngineView`.
             placement: measures steps and moves layers.
+            weights: makes the training copy ready for forward and backward.
         """
         super().__init__()
         self.optimizer = basic_optimizer
@@ -97,6 +71,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collectives = collectives
         self.settings = settings
         self.placement = placement
+        self.weights = weights
         self.timer = placement.timer
         self._hyper = hyper
         self._engine = engine
@@ -126,11 +101,13 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             agree=lambda order, early, has_seen: collectives.agree_on_order(
                 order, early, pipeline.streams.device, has_seen=has_seen
             ),
-            on_begin=self._begin_unannounced,
+            on_begin=self.begin_unannounced,
             recall=self._recall if self._may_recall else None,
             late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
             sums_squares=collectives.world_size == 1 and not pipeline.norm.settings.direct,
         )
+        if collectives.world_size > 1:
+            weights.pace(self.collector, self.collector.set_pace)
 
     # -- what DeepSpeed reads ------------------------------------------------------------------
 
@@ -186,14 +163,14 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._begin_backward()
         return value
 
-    def _begin_unannounced(self) -> None:
-        # Reached from a hook: a backward that went past the engine. Its end must be seen too.
+    def begin_unannounced(self) -> None:
+        """A backward that went past the engine, seen in a hook. Its end must be seen too."""
         self._begin_backward()
         # There is no public name; DeepSpeed goes this way as well.
         engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
         engine.queue_callback(self.end_backward)
 
-    def _begin_backward(self, *, by_layer: int | None = None) -> None:
+    def _begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
         self._check_open()
         collector = self.collector
         if collector.in_backward:
@@ -219,6 +196,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self._is_reducing:
             self._meet_in_backward()
         collector.begin(early=self._is_reducing, by_layer=by_layer)
+        if self.weights.active is not None and not follows and by_layer is None:
+            self.weights.active.begin("backward")
 
     def _meet_in_backward(self) -> None:
         # In train_batch ranks reduce once a step, however many micro-batches they have.
@@ -248,6 +227,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
         self.collector.in_backward = False
+        if self.weights.active is not None:
+            self.weights.active.end()
 
     def backward_epilogue(self, **kwargs: Any) -> None:
         """DeepSpeed's end of backward."""
@@ -317,9 +298,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.pipeline.wait(state)
         self.timer.wait_ends(state.index)
 
-    def layer_entered(self, state: LayerState) -> None:
-        """A module that uses the layer's weights begins its forward."""
-        self.timer.enter(state.index)
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether autograd is running here: a forward now is a recomputation."""
+        return self.collector.in_backward and _graph_task() != -1
 
     def begin_forward(self) -> None:
         """The model's forward begins: an aborted backward is cleaned up."""
@@ -351,6 +333,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Several forwards begin, which go through the layers together."""
         self.begin_forward()
         self._by_layer = True
+        if self.weights.active is not None:
+            self.weights.active.begin("layers")
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""
@@ -372,6 +356,19 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Nothing of what was begun counts: the step's micro-batches are computed anew."""
         self.timer.invalidate()
         self.discard_gradients()
+
+    def join_micro_batch(self) -> None:
+        """Takes part in the gathers of a micro-batch that other ranks have and this one has not."""
+        schedule = self.weights.active
+        if schedule is None:
+            return
+        self.begin_forward()
+        schedule.follow("train")
+        for state in self.pipeline.layers:
+            self.before_use(state)
+        self._begin_backward(follows=True)
+        schedule.follow("backward")
+        self.end_backward()
 
     def _clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.
@@ -417,6 +414,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             if state.sent:
                 self.pipeline.discard(state)
         self.collector.discard()
+        self.weights.forget()
         # DeepSpeed would take an aborted backward's depth and callback for the next one's.
         self._backward_active_depth = 0
         self.clear_backward_seen_flag()
@@ -455,6 +453,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collectives.meet("the end of a step")
         self.pipeline.launch_outcome()
         self.placement.end_backward(self.collector.num_firings)
+        self.weights.forget()
         outcome = self.pipeline.finish_step(self._read_hyper())
         self._step_begun = False
         self._was_reduced = False
@@ -557,7 +556,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._closed = True
         self.collector.remove_hooks()
         self.collector.discard()
+        self.weights.forget()
         self.pipeline.close()
+        self.weights.close()
         self.collectives.close()
 
     def _check_open(self) -> None:

@@ -168,6 +168,71 @@ class ShardCollectives:
                 if shard.numel():
                     self._run(what, dist.broadcast, shard, self.global_rank(rank))
 
+    def gather_parts(self, flat: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]) -> None:
+        """As :meth:`all_gather` with this rank's contribution in a tensor of its own, or in place.
+
+        Args:
+            flat: 1-D, sum(sizes) elements; overwritten.
+            part: 1-D, this rank's shard; it may be its place in ``flat``.
+            sizes: elements of each rank's shard.
+        """
+        if self.world_size == 1:
+            return
+        shards = list(flat.split(list(sizes)))
+        what = f"the gather of a layer of {flat.numel()} elements"
+        if len(set(sizes)) == 1:
+            self._run(what, _all_gather_even, flat, part)
+        elif self._is_nccl:
+            self._run(what, dist.all_gather, shards, part)
+        else:
+            if part.data_ptr() != shards[self.rank].data_ptr():
+                shards[self.rank].copy_(part)
+            self.all_gather(flat, sizes)
+
+    def agree_on_use(self, index: int | None) -> int:
+        """What all ranks are about to do next, as one number; a collective that waits.
+
+        Args:
+            index: this rank's; None: it does what the others do.
+
+        Raises:
+            OutOfStepError: the ranks do not agree; on all of them.
+        """
+        if self.world_size == 1:
+            assert index is not None
+            return index
+        none = torch.iinfo(torch.int64).min
+        mine = [none, none] if index is None else [index, -index]
+        seen = torch.tensor(mine, device=self._device())
+        what = "the agreement on the next layer"
+        self._run(what, dist.all_reduce, seen, op=dist.ReduceOp.MAX)
+        largest, negated = (int(value) for value in seen.tolist())
+        if largest != -negated:
+            raise OutOfStepError(
+                f"this rank's pass over the model needs layer {index}, others need layers from "
+                f"{-negated} to {largest}: under ZeRO-3 the first forward and backward must use "
+                "the same layers in the same order on all ranks; later ones may leave layers out"
+            )
+        return largest
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks; a collective that waits."""
+        if self.world_size == 1:
+            return list(values)
+        table = torch.tensor(list(values), device=self._device())
+        what = "the agreement on gradients"
+        self._run(what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
+        return [int(value) for value in table.tolist()]
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if self._is_nccl else "cpu")
+
+    def broadcast_from_first(self, tensor: torch.Tensor) -> None:
+        """Rank 0's contents on all ranks, in place; of any dtype."""
+        if self.world_size > 1:
+            what = f"the broadcast of {tensor.numel()} weights"
+            self._run(what, dist.broadcast, tensor.view(torch.uint8), self.global_rank(0))
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the ranks, in place."""
         if self.world_size > 1:

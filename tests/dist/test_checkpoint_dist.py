@@ -29,6 +29,7 @@ RUNS = [
     Run(bf16=False, accumulation=2, groups=True, schedule="torch", fractions=(0.7, 0.3)),
     Run(fractions=(0.1, 0.9), stage=1, accumulation=2, gpu_fraction=1.0, schedule="none"),
     Run(clipping=0.0, check_overflow=False, fractions=(0.6, 0.4), groups=True),
+    Run(fractions=(0.7, 0.3), stage=3, accumulation=2, groups=True),
 ]
 
 
@@ -46,6 +47,52 @@ def _resume_same_layout(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_resumed_equals_uninterrupted(run: Run, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(_resume_same_layout, run, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 3)])
+def test_resumed_at_another_stage(
+    ranks: RankPools, tmp_path: Path, before: int, after: int
+) -> None:
+    """Bit for bit: of two ranks' gradients the sum has no order, however they are cut."""
+    run = Run(fractions=(0.8, 0.2), stage=before)
+    saved, end = ranks(2).run(_train_and_save, run, tmp_path, 3, 6)[0]
+    other = Run(fractions=(0.3, 0.7), stage=after, gpu_fraction=0.2)
+    # Placements differ: one kernel of the two would do for all that is compared.
+    loaded, resumed = ranks(2).run(_load_and_go_on, other, tmp_path, 3, 6)[0]
+    assert_same(loaded, saved)
+    assert_same(resumed, end)
+
+
+def _load_weights_only(folder: Path) -> None:
+    """The module's weights alone, by torch's own loading and by a function of the user's."""
+    with engine_of(Run(fractions=(0.7, 0.3), stage=3)) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        saved = snapshot(engine)
+        assert engine.save_16bit_model(str(folder)) is False
+
+    def load(src: Any, dst: Any) -> None:
+        dst.load_state_dict(src)
+
+    for loader in (None, load):
+        run = Run(fractions=(0.2, 0.8), stage=3).another()
+        with engine_of(run) as engine:
+            train(engine, 30, 31)
+            engine.load_checkpoint(
+                folder,
+                load_optimizer_states=False,
+                load_module_only=loader is None,
+                custom_load_fn=loader,
+            )
+            now = snapshot(engine)
+            assert now.weights.keys() == saved.weights.keys()
+            for name, tensor in saved.weights.items():
+                assert torch.equal(now.weights[name], tensor), name
+            train(engine, 31, 32)
+
+
+def test_weights_alone_into_shards(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(_load_weights_only, tmp_path)
 
 
 def _train_and_save(run: Run, folder: Path, steps: int, more: int) -> tuple[Snapshot, Snapshot]:

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.timeout(240)
 
 SHARDS = [(0.5, 0.5), (0.7, 0.3)]
 shards = pytest.mark.parametrize("fractions", SHARDS, ids=str)
-stages = pytest.mark.parametrize("stage", [1, 2])
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
+whole_weights = pytest.mark.parametrize("stage", [1, 2])
 
 
 @shards
@@ -31,7 +32,7 @@ def test_overflow_on_one_rank_skips_on_both(
 
 
 @shards
-@stages
+@whole_weights
 @pytest.mark.parametrize("first_step", [True, False])
 def test_a_layer_unused_on_one_rank(
     ranks: RankPools, fractions: tuple[float, ...], first_step: bool, stage: int
@@ -40,7 +41,7 @@ def test_a_layer_unused_on_one_rank(
 
 
 @shards
-@stages
+@whole_weights
 @pytest.mark.parametrize("idle_steps", [[0, 1], [2, 3, 5]], ids=["first", "later"])
 def test_a_rank_without_a_backward(
     ranks: RankPools, fractions: tuple[float, ...], stage: int, idle_steps: list[int]

@@ -66,6 +66,12 @@ def make_config(
             **(hytrain or {}),
         },
     }
+    if stage == 3:  # every layer is sharded, one is gathered ahead, none is kept
+        config["zero_optimization"].update(
+            stage3_param_persistence_threshold=0,
+            stage3_prefetch_bucket_size=1,
+            stage3_max_reuse_distance=0,
+        )
     config.update(sections)
     return {key: value for key, value in config.items() if value is not None}
 

@@ -157,11 +157,16 @@ def shard_of(state: LayerState) -> Shard:
 
 
 def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
-    """The whole training copy of each layer (of one dtype)."""
+    """The whole training copy of each layer (of one dtype); under ZeRO-3 from the ranks' shards."""
     copies: list[torch.Tensor] = []
     for state in states:
-        ((_begin, _end, flat),) = state.storage.runs
-        copies.append(flat.detach().cpu().clone())
+        ((_begin, _end, whole),) = state.storage.runs
+        if state.storage.is_sharded:
+            ((_start, mine),) = state.storage.shard_slices(state.begin, state.end)
+            shards: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(shards, mine.detach().cpu())
+            whole = torch.cat(shards)
+        copies.append(whole.detach().cpu().clone())
     return copies
 
 

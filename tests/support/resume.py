@@ -197,9 +197,12 @@ class Snapshot:
 def snapshot(engine: Any) -> Snapshot:
     """The engine's present state; a collective."""
     state = engine.fp32_state_dict()
+    with engine.gathered_parameters():
+        module = engine.module.state_dict()
+        weights = {name: t.detach().cpu().clone() for name, t in module.items()}
     return Snapshot(
         state={name: dict(tensors) for name, tensors in state.items()},
-        weights={name: t.detach().cpu().clone() for name, t in engine.module.state_dict().items()},
+        weights=weights,
         groups=[
             {key: value for key, value in group.items() if key != "params"}
             for group in engine.optimizer.param_groups

@@ -36,6 +36,7 @@ def _documented_defaults() -> dict[str, Any]:
 
 def test_there_are_configs() -> None:
     expected = {"zero2_solve.json", "zero2_cpu_offload.json", "zero2_split.json", "fp32_cpu.json"}
+    expected |= {"zero3.json", "zero3_offload_param.json"}
     assert expected <= {path.name for path in CONFIGS}
 
 
@@ -43,7 +44,7 @@ def test_there_are_configs() -> None:
 class TestShippedConfig:
     def test_accepted_by_deepspeed(self, path: Path) -> None:
         config = DeepSpeedConfig(str(path))
-        assert config.zero_optimization_stage in (1, 2)
+        assert config.zero_optimization_stage in (1, 2, 3)
         assert config.zero_config.offload_optimizer is not None
         assert config.zero_config.offload_optimizer.device == "cpu"
         assert config.optimizer_name == "adamw"

@@ -44,7 +44,8 @@ struct StateArrays {
 struct Chunk {
     std::size_t n = 0;
     std::size_t shard_offset = 0;  // elements from the start of the layer's shard
-    void* weights = nullptr;       // the training copy on the device
+    void* weights = nullptr;       // the training copy, on the device
+    bool weights_on_host = false;  // or on the host: the kernel writes it in place
     DType weights_dtype = DType::kFloat32;
     int group = 0;       // index into StepRecord::hyper
     int slot_class = 0;  // which pool of pinned slots holds its gradient

@@ -1,0 +1,53 @@
+"""The module's weights on one rank's host, wherever the ranks keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+
+
+def collect_module_state(
+    optimizer: HyTrainZeroOptimizer,
+    module_tensors: Callable[[], Mapping[str, Any]],
+    *,
+    with_frozen: bool,
+) -> dict[str, Any]:
+    """A module's state dict under ZeRO-3, on rank 0; a collective, one layer at a time.
+
+    Args:
+        optimizer: the engine's.
+        module_tensors: the state dict of names, with no weights read.
+        with_frozen: whether parameters that are not trained are in it.
+
+    Returns:
+        Name -> tensor; trained weights on the host, tied ones as one tensor. On other ranks an
+        empty dict.
+    """
+    optimizer.synchronize()
+    is_first = optimizer.collectives.rank == 0
+    copies = optimizer.weights.copy_to_first(is_first)
+    if not is_first:
+        return {}
+    state: dict[str, Any] = {}
+    for name, tensor in module_tensors().items():
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not with_frozen:
+            continue
+        plain = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+        state[name] = copies.get(id(tensor), plain)
+    return state
+
+
+def shared_parameters(module: nn.Module) -> dict[str, str]:
+    """Tied parameters: name -> the name under which the tensor is stored."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        stored = first.setdefault(id(parameter), name)
+        if stored != name:
+            shared[name] = stored
+    return shared

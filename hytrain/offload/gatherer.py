@@ -1,0 +1,123 @@
+"""Brings the whole training copy of a sharded layer together, and gives it up again.
+
+The copy's memory belongs to the compute stream: it is taken and given back there, in the order of
+the kernels that use it, so that no other stream has to be waited for by the allocator. The gather
+runs on the communication stream, after everything that compute had queued when the memory was
+taken; compute waits for it before the layer's first kernel only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.layers.sharded_storage import ShardedStorage
+from hytrain.layers.state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.parallel.collectives import ShardCollectives
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A layer that is there, or on its way."""
+
+    storage: ShardedStorage
+    memory_free: torch.cuda.Event | None
+    """Whoever used the memory before is done with it."""
+    arrived: torch.cuda.Event | None = None
+    is_started: bool = False
+    is_waited: bool = False
+    """Compute comes after the gather."""
+
+
+class LayerGatherer:
+    """Gathers and releases layers, one at a time, in the order in which it is told to."""
+
+    def __init__(self, pipeline: UpdatePipeline, collectives: ShardCollectives) -> None:
+        self._pipeline = pipeline
+        self._streams = pipeline.streams
+        self._collectives = collectives
+        self._flights: dict[int, _Flight] = {}
+        self._held_back: list[LayerState] = []
+        self.most_live = 0
+        """Most layers that were there, or had memory, at one time."""
+
+    def is_live(self, layer: LayerState) -> bool:
+        """Whether the layer's whole copy is there or on its way."""
+        return layer.index in self._flights
+
+    def gather(self, layer: LayerState, *, ahead: bool = False) -> None:
+        """Starts to gather a layer that is not live.
+
+        Args:
+            layer: a sharded layer.
+            ahead: it is not needed yet. Where this rank's update of it may not be done, the gather
+                is held back (until :meth:`start_held`, or the next gather) instead of blocking.
+        """
+        assert isinstance(layer.storage, ShardedStorage)
+        layer.storage.materialize()
+        event = self._streams.new_event()  # recorded on the compute stream
+        self._flights[layer.index] = _Flight(layer.storage, event)
+        self.most_live = max(self.most_live, len(self._flights))
+        self._held_back.append(layer)
+        if not ahead or layer.waited or layer.updated_by == "gpu":
+            self.start_held()
+
+    def start_held(self) -> None:
+        """Starts the gathers that were held back, in their order."""
+        held, self._held_back = self._held_back, []
+        for layer in held:
+            self._start(layer)
+
+    def _start(self, layer: LayerState) -> None:
+        self._pipeline.wait(layer)  # this rank's shard is the newest, or a copy in flight
+        flight = self._flights[layer.index]
+        with self._streams.on_communication(after=flight.memory_free):
+            if self._streams.is_cuda and layer.weights_ready is not None:
+                self._streams.communication.wait_event(layer.weights_ready)
+            storage = flight.storage
+            for (low, high, flat), (begin, part) in zip(storage.runs, storage.parts, strict=True):
+                sizes = layer.sizes_within(low, high)
+                self._gather_run(flat, part, begin - low, sizes)
+            flight.arrived = self._streams.record_communication()
+        flight.is_started = True
+
+    def _gather_run(
+        self, flat: torch.Tensor, part: torch.Tensor, at: int, sizes: list[int]
+    ) -> None:
+        if part.device != flat.device or self._collectives.world_size == 1:
+            own = flat[at : at + part.numel()]
+            own.copy_(part, non_blocking=True)
+            part = own
+        self._collectives.gather_parts(flat, part, sizes)
+
+    def wait_resident(self, layer: LayerState) -> None:
+        """The weights of a layer that is on every rank whole are the newest."""
+        self.start_held()
+        self._pipeline.wait(layer)
+
+    def use(self, layer: LayerState) -> None:
+        """What compute runs from now on sees the layer's weights; it must be live."""
+        flight = self._flights[layer.index]
+        if not flight.is_started:
+            self.start_held()
+        if not flight.is_waited:
+            self._streams.compute_waits(flight.arrived)
+            flight.is_waited = True
+
+    def release(self, layer: LayerState) -> None:
+        """Gives the layer's whole copy up, after all compute so far."""
+        self.use(layer)  # a gather in flight must not write into memory that is somebody else's
+        flight = self._flights.pop(layer.index)
+        flight.storage.dismiss()
+
+    def release_all(self) -> None:
+        """Gives every layer up."""
+        for index in list(self._flights):
+            self.release(self._pipeline.layers[index])
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Indices of the layers that are there or on their way."""
+        return frozenset(self._flights)

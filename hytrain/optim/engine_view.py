@@ -1,0 +1,35 @@
+"""What the optimizer knows of the engine that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the optimizer asks of the engine.
+
+    Attributes:
+        is_boundary: whether the current micro-batch ends a step.
+        is_reducing: False inside ``no_sync``.
+    """
+
+    is_boundary: Callable[[], bool]
+    is_reducing: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What stays the same for all steps.
+
+    Attributes:
+        unscale: undoes the summation of gradients over ranks (1 / ranks for a mean).
+        reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
+            between micro-batches a rank keeps its shard only.
+        overlap_forward: step() returns before the last layers are updated.
+    """
+
+    unscale: float
+    reduce_every_backward: bool
+    overlap_forward: bool

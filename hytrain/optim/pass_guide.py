@@ -1,0 +1,93 @@
+"""What the hooks on a model's modules say, turned into waits and gathers of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain.errors import UnsupportedError
+from hytrain.layers.state import LayerState
+from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+
+
+class PassGuide:
+    """The owner of weights that :class:`~hytrain.layers.guards.LayerGuards` tells of every use."""
+
+    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = optimizer.weights
+
+    @property
+    def layer_states(self) -> Sequence[LayerState]:
+        """The layers in forward order."""
+        return self._optimizer.layer_states
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers have to be gathered for their uses (ZeRO-3)."""
+        return self._weights.is_sharded
+
+    def begin_forward(self) -> None:
+        """The model's forward begins, and is about to enter its modules."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        optimizer.begin_forward()
+        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            schedule.begin("train" if torch.is_grad_enabled() else "eval")
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            schedule.end()
+        optimizer.end_forward()
+
+    def before_use(self, state: LayerState) -> None:
+        """A layer's weights are about to be read, or nobody has used them in this forward."""
+        self._optimizer.before_use(state)
+
+    def enter_forward(self, states: Sequence[LayerState]) -> None:
+        """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        for state in states:
+            if state.sent and not optimizer.collector.in_backward:
+                optimizer.before_use(state)  # withdraws
+            if schedule is not None:
+                optimizer.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+                schedule.use(state.index)
+                optimizer.timer.wait_ends(state.index)
+            elif not state.waited:
+                optimizer.before_use(state)
+        optimizer.timer.enter(states[0].index)
+
+    def leave_forward(self, states: Sequence[LayerState]) -> None:
+        """The module's computation is queued."""
+        schedule = self._weights.active
+        if schedule is not None:
+            schedule.begun()
+            for state in states:
+                schedule.leave(state.index)
+
+    def needed_in_backward(self, states: Sequence[LayerState]) -> None:
+        """Autograd has come to a module that uses the layers' weights."""
+        schedule = self._weights.active
+        if schedule is None:
+            return
+        if not self._optimizer.collector.in_backward:
+            self._optimizer.begin_unannounced()
+        for state in states:
+            schedule.use(state.index)
+
+    def read_weights(self) -> None:
+        """All weights are about to be read: the newest ones.
+
+        Raises:
+            UnsupportedError: they are not on this rank (ZeRO-3).
+        """
+        if not self._weights.are_readable:
+            raise UnsupportedError(
+                "under ZeRO-3 a rank has its shards of the weights only: read them on all ranks "
+                "inside `with engine.gathered_parameters():`, or call engine.save_16bit_model, "
+                "engine.module_state_dict or engine.fp32_state_dict, which gather them"
+            )
+        self._optimizer.synchronize()

@@ -1,0 +1,178 @@
+"""The training copy as the optimizer sees it: made ready for a pass, wherever it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hytrain.layers.sharded_storage import ShardedStorage
+from hytrain.layers.state import LayerState
+from hytrain.offload.arena import Arena
+from hytrain.offload.gatherer import LayerGatherer
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.gather_schedule import GatherSchedule, Reducer
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.parallel.gather_plan import GatherSettings
+
+
+class WeightPasses:
+    """Forward and backward passes over layers some of which have to be gathered (ZeRO-3).
+
+    Without any such layer everything here does nothing.
+    """
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        collectives: ShardCollectives,
+        settings: GatherSettings | None,
+        held: Sequence[int],
+        home: Arena | None = None,
+    ) -> None:
+        """
+        Args:
+            pipeline: the layers, and who updates them.
+            collectives: the ranks that share the weights.
+            settings: DeepSpeed's keys; None below ZeRO-3.
+            held: layers that no module of their own uses.
+            home: host memory of the shards, where they are kept there.
+        """
+        self._home = home
+        self._pipeline = pipeline
+        self.gatherer = LayerGatherer(pipeline, collectives)
+        self.is_sharded = any(layer.storage.is_sharded for layer in pipeline.layers)
+        self.schedule: GatherSchedule | None = None
+        if self.is_sharded and settings is not None:
+            self.schedule = GatherSchedule(
+                pipeline.layers, self.gatherer, settings, collectives, held
+            )
+        self._explicit = False
+        self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
+
+    @property
+    def active(self) -> GatherSchedule | None:
+        """Who gathers layers as passes use them; None where nobody does."""
+        return None if self._explicit else self.schedule
+
+    def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule | None], None]) -> None:
+        """Reductions of gradients take their places among the gathers.
+
+        Args:
+            reducer: who reduces.
+            set_pace: called with who says when; None: nobody.
+        """
+        if self.schedule is not None:
+            self.schedule.set_reducer(reducer)
+            self._set_pace = set_pace
+            set_pace(self.schedule)
+
+    # -- one layer at a time, for who knows best -----------------------------------------------
+
+    @contextmanager
+    def explicit(self) -> Generator[None]:
+        """While it lasts, modules' hooks gather nothing: the caller does.
+
+        It must do so in one order on all ranks. Gradients are then reduced as they become final.
+        """
+        self._settle()
+        self._explicit = True
+        self._set_pace(None)
+        try:
+            yield
+        finally:
+            self._explicit = False
+            self._set_pace(self.schedule)
+            self.gatherer.release_all()
+
+    def gather_layer(self, state: LayerState) -> None:
+        """Makes a layer's whole newest training copy readable on the compute stream; a collective.
+
+        A layer that is there already stays as it is; one that is not sharded only waits for its
+        weights.
+        """
+        if not state.storage.is_sharded:
+            self._pipeline.wait(state)
+            return
+        if not self.gatherer.is_live(state):
+            self.gatherer.gather(state)
+        self.gatherer.use(state)
+
+    def prefetch_layer(self, state: LayerState) -> None:
+        """Starts to gather a layer that :meth:`gather_layer` will ask for later; a collective."""
+        if state.storage.is_sharded and not self.gatherer.is_live(state):
+            self.gatherer.gather(state)
+
+    def release_layer(self, state: LayerState) -> None:
+        """Gives a layer's whole copy up after all compute so far; nothing for a resident layer."""
+        if self.gatherer.is_live(state):
+            self.gatherer.release(state)
+
+    @contextmanager
+    def gathered(self) -> Generator[None]:
+        """All layers' whole newest copies for the length of the block; a collective.
+
+        What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
+        """
+        self._settle()
+        for state in self._pipeline.layers:
+            self.gather_layer(state)
+        try:
+            yield
+        finally:
+            self.gatherer.release_all()
+
+    @property
+    def are_readable(self) -> bool:
+        """Whether every layer's whole copy is on this rank."""
+        sharded = (s for s in self._pipeline.layers if s.storage.is_sharded)
+        return all(self.gatherer.is_live(state) for state in sharded)
+
+    def copy_to_first(self, first: bool) -> dict[int, torch.Tensor]:
+        """Whole parameters of the sharded layers on the host of one rank; a collective.
+
+        One layer at a time is gathered.
+
+        Args:
+            first: whether this is the rank that gets them.
+
+        Returns:
+            ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        self._settle()
+        for state in self._pipeline.layers:
+            if not state.storage.is_sharded:
+                continue
+            self.gather_layer(state)
+            if first:
+                for slot in state.layout.slots:
+                    copies[id(slot.parameter)] = slot.parameter.detach().cpu().clone()
+            self.release_layer(state)
+        return copies
+
+    def adopt(self) -> None:
+        """The shards of gathered layers become what their parameters now hold."""
+        with torch.no_grad():
+            for index in sorted(self.gatherer.live):
+                storage = self._pipeline.layers[index].storage
+                if isinstance(storage, ShardedStorage):
+                    storage.keep_gathered()
+        self._pipeline.streams.synchronize()
+
+    def _settle(self) -> None:
+        if self.schedule is not None:
+            self.schedule.settle()
+
+    def close(self) -> None:
+        """Gives the host memory of shards back; the pipeline has been closed before."""
+        if self._home is not None:
+            self._home.close()
+
+    def forget(self) -> None:
+        """Weights have changed or a pass was aborted: nothing is kept."""
+        if self.schedule is not None:
+            self.schedule.give_up()
+        else:
+            self.gatherer.release_all()

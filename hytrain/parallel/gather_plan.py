@@ -1,0 +1,236 @@
+"""When layers are gathered and released in a pass over the model: plain data in, plain data out.
+
+A pass (a forward, a backward) is a sequence of uses of layers, known from the pass of that kind
+before it. From it, from the layers' sizes and from DeepSpeed's keys follows one list of operations,
+the same on all ranks: whatever a rank does of it, it does in this order, so that collectives meet.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hytrain.errors import ConfigError
+
+
+class Action(enum.Enum):
+    """What happens to a layer."""
+
+    USE = "use"
+    """The pass comes to it: what follows, up to the next USE or END, is done then."""
+    GATHER = "gather"
+    """Its whole copy is gathered (a collective)."""
+    RELEASE = "release"
+    """Its whole copy is given up."""
+    REDUCE = "reduce"
+    """Its gradient is summed over the ranks (a collective)."""
+    END = "end"
+    """The pass is over; of no layer."""
+
+
+NO_LAYER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An action on the layer of this index."""
+
+    action: Action
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSettings:
+    """DeepSpeed's keys of ZeRO-3, all in elements.
+
+    Attributes:
+        prefetch: layers are gathered ahead of their use while fewer than this are
+            (``stage3_prefetch_bucket_size``); 0: none is. The last one may exceed it.
+        max_live: most elements of gathered layers, the one in use not counted
+            (``stage3_max_live_parameters``).
+        max_reuse: a layer stays gathered if fewer elements than this are used before its next use
+            (``stage3_max_reuse_distance``).
+        persistence: layers of fewer elements are never released
+            (``stage3_param_persistence_threshold``).
+        max_persistent: most elements of such layers (``stage3_model_persistence_threshold``).
+    """
+
+    prefetch: int
+    max_live: int
+    max_reuse: int
+    persistence: int
+    max_persistent: int
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "max_live", "max_reuse", "persistence", "max_persistent"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"a stage3_* key is {getattr(self, name)}: it must be 0 or more")
+
+
+def persistent_layers(sizes: Sequence[int], settings: GatherSettings) -> set[int]:
+    """The layers that stay whole on every rank: the smallest below the threshold, within the sum.
+
+    Args:
+        sizes: elements of each layer.
+        settings: see :class:`GatherSettings`.
+    """
+    kept: set[int] = set()
+    total = 0
+    for index in sorted(range(len(sizes)), key=lambda i: (sizes[i], i)):
+        if sizes[index] >= settings.persistence or total + sizes[index] > settings.max_persistent:
+            break
+        kept.add(index)
+        total += sizes[index]
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class PassTrace:
+    """What a pass of one kind does.
+
+    Attributes:
+        uses: layers in the order of their uses; a layer may come more than once.
+        next_uses: uses of the pass that will follow, which may want the same layers; () for none.
+        reduces: number of uses made -> layers whose gradients are final by then, in the order in
+            which all ranks reduce them.
+    """
+
+    uses: tuple[int, ...]
+    next_uses: tuple[int, ...] = ()
+    reduces: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {})
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """The operations of a pass, and the layers that are gathered when it is over."""
+
+    operations: tuple[Operation, ...]
+    live_after: frozenset[int]
+
+
+def plan_pass(
+    trace: PassTrace,
+    sizes: Sequence[int],
+    sharded: Collection[int],
+    settings: GatherSettings,
+    live: Collection[int],
+) -> PassPlan:
+    """Makes the list of operations of a pass.
+
+    Every use of a sharded layer finds it gathered or is followed by its gather. Before a layer is
+    gathered, what is not wanted any more is released: at most the layer in use, what is prefetched
+    and what is kept for ``max_reuse`` is there.
+
+    Args:
+        trace: the pass.
+        sizes: elements of each layer.
+        sharded: layers that have to be gathered; the others are there always.
+        settings: see :class:`GatherSettings`.
+        live: layers that are gathered when the pass begins.
+    """
+    return _Planner(trace, sizes, sharded, settings, live).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        trace: PassTrace,
+        sizes: Sequence[int],
+        sharded: Collection[int],
+        settings: GatherSettings,
+        live: Collection[int],
+    ) -> None:
+        self._trace = trace
+        self._sizes = sizes
+        self._sharded = sharded
+        self._settings = settings
+        self._live = set(live)
+        self._future = trace.uses + trace.next_uses
+        self._operations: list[Operation] = []
+
+    def plan(self) -> PassPlan:
+        for at, layer in enumerate(self._trace.uses):
+            self._operations.append(Operation(Action.USE, layer))
+            self._release_unwanted(at)
+            self._gather(layer)
+            self._prefetch(at)
+            for reduced in self._trace.reduces.get(at + 1, ()):
+                self._operations.append(Operation(Action.REDUCE, reduced))
+        self._operations.append(Operation(Action.END, NO_LAYER))
+        self._release_unwanted(len(self._trace.uses))
+        return PassPlan(tuple(self._operations), frozenset(self._live))
+
+    def _gather(self, layer: int) -> None:
+        if layer in self._sharded and layer not in self._live:
+            self._operations.append(Operation(Action.GATHER, layer))
+            self._live.add(layer)
+
+    def _elements(self, layers: Collection[int]) -> int:
+        return sum(self._sizes[layer] for layer in layers)
+
+    def _release_unwanted(self, at: int) -> None:
+        """Before use number ``at``: what is used late or never goes."""
+        wanted = self._prefetched(at)
+        if at < len(self._trace.uses):
+            wanted.add(self._trace.uses[at])
+        room = self._settings.max_live - self._elements(wanted & self._live)
+        for layer, distance in self._distances(at):
+            if layer in wanted:
+                continue
+            if distance < self._settings.max_reuse and self._sizes[layer] <= room:
+                room -= self._sizes[layer]
+            else:
+                self._operations.append(Operation(Action.RELEASE, layer))
+                self._live.remove(layer)
+
+    def _prefetched(self, at: int) -> set[int]:
+        """What is there ahead of use ``at``, within the window of the prefetch."""
+        window: set[int] = set()
+        ahead = 0
+        for layer in self._trace.uses[at + 1 :]:
+            if ahead >= self._settings.prefetch:
+                break
+            if layer in self._sharded and layer not in window:
+                window.add(layer)
+                ahead += self._sizes[layer]
+        return window & self._live
+
+    def _distances(self, at: int) -> list[tuple[int, float]]:
+        """(gathered layer, elements used before its next use), the nearest first."""
+        distances = dict.fromkeys(self._live, float("inf"))
+        passed = 0
+        missing = set(self._live)
+        for layer in self._future[at:]:
+            if not missing:
+                break
+            if layer in missing:
+                missing.remove(layer)
+                distances[layer] = passed
+            passed += self._sizes[layer]
+        return sorted(distances.items(), key=lambda item: (item[1], item[0]))
+
+    def _prefetch(self, at: int) -> None:
+        """After use ``at`` has begun: the next layers, while fewer elements than allowed are."""
+        in_use = self._trace.uses[at]
+        seen = {in_use}
+        ahead = 0
+        for layer in self._trace.uses[at + 1 :]:
+            if ahead >= self._settings.prefetch:
+                return
+            if layer not in self._sharded or layer in seen:
+                continue
+            seen.add(layer)
+            ahead += self._sizes[layer]
+            if layer in self._live:
+                continue
+            others = self._live - {in_use}
+            if self._elements(others) + self._sizes[layer] > self._settings.max_live:
+                return
+            self._gather(layer)
+
+
+__all__ = [
+    "NO_LAYER", "Action", "GatherSettings", "Operation", "PassPlan", "PassTrace",
+    "persistent_layers", "plan_pass",
+]  # fmt: skip
