@@ -148,7 +148,8 @@ def _with_plan(
     source = keywords["config"] if keywords["config"] is not None else keywords["config_params"]
     if source is None:
         source = vars(keywords["args"]).get("deepspeed_config")
-    is_file = isinstance(source, (str, Path)) and Path(source).is_file()
+    # Not Path.is_file(), which raises where the "name" is a long base64 configuration.
+    is_file = isinstance(source, (str, Path)) and os.path.isfile(source)
     return adopt_plan(config, section, model, device, Path(source) if is_file else None)
 
 

@@ -35,7 +35,8 @@ class RankMeasured:
 
     Attributes:
         step_seconds: the median.
-        gpu_bytes: the allocator's peak; None without a GPU.
+        gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
+            without a GPU.
         host_bytes: state and pinned memory on the host.
         gpu_layers: layers of ``num_layers`` whose state is on the GPU.
         num_layers: of the model, embeddings and head counted.
