@@ -87,6 +87,24 @@ def as_with_the_keys(case: Planned, folder: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+def each_rank_treats_activations_its_own_way(case: Planned, folder: Path) -> None:
+    plan = _plan(case)
+    policies = ("offload", "recompute", "store")
+    ranks = [
+        rank.model_copy(update={"activations": policy})
+        for rank, policy in zip(plan.ranks, policies, strict=True)
+    ]
+    if dist.get_rank() == 0:
+        write_a_plan(folder, plan, "stored.json")
+        write_a_plan(folder, plan.model_copy(update={"ranks": tuple(ranks)}), "mixed.json")
+    dist.barrier()
+    losses, weights = _train(case, _config({"plan": str(folder / "mixed.json")}))
+    expected_losses, expected = _train(case, _config({"plan": str(folder / "stored.json")}))
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def k_begins_as_planned(case: Planned, folder: Path) -> None:
     if dist.get_rank() == 0:
         write_a_plan(folder, _plan(case))

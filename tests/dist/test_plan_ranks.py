@@ -23,6 +23,10 @@ def test_it_is_the_same_as_the_keys_that_it_stands_for(
     ranks(len(case.batches)).run(cases.as_with_the_keys, case, tmp_path)
 
 
+def test_each_rank_treats_activations_its_own_way(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(3).run(cases.each_rank_treats_activations_its_own_way, THREE, tmp_path)
+
+
 def test_each_rank_begins_with_its_own_k(ranks: RankPools, tmp_path: Path) -> None:
     ranks(3).run(cases.k_begins_as_planned, THREE, tmp_path)
 

@@ -197,6 +197,20 @@ def test_recomputation_that_was_planned_is_turned_on(
     assert "computes activations again" in caplog.text
 
 
+def test_layer_by_layer_where_that_was_planned(tmp_path: Path) -> None:
+    plan = _plan()
+    offloaded = plan.ranks[0].model_copy(update={"activations": "offload"})
+    path = write_a_plan(tmp_path, plan.model_copy(update={"ranks": (offloaded,)}))
+    with built(make_model("llama"), _config(path)) as engine:
+        assert engine.hytrain_config.accumulation == "layer_major"
+        assert engine.hytrain_config.activations == "offload"
+        by_layer = _train(engine)
+    with built(make_model("llama"), _config(write_a_plan(tmp_path, plan))) as engine:
+        assert engine.hytrain_config.accumulation == "micro_batch_major"
+        for name, value in _train(engine).items():
+            torch.testing.assert_close(value, by_layer[name])
+
+
 def test_predicted_stands_beside_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = _config(write_a_plan(tmp_path, _plan()))
     with built(make_model("llama"), config) as engine:
