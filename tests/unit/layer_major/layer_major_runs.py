@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.models import HIDDEN
 from torch import nn
 
@@ -79,7 +79,8 @@ def train(
             watch(engine)
         for step in range(steps):
             gradients.append({})
-            batches = iter([make_batch(step * micro_batches + i) for i in range(micro_batches)])
+            numbers = range(step * micro_batches, (step + 1) * micro_batches)
+            batches = iter([_on_device(make_batch(number)) for number in numbers])
             labelled = "labels" in make_batch(0) and make_batch(0)["labels"].dim() > 1
             losses.append(float(engine.train_batch(batches, None if labelled else rows)))
         refusal = vars(engine._accumulation).get("refusal")
@@ -108,6 +109,11 @@ def assert_close(one: Outcome, other: Outcome) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=2e-6 * size)
     for mine, theirs in zip(one.losses, other.losses, strict=True):
         assert abs(mine - theirs) < 1e-3 * abs(theirs)
+
+
+def _on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    place = device()
+    return {k: v.to(place) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def train_both(make_model: MakeModel, make_batch: MakeBatch = mlp_batch, **options: Any) -> Outcome:

@@ -260,3 +260,9 @@ def test_steps_by_hand_between_steps_of_train_batch() -> None:
 def test_offload_needs_layer_major() -> None:
     with pytest.raises(ConfigError, match=r'needs "hytrain\.accumulation": "layer_major"'):
         train(Mlp, accumulation="micro_batch_major", activations="offload")
+
+
+@pytest.mark.parametrize("make", [Mlp, models.TwiceAtTheEnd], ids=lambda make: make.__name__)
+def test_deepspeeds_timers_know_one_forward_at_a_time(make: Any) -> None:
+    run = train(make, wall_clock_breakdown=True)
+    assert (run.refusal is None) == (make is Mlp)

@@ -1,0 +1,75 @@
+"""Layer by layer on a GPU: streams, pinned memory, and what offloading frees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_major_runs import MICRO_BATCHES, Outcome, mlp_batch, train
+from support.models import Mlp, make_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+MANNERS = [("micro_batch_major", "keep"), ("layer_major", "keep"), ("layer_major", "offload")]
+TOKENS = 64
+
+
+def tokens(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randint(0, 16000, (16, TOKENS), generator=generator)
+    return {"input_ids": inputs, "labels": inputs}
+
+
+def _train(accumulation: str, activations: str, **options: Any) -> Outcome:
+    return train(
+        lambda: make_model("llama-100m"),
+        tokens,
+        accumulation=accumulation,
+        activations=activations,
+        bf16=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+def test_the_same_gradients_and_losses(gpu_fraction: float) -> None:
+    runs = [_train(*manner, gpu_fraction=gpu_fraction, steps=6) for manner in MANNERS]
+    expected = runs[0]
+    for run in runs[1:]:
+        assert run.refusal is None
+        # The embedding's gradient is summed in any order there.
+        for index, gradient in run.gradients[0].items():
+            theirs = expected.gradients[0][index]
+            worst = float((gradient.float() - theirs.float()).abs().max())
+            assert worst <= 0.02 * float(theirs.float().abs().max()), index
+        assert run.losses == pytest.approx(expected.losses, rel=0.01)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_matrices_alone_give_the_same_bits(activations: str) -> None:
+    runs = [
+        train(Mlp, mlp_batch, accumulation=accumulation, activations=activations, steps=10)
+        if accumulation == "layer_major"
+        else train(Mlp, mlp_batch, accumulation=accumulation, steps=10)
+        for accumulation in ("layer_major", "micro_batch_major")
+    ]
+    assert runs[0].refusal is None
+    assert runs[0].losses == runs[1].losses
+
+
+def test_what_is_offloaded_is_not_on_the_gpu() -> None:
+    micro_batches = 4 * MICRO_BATCHES
+    boundary = 16 * TOKENS * 768 * 2
+    peaks: list[int] = []
+    for activations in ("keep", "offload"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        _train("layer_major", activations, gpu_fraction=0.0, micro_batches=micro_batches)
+        peaks.append(torch.cuda.max_memory_allocated())
+    # Of 12 layers for 12 micro-batches; the first layer's inputs and a few in flight stay.
+    assert peaks[0] - peaks[1] > 0.6 * 11 * micro_batches * boundary
