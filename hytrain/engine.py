@@ -311,11 +311,11 @@ class HyTrainEngine(WeightsEngine):
         if shares is not None and int(self.zero_optimization_stage()) == 3:
             counts = [len(shares.micro_batches(r)) for r in range(len(shares.sizes))]
             most = max(counts)
-            if most != min(counts) and self.hytrain_config.accumulation == "layer_major":
+            if min(counts) == 0 and self.hytrain_config.accumulation == "layer_major":
                 raise UnsupportedError(
                     f"the ranks have {counts} micro-batches in a step, and with ZeRO-3 they can go "
-                    'through the layers together only if these are equal: change "hytrain.'
-                    'micro_batch_sizes", or set "hytrain.accumulation" to "micro_batch_major"'
+                    "through the layers together only if each has one at least: change "
+                    '"hytrain.batch_sizes", or set "hytrain.accumulation" to "micro_batch_major"'
                 )
         self._in_train_batch = optimizer.sums_over_ranks = True
         try:
@@ -328,7 +328,7 @@ class HyTrainEngine(WeightsEngine):
                     optimizer.collectives.all_reduce,
                     optimizer.pipeline.streams.device,
                     self._accumulation,
-                    [optimizer.join_micro_batch] * (most - count),
+                    most - count,
                 )
         finally:
             self._in_train_batch = optimizer.sums_over_ranks = False
@@ -346,6 +346,10 @@ class HyTrainEngine(WeightsEngine):
         if self._in_forward:
             self._in_forward = False
             super()._forward_epilogue()
+
+    def join_micro_batch(self) -> None:
+        """Takes part in a micro-batch that other ranks have and this one has not; a collective."""
+        self.open_optimizer().join_micro_batch()
 
     def give_up_forward(self) -> None:
         """A forward that has begun will not end."""

@@ -116,6 +116,8 @@ class LayerMajor:
         trial = Trial(self._model, self._calls.blocks, self._calls.names)
         mean = share.mean()
         with torch.no_grad():
+            for _ in range(share.absent):
+                self._passes.join_plain_forward()
             for number in range(len(share.batches)):
                 randomness.choose(number)
                 output = share.forward(number, self._model)
@@ -154,7 +156,7 @@ class LayerMajor:
         try:
             step.run()
             if trial is not None:
-                trial.check()
+                self._passes.agree(trial.check)
             return None
         except NotLayerMajor as error:
             reason = str(error)

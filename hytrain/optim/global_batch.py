@@ -37,6 +37,10 @@ class BatchEngine(Protocol):
         """The update."""
         ...
 
+    def join_micro_batch(self) -> None:
+        """Takes part in a micro-batch that other ranks have and this one has not."""
+        ...
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Whether the next backward is the step's last; None: as counted."""
         ...
@@ -89,11 +93,14 @@ class MicroBatches:
         batches: what the model takes: mappings by name, anything else by position.
         weights: of each one's loss in the global batch's mean; float64, on the device.
         device: of the losses.
+        absent: micro-batches that other ranks have more, in whose gathers every rank takes part
+            (ZeRO-3).
     """
 
     batches: Sequence[Any]
     weights: Sequence[torch.Tensor]
     device: torch.device
+    absent: int = 0
 
     def forward(self, number: int, model: Callable[..., Any]) -> Any:
         """The model's output for one of them."""
@@ -121,6 +128,9 @@ def micro_batch_major(
 ) -> torch.Tensor:
     """Forward and backward of one micro-batch after another; see :data:`Accumulate`."""
     mean = share.mean()
+    for left in reversed(range(share.absent)):
+        engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
+        engine.join_micro_batch()
     for number in range(len(share.batches)):
         engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
         randomness.choose(number)
@@ -137,7 +147,7 @@ def train_global_batch(
     sum_over_ranks: Callable[[torch.Tensor], None],
     device: torch.device,
     accumulate: Accumulate,
-    join: Sequence[Callable[[], None]] = (),
+    absent: int = 0,
 ) -> torch.Tensor:
     """Forward, backward and update.
 
@@ -149,8 +159,7 @@ def train_global_batch(
         sum_over_ranks: sums a tensor over the ranks, in place.
         device: of losses.
         accumulate: how the micro-batches are computed.
-        join: called before the first micro-batch, one for each that other ranks have more (ZeRO-3:
-            every rank takes part in every gather).
+        absent: micro-batches that other ranks have more, where that matters (ZeRO-3).
 
     Returns:
         The global batch's mean loss, fp32, on the device; the same on all ranks.
@@ -165,10 +174,8 @@ def train_global_batch(
     sum_over_ranks(total)
     total.clamp_(min=1.0)
     try:
-        for left, take_part in zip(reversed(range(len(join))), join, strict=True):
-            engine.set_gradient_accumulation_boundary(count == 0 and left == 0)
-            take_part()
-        mean = accumulate(MicroBatches(batches, [valid / total for valid in counts], device))
+        weights = [valid / total for valid in counts]
+        mean = accumulate(MicroBatches(batches, weights, device, absent))
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
     finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.graph_cut import NotLayerMajor
 
 
 class LayerPasses:
@@ -58,6 +59,28 @@ class LayerPasses:
     def has_sent(self) -> bool:
         """The update of some layers has begun."""
         return any(state.sent for state in self._optimizer.layer_states)
+
+    def join_plain_forward(self) -> None:
+        """Takes part in a forward without gradients that other ranks make (ZeRO-3)."""
+        self._optimizer.join_forward()
+
+    def agree(self, check: Callable[[], None]) -> None:
+        """A check that all ranks must pass, where they cannot differ in their manner (ZeRO-3).
+
+        Raises:
+            NotLayerMajor: it fails here or elsewhere.
+        """
+        failure: NotLayerMajor | None = None
+        try:
+            check()
+        except NotLayerMajor as error:
+            failure = error
+        if self._optimizer.weights.is_sharded:
+            anywhere = self._optimizer.collectives.maximum([int(failure is not None)])[0]
+            if anywhere and failure is None:
+                failure = NotLayerMajor("another rank cannot compute it so")
+        if failure is not None:
+            raise failure
 
     def leave(self) -> None:
         """What follows is one forward or backward at a time; what is open counts as aborted."""

@@ -362,13 +362,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         schedule = self.weights.active
         if schedule is None:
             return
-        self.begin_forward()
-        schedule.follow("train")
-        for state in self.pipeline.layers:
-            self.before_use(state)
+        self.join_forward("train")
         self._begin_backward(follows=True)
         schedule.follow("backward")
         self.end_backward()
+
+    def join_forward(self, kind: Literal["train", "eval"] = "eval") -> None:
+        """Takes part in the gathers of a forward that other ranks make."""
+        if self.weights.active is not None:
+            self.begin_forward()
+            self.weights.active.follow(kind)
+            for state in self.pipeline.layers:
+                self.before_use(state)
 
     def _clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.

@@ -39,3 +39,14 @@ def test_gradients_are_those_of_the_whole_batch(ranks: RankPools, case: Shares) 
 def test_a_rank_that_falls_back(ranks: RankPools, stubborn: int, step: int) -> None:
     case = replace(TWO[0], clipping=0.5)
     ranks(2).run(cases.one_rank_falls_back, case, stubborn, step)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 2)], ids=str)
+def test_zero_3_gathers_a_layer_once_a_pass(ranks: RankPools, sizes: tuple[int, int]) -> None:
+    case = Shares(sizes, (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
+    ranks(2).run(cases.one_gather_a_layer_and_pass, case)
+
+
+def test_zero_3_falls_back_on_all_ranks(ranks: RankPools) -> None:
+    case = Shares((4, 2), (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
+    ranks(2).run(cases.all_ranks_fall_back, case)

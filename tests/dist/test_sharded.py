@@ -99,6 +99,8 @@ def test_a_module_called_outside_of_forward(ranks: RankPools) -> None:
 LAYER_MAJOR = [
     Shares((4, 2), (2, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major"),
     Shares((3, 3), (1, 1), (0.5, 0.5), 3, 0.0, (1.0, 0.0), "layer_major", "offload"),
+    Shares((4, 2), (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major"),
+    Shares((1, 5), (1, 2), (0.5, 0.5), 3, 0.05, (0.5, 0.0), "layer_major", "offload"),
 ]
 
 
@@ -108,8 +110,8 @@ def test_layer_by_layer(ranks: RankPools, case: Shares) -> None:
     ranks(2).run(rank_batches.train_and_compare, case)
 
 
-def test_layer_by_layer_with_unequal_numbers_of_micro_batches(ranks: RankPools) -> None:
-    case = Shares((4, 2), (1, 1), (0.5, 0.5), 3, 0.5, (0.0, 0.0), "layer_major")
+def test_layer_by_layer_with_a_rank_without_micro_batches(ranks: RankPools) -> None:
+    case = Shares((4, 0), (1, 1), (0.5, 0.5), 3, 0.5, (0.0, 0.0), "layer_major")
     ranks(2).run(cases.layer_major_is_refused, case)
 
 
