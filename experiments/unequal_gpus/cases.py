@@ -72,7 +72,7 @@ def _speed_case(label: str, speeds: tuple[float, ...], batch: int, seconds: floa
         memory=(1.0,) * len(speeds),
         host_gib=None,
         batch=batch,
-        sizes=(1, 2, 4, 8, 12, 16),
+        sizes=(1, 2, 3, 4, 6, 8, 10, 12, 14, 16),
         runs=SPEED_RUNS,
         seconds=seconds,
     )
@@ -92,7 +92,7 @@ MEMORY = Case(
     memory=(0.16, 1.0),
     host_gib=0.0,
     batch=48,
-    sizes=(1, 2, 4, 8),
+    sizes=(1, 2, 3, 4, 5, 6, 7, 8),
     runs=("planned", "even"),
     seconds=80.0,
 )
@@ -104,7 +104,7 @@ OFFLOAD = Case(
     memory=(0.11, 0.275),
     host_gib=15.6,
     batch=48,
-    sizes=(1, 2, 4, 8),
+    sizes=(1, 2, 3, 4, 5, 6, 7, 8),
     runs=("planned", "even_offload", "no_offload"),
     seconds=90.0,
 )

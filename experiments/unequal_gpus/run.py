@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.solve_k.sizes import MODELS
-from experiments.unequal_gpus.cases import PARTS, Case, cases_of, stages_of, waves
+from experiments.unequal_gpus.cases import PARTS, RUNS, Case, cases_of, stages_of, waves
 from experiments.unequal_gpus.checks import best_counts, counted_slowdowns
 from experiments.unequal_gpus.group import Place, Work, describe_beside, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
@@ -45,7 +45,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _sms(text: str) -> dict[str, int]:
-    """`1=104,0.5=48` as a table from speed to multiprocessors; speeds as Python writes them."""
+    """`1=128,0.5=48` as a table from speed to multiprocessors; speeds as Python writes them."""
     pairs = (word.split("=") for word in text.split(","))
     return {str(float(speed)): int(count) for speed, count in pairs}
 
@@ -64,6 +64,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--part", required=True, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     add("--only", default=None, metavar="LABEL,...", help="these cases of the parts")
+    add(
+        "--runs",
+        default={},
+        type=_runs,
+        metavar="[LABEL=]RUN[+RUN],...",
+        help="only these runs after the plan, of all cases or of one (planned+alone,half=planned)",
+    )
     add("--out", required=True, type=Path, help="folder for result.json and the logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--gpus", default=None, type=int, help="GPUs to use; default: the largest case's")
@@ -73,10 +80,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--batch-scale", default=1.0, type=float, help="times the cases' batches")
     add(
         "--sms",
-        default={"1.0": 104, "0.5": 48, "0.25": 24},
+        default={"1.0": 128, "0.5": 48, "0.25": 24},
         type=_sms,
         metavar="SPEED=N,...",
-        help="multiprocessors that stand for a speed (1=104,0.5=48,0.25=24)",
+        help="multiprocessors that stand for a speed (1=128,0.5=48,0.25=24)",
     )
     add(
         "--sms-from",
@@ -109,6 +116,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _runs(text: str) -> dict[str, tuple[str, ...]]:
+    """`planned,half=alone+planned` as a table from label to runs; "" is of all other cases."""
+    found: dict[str, tuple[str, ...]] = {}
+    for word in text.split(","):
+        label, _, runs = word.rpartition("=")
+        found[label] = (*found.get(label, ()), *runs.split("+"))
+    return found
+
+
+def with_runs(case: Case, runs: dict[str, tuple[str, ...]]) -> Case:
+    """The case with those of its runs that were asked for, in its own order.
+
+    Raises:
+        ValueError: a run that this case, or no case, has.
+    """
+    wanted = runs.get(case.label, runs.get(""))
+    if wanted is None:
+        return case
+    unknown = set(wanted) - set(case.runs if case.label in runs else RUNS)
+    if unknown:
+        raise ValueError(f"--runs {case.label}: no {sorted(unknown)}, it has {list(case.runs)}")
+    return dataclasses.replace(case, runs=tuple(run for run in case.runs if run in wanted))
+
+
 def limited(case: Case, limits: Sequence[tuple[str, list[float]]]) -> Case:
     """The case with the limits that are given for it.
 
@@ -128,7 +159,10 @@ def limited(case: Case, limits: Sequence[tuple[str, list[float]]]) -> Case:
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases of --part, of which --only leaves some."""
     cases = [c for part in options.part.split(",") for c in cases_of(part, options.batch_scale)]
-    cases = [limited(case, options.limits) for case in cases]
+    unknown = set(options.runs) - {"", *(case.label for case in cases)}
+    if unknown:
+        raise ValueError(f"--runs names {sorted(unknown)}, which are no cases of the parts")
+    cases = [with_runs(limited(case, options.limits), options.runs) for case in cases]
     if options.only is None:
         return cases
     wanted = set(options.only.split(","))

@@ -93,13 +93,14 @@ class Table:
 
     def at(self, size: float) -> float:
         """The value at a size."""
-        (first_size, first), *others = self.points
-        if not others:
+        points = self.points
+        first_size, first = points[0]
+        if len(points) == 1:
             return first * size / first_size
         if size <= first_size:
             return first
-        position = min(bisect.bisect_left(others, size, key=_size), len(others) - 1)
-        (low_size, low), (high_size, high) = self.points[position : position + 2]
+        position = min(bisect.bisect_left(points, size, lo=1, key=_size), len(points) - 1)
+        (low_size, low), (high_size, high) = points[position - 1], points[position]
         slope = (high - low) / (high_size - low_size)
         if size > high_size:
             return high + max(0.0, slope) * (size - high_size)

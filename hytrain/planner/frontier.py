@@ -21,6 +21,7 @@ micro-batch, its kept activations.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,11 +94,9 @@ class Menu:
             if idle.room >= 0.0:
                 inner, outer = [idle], [idle]
         for policy in problem.activations:
-            for size in gpu.micro_sizes(problem.batch):
-                if gpu.peak_bytes.at(size) > gpu.memory_bytes:
-                    continue
-                for least, batch in _batches(problem.batch, size):
-                    few = load(problem, gpu, collectives, least, size, policy)
+            for below, size in itertools.pairwise((0, *gpu.micro_sizes(problem.batch))):
+                for least, batch in _batches(problem.batch, size, below):
+                    few = load(problem, gpu, collectives, least, min(size, least), policy)
                     if few.room < 0.0 or few.compute > worst:
                         break
                     full = few
@@ -141,12 +140,17 @@ def _growth(
     return np.minimum.accumulate((np.array(seconds) - seconds[0])[::-1])[::-1].copy()
 
 
-def _batches(most: int, size: int) -> list[tuple[int, int]]:
-    """(fewest, most) samples of each load with micro-batches of a size."""
+def _batches(most: int, size: int, below: int) -> list[tuple[int, int]]:
+    """(fewest, most) samples of each load with micro-batches of a size.
+
+    Up to that size they are one micro-batch, which may have any size above ``below``, the next
+    smaller one that may be chosen.
+    """
+    single = [(batch, batch) for batch in range(below + 1, min(size, most) + 1)]
     if most <= _MOST_BATCHES:
-        return [(batch, batch) for batch in range(size, most + 1)]
+        return single + [(batch, batch) for batch in range(size + 1, most + 1)]
     ends = [min(number * size, most) for number in range(1, -(-most // size) + 1)]
-    return [(size if index == 0 else ends[index - 1] + 1, end) for index, end in enumerate(ends)]
+    return single + [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,17 @@ A rank's b samples are l micro-batches of m, but for the last one, which has wha
 and r their forward, backward and recomputation (0 where activations are stored), and sums over all
 micro-batches, one layer takes, layer-major
 
-    forward   max(AG, sum f, boundary bytes / copy rate where they are offloaded)
-    backward  max(RS (+ AG in stage 3), sum (r + g) + (l - 1) accumulation, the same bytes)
+    forward   max(AG, sum f + c AG, boundary bytes / copy rate where they are offloaded)
+    backward  max(RS (+ AG in stage 3), sum (r + g) + (l - 1) accumulation + c RS, the same bytes)
 
 and where micro-batches pass through the model one by one, gradients being reduced in the last
 one's backward,
 
-    forward   max(AG, f of the first) + sum of f of the others
-    backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last)
+    forward   max(AG, f of the first + c AG) + sum of f of the others
+    backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last + c RS)
 
-(in stage 3 each micro-batch waits for its own AG, forward and backward); on the GPU, that makes
+c being the share of a collective that compute beside it misses (in stage 3 each micro-batch waits
+for its own AG, forward and backward, and misses c AG in both); on the GPU, that makes
 
     compute   L (forward + backward) + sum of what is outside of the layers
 
@@ -72,10 +73,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds of one layer's collectives."""
+    """Seconds of one layer's collectives, and what they take from compute beside them."""
 
     gather: float
     scatter: float
+    gather_delay: float = 0.0
+    scatter_delay: float = 0.0
 
     @staticmethod
     def of(problem: PlanProblem, *, even: bool) -> Collectives:
@@ -86,7 +89,10 @@ class Collectives:
         factor = (1.0 if even else cluster.uneven_factor) / 1e3
         size = problem.model.layer_bytes
         gather, scatter = cluster.all_gather_ms.at(size), cluster.reduce_scatter_ms.at(size)
-        return Collectives(factor * gather, factor * scatter)
+        gather, scatter = factor * gather, factor * scatter
+        return Collectives(
+            gather, scatter, cluster.contention * gather, cluster.contention * scatter
+        )
 
 
 def micro_sizes(batch: int, microbatch: int) -> list[tuple[int, int]]:
@@ -158,11 +164,13 @@ def layer_passes(
 
     ``copy``: seconds for which its offloaded activations are copied, each way.
     """
-    sharded = collectives.gather if problem.stage == 3 else 0.0
+    is_sharded = problem.stage == 3
+    sharded = collectives.gather if is_sharded else 0.0
+    delay = collectives.gather_delay if is_sharded else 0.0
     least = max(collectives.scatter + sharded, copy)
     if not sizes:
         return LayerPasses(max(collectives.gather, copy), 0.0, least)
-    adding = problem.accumulation_ms / 1e3
+    adding = [accumulation_seconds(problem, gpu, size) for _, size in sizes]
     forwards, backwards = zip(
         *(micro_seconds(gpu, size, activations) for _, size in sizes), strict=True
     )
@@ -170,13 +178,22 @@ def layer_passes(
     if activations in LAYER_MAJOR:
         forward = sum(n * one for n, one in zip(counts, forwards, strict=True))
         backward = sum(n * one for n, one in zip(counts, backwards, strict=True))
-        backward += (sum(counts) - 1) * adding
-        return LayerPasses(max(collectives.gather, forward, copy), 0.0, max(least, backward))
+        backward += sum(n * one for n, one in zip(counts, adding, strict=True)) - adding[-1]
+        backward += collectives.scatter_delay + delay
+        return LayerPasses(
+            max(collectives.gather, forward + collectives.gather_delay, copy),
+            0.0,
+            max(least, backward),
+        )
+    forwards = [forward + delay for forward in forwards]
+    backwards = [backward + delay for backward in backwards]
     further = 0.0
-    for count, forward, backward in zip(counts, forwards, backwards, strict=True):
-        further += count * (max(sharded, forward) + max(sharded, backward + adding))
-    further -= max(sharded, forwards[0]) + max(sharded, backwards[-1] + adding)
-    return LayerPasses(max(collectives.gather, forwards[0]), further, max(least, backwards[-1]))
+    for count, forward, backward, add in zip(counts, forwards, backwards, adding, strict=True):
+        further += count * (max(sharded, forward) + max(sharded, backward + add))
+    further -= max(sharded, forwards[0]) + max(sharded, backwards[-1] + adding[-1])
+    first = forwards[0] if is_sharded else forwards[0] + collectives.gather_delay
+    last = backwards[-1] + collectives.scatter_delay
+    return LayerPasses(max(collectives.gather, first), further, max(least, last))
 
 
 def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
@@ -184,6 +201,13 @@ def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
     if gpu.outside_ms is None:
         return 0.0
     return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
+
+
+def accumulation_seconds(problem: PlanProblem, gpu: GpuProfile, microbatch: int) -> float:
+    """Seconds by which a layer's backward is longer where its gradient is added to others."""
+    if gpu.accumulation_ms is None:
+        return problem.accumulation_ms / 1e3
+    return gpu.accumulation_ms.at(microbatch) / 1e3
 
 
 def micro_seconds(

@@ -9,6 +9,7 @@ activations between forward and backward. loads.py has the times and the memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,10 @@ class GpuProfile:
         limit_bytes: likewise, memory of the device or the process's part of it; None for
             memory_bytes.
         most_samples: of a micro-batch; None for no limit.
+        sizes: micro-batches that may be chosen, 1 and more, ascending; None for all. The last one
+            of a rank, which has what is left, may be of any size below.
+        accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
+            micro-batch's samples; None for the problem's.
     """
 
     name: str
@@ -78,10 +83,15 @@ class GpuProfile:
     multiprocessors: int = 0
     limit_bytes: int | None = None
     most_samples: int | None = None
+    sizes: tuple[int, ...] | None = None
+    accumulation_ms: Table | None = None
 
-    def micro_sizes(self, batch: int) -> range:
+    def micro_sizes(self, batch: int) -> Sequence[int]:
         """Micro-batches that may be used for so many samples."""
-        return range(1, min(batch, self.most_samples or batch) + 1)
+        most = min(batch, self.most_samples or batch)
+        if self.sizes is None:
+            return range(1, most + 1)
+        return tuple(size for size in self.sizes if size <= most)
 
     def __post_init__(self) -> None:
         _positive(
@@ -90,6 +100,9 @@ class GpuProfile:
             update_rate=self.update_rate,
             copy_rate=self.copy_rate,
         )
+        sizes = self.sizes
+        if sizes is not None and (list(sizes) != sorted(set(sizes)) or sizes[:1] != (1,)):
+            raise PlanError(f"{self.name}: sizes must ascend from 1, got {sizes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +149,23 @@ class Cluster:
         all_gather_ms: of an evenly split layer over all ranks, against its bytes.
         reduce_scatter_ms: likewise.
         uneven_factor: what unequal shards cost in both.
+        contention: share of a collective's time by which it delays what is computed beside it:
+            it takes multiprocessors and bandwidth.
     """
 
     hosts: tuple[Host, ...]
     all_gather_ms: Table
     reduce_scatter_ms: Table
     uneven_factor: float = UNEVEN_FACTOR
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.hosts:
             raise PlanError("a cluster needs at least one host")
         if not 1.0 <= self.uneven_factor < math.inf:
             raise PlanError(f"uneven_factor must be at least 1, got {self.uneven_factor}")
+        if not 0.0 <= self.contention <= 1.0:
+            raise PlanError(f"contention must be in [0, 1], got {self.contention}")
 
     @property
     def num_ranks(self) -> int:
@@ -207,7 +225,8 @@ class PlanProblem:
         batch: samples of the global batch.
         stage: of ZeRO; 3 shards the training copy too.
         activations: which policies for activations may be used.
-        accumulation_ms: what each further micro-batch adds to a layer's backward.
+        accumulation_ms: what each further micro-batch adds to a layer's backward, on GPUs that
+            have no number of their own.
         gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
             while micro-batches pass through the model one by one, and at the end of the first
             backward of several ranks, which have not agreed on an order yet, or layer by layer,

@@ -133,6 +133,10 @@ class DeviceProfile(_Record):
     """Parameters a second that the GPU updates."""
 
     copies: CopyRates
+    accumulation_ms: float | None = Field(ge=0.0, default=None)
+    """By how much longer adding a layer's gradient to that of earlier micro-batches takes than
+    copying it, which its measured backward has; None where it was not measured."""
+
     measured: AwareDatetime
     settings: str = ""
     """What made the device differ from its kind, in words; empty for nothing."""

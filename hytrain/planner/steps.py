@@ -233,7 +233,8 @@ def _passes(
     if not sizes:
         return 0.0, 0.0, 0.0
     # What the layers wait for outside of stage 3 is walked through here.
-    own = Collectives(collectives.gather if problem.stage == 3 else 0.0, 0.0)
+    gather = collectives.gather if problem.stage == 3 else 0.0
+    own = replace(collectives, gather=gather, scatter=0.0)
     copy = work.offloaded / layers / gpu.copy_rate
     passes = layer_passes(problem, gpu, own, sizes, copy, work.activations)
     return passes.first, layers * passes.further + outside_seconds(gpu, sizes), passes.last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,34 @@ _ELEMENTS = 1 << 24
 """256 MiB of state and gradient on a GPU for some milliseconds: beyond its caches."""
 _ELEMENTS_ON_CPU = 1 << 20
 _REPEATS = 5
+
+
+def accumulation_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds a parameter by which adding a gradient to earlier ones takes longer than copying it.
+
+    On the current stream, as backward does it.
+
+    Args:
+        device: where gradients are.
+        dtype: theirs.
+    """
+    n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
+    gradient, held = (torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
+    adding = _median_seconds(device, lambda: held.add_(gradient))
+    copying = _median_seconds(device, lambda: held.copy_(gradient))
+    return max(0.0, adding - copying) / n
+
+
+def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    clock = Clock(device)
+    run()
+    marks = [clock.mark()]
+    for _ in range(_REPEATS):
+        run()
+        marks.append(clock.mark())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median(clock.seconds(*pair) for pair in itertools.pairwise(marks))
 
 
 def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:

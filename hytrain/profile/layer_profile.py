@@ -4,6 +4,9 @@ A copy of the model with three blocks makes ordinary training passes, back to ba
 runs ahead of a GPU as it does in training. One of the last two blocks keeps its activations, the
 others recompute them, in turns from pass to pass: one run measures both, interleaved. What is
 reported are medians.
+
+Every size is visited twice where time allows: a host that cannot start small kernels fast enough
+does so in one second and not in the next, and training takes a mean of such seconds.
 """
 
 from __future__ import annotations
@@ -43,6 +46,12 @@ _FEWEST_PASSES = 4
 _MOST_PASSES = 40
 _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
+_PASSES_SHARE = 0.4
+"""Of the time, for the first visit's timed passes where the number of sizes is known."""
+_FILL_SECONDS = 0.5
+"""Of passes of a size that fills a gap."""
+_FILLED_UP_TO = 32
+"""Where a size more or less is a few percent, nothing is gained by a finer choice."""
 _TRIED_WITHOUT_GPU = 4
 """Doublings on a CPU at most, which is for trying only."""
 
@@ -54,7 +63,8 @@ class LayerOptions:
     Attributes:
         micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
             fit (then half as much again as the last, if that does), or 8 or more gain less than
-            3 % twice in a row.
+            3 % twice in a row; then the middles of what lies between, up to 32 and while there is
+            time: a plan chooses among sizes that were measured.
         seconds: of measuring, about; sizes that were given, else at least two, are all measured.
     """
 
@@ -143,6 +153,20 @@ _Pass = Mapping[Point, _Value]
 _Row = tuple[LayerSample, OutsideSample]
 
 
+@dataclass(slots=True)
+class _Visited:
+    """What was measured of one size: times of all visits' passes, memory of the first visit's."""
+
+    times: list[tuple[int, _Pass[float]]]
+    memory: dict[int, _Pass[_Memory]]
+
+    def row(self, size: int) -> _Row:
+        return (
+            _layer_sample(size, self.times, self.memory),
+            _outside_sample(size, self.times, self.memory),
+        )
+
+
 class _Bench:
     """A copy of the model with hooks, on a device."""
 
@@ -155,6 +179,7 @@ class _Bench:
         self._recomputation = Recomputation(model.blocks)
         self._sink = GradientSink(model.layers)
         self._rows: list[_Row] = []
+        self._visited: dict[int, _Visited] = {}
         self._boundary_bytes = 0
         self._is_cuda = device.type == "cuda"
 
@@ -170,11 +195,18 @@ class _Bench:
             for size in options.micro_batches or self._doublings(begin + options.seconds):
                 spent = time.monotonic() - begin
                 on_size(size, min(1.0, spent / options.seconds))
-                measured = self._measure_if_it_fits(size, max(0.2, (options.seconds - spent) / 4))
+                seconds = max(0.2, (options.seconds - spent) / 4)
+                if options.micro_batches is not None:
+                    seconds = _PASSES_SHARE * options.seconds / len(options.micro_batches)
+                measured = self._measure_if_it_fits(size, seconds)
                 if measured is not None:
                     self._rows.append(measured)
                 elif options.micro_batches is not None:
                     break
+            if options.micro_batches is None and self._is_cuda:
+                self._fill(begin + 0.8 * options.seconds)
+            self._rows = [self._visited[size].row(size) for size in sorted(self._visited)]
+            self._revisit(begin + options.seconds)
         if not self._rows:
             raise ConfigError(
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
@@ -194,10 +226,13 @@ class _Bench:
         except torch.cuda.OutOfMemoryError as error:
             logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
         # Not in the handler: the exception holds the pass's tensors.
+        self._clean()
+        return None
+
+    def _clean(self) -> None:
         self._sink.end_pass()
         self._model.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        return None
 
     # -- which sizes ---------------------------------------------------------------------------
 
@@ -215,6 +250,33 @@ class _Bench:
         last = self._rows[-1][0].samples if self._rows else 0
         if last > 1 and self._is_likely_to_fit(1.5):
             yield last + last // 2
+
+    def _fill(self, deadline: float) -> None:
+        """Middles of the relatively widest gaps, until there are none or time is up."""
+        while time.monotonic() < deadline:
+            size = widest_middle([size for size in self._visited if size <= _FILLED_UP_TO])
+            if size is None or self._measure_if_it_fits(size, _FILL_SECONDS) is None:
+                return
+
+    def _revisit(self, deadline: float) -> None:
+        """Once more the small sizes, then the larger ones, until time is up."""
+        rows: list[_Row] = []
+        for row in self._rows:
+            size = row[0].samples
+            is_again = time.monotonic() < deadline and self._revisit_size(size)
+            rows.append(self._visited[size].row(size) if is_again else row)
+        self._rows = rows
+
+    def _revisit_size(self, size: int) -> bool:
+        visited = self._visited[size]
+        try:
+            visited.times += self._times(self._batch(size), len(visited.times))
+            return True
+        except torch.cuda.OutOfMemoryError as error:
+            # It fitted before; what was measured then counts.
+            logger.info("a micro-batch of %d did not fit again (%s)", size, _first_line(error))
+        self._clean()
+        return False
 
     def _gains_nothing(self) -> bool:
         speeds = [block.samples / _pass_ms(block) for block, _ in self._rows[-3:]]
@@ -241,8 +303,7 @@ class _Bench:
     # -- one size ------------------------------------------------------------------------------
 
     def _measure(self, size: int, seconds: float) -> _Row:
-        with self._subject.defaults(self._device):
-            batch = self._model.make_batch(size)
+        batch = self._batch(size)
         self._pass(batch, _TURNS[0], self._ignore)  # libraries choose and compile their kernels
         self._wait()
         memory = {turn: self._memory_of_pass(batch, turn) for turn in _TURNS}
@@ -252,13 +313,22 @@ class _Bench:
         self._wait()
         one = time.perf_counter() - begin
         number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
+        visited = _Visited(self._times(batch, number), memory)
+        self._boundary_bytes = self._hooks.boundary_bytes // size
+        self._visited[size] = visited
+        return visited.row(size)
+
+    def _batch(self, size: int) -> Mapping[str, Any]:
+        with self._subject.defaults(self._device):
+            return self._model.make_batch(size)
+
+    def _times(self, batch: Mapping[str, Any], number: int) -> list[tuple[int, _Pass[float]]]:
+        """Of so many passes, back to back."""
         turns = [_TURNS[i % len(_TURNS)] for i in range(number + 1)]
         passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
         self._wait()
         # The first one's host was not ahead of the device.
-        times = [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
-        self._boundary_bytes = self._hooks.boundary_bytes // size
-        return _layer_sample(size, times, memory), _outside_sample(size, times, memory)
+        return [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
 
     def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
         self._hooks.tell = tell
@@ -326,6 +396,20 @@ def _complete(points: dict[Point, _Value], name: str) -> _Pass[_Value]:
     # Where the first block's input needs no gradient, its backward ends the pass.
     points.setdefault(("gradient", -1), points[END])
     return points
+
+
+def widest_middle(sizes: Sequence[int]) -> int | None:
+    """The middle of the relatively widest gap, of equal ones the first; None where there is none.
+
+    >>> widest_middle([1, 2, 4, 8]), widest_middle([1, 2, 3, 4, 8]), widest_middle([1, 2])
+    (3, 6, None)
+    """
+    gaps = [(high / low, low, high) for low, high in itertools.pairwise(sorted(sizes))]
+    gaps = [gap for gap in gaps if gap[2] - gap[1] > 1]
+    if not gaps:
+        return None
+    _, low, high = max(gaps, key=lambda gap: gap[0])
+    return (low + high) // 2
 
 
 # -- from points to samples --------------------------------------------------------------------

@@ -27,7 +27,10 @@ from hytrain.planner.profile_file import (
     UpdateRate,
 )
 from hytrain.profile import collective_profile, rates
-from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.profile.calibration import (
+    accumulation_seconds_per_parameter,
+    gpu_seconds_per_parameter,
+)
 from hytrain.profile.device_facts import DeviceFacts, device_facts
 from hytrain.profile.host_share import RankHost, divide_host, this_host
 from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
@@ -95,6 +98,8 @@ class _Measured:
     update_rate: float
     copies: CopyRates
     cpu: rates.CpuRates
+    accumulation: float
+    """Seconds a parameter."""
 
 
 def profile_ranks(
@@ -141,7 +146,7 @@ def profile_ranks(
         everybody = ranks.gather(me)
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     settings = ranks.gather(options.settings)
-    groups = _Groups(everybody, ranks.gather(measured), settings, now)
+    groups = _Groups(everybody, ranks.gather(measured), settings, sizes.layer_parameters, now)
     collectives: list[CollectiveProfile] = []
     if samples:
         names = tuple(rank.host for rank in everybody)
@@ -207,7 +212,8 @@ def _measure(
 
     layer = ranks.together(lambda: profile_layer(subject, device, options.layer, on_size=on_size))
     progress.show(0.6, "update on the GPU" if device.type == "cuda" else "update")
-    update = ranks.together(lambda: gpu_seconds_per_parameter(device, subject.dtype))
+    adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, subject.dtype))
+    update = ranks.together(lambda: _update_seconds(device, subject.dtype))
     progress.show(0.65, "copies")
     seconds = options.rate_seconds
     copies = rates.copy_rates(device, ranks, seconds=seconds, num_bytes=options.copy_bytes)
@@ -221,7 +227,16 @@ def _measure(
         seconds=seconds,
         elements=options.cpu_elements,
     )
-    return _Measured(layer, 1.0 / update, copies, cpu)
+    return _Measured(layer, 1.0 / update, copies, cpu, adding)
+
+
+def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Of the update on a stream of its own, as in training: the current one may be limited."""
+    if device.type != "cuda":
+        return gpu_seconds_per_parameter(device, dtype)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        return gpu_seconds_per_parameter(device, dtype)
 
 
 # ---- from ranks to devices and hosts ----
@@ -236,6 +251,7 @@ class _Groups:
     everybody: Sequence[_Rank]
     measured: Sequence[_Measured]
     settings: Sequence[str]
+    layer_parameters: int
     now: datetime.datetime
 
     def devices(self) -> tuple[DeviceProfile, ...]:
@@ -268,6 +284,7 @@ class _Groups:
                     for name in CopyRates.model_fields
                 }
             ),
+            accumulation_ms=1e3 * self.layer_parameters * max(one.accumulation for one in measured),
             measured=self.now,
             settings=self.settings[numbers[0]],
         )

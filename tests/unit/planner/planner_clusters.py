@@ -36,6 +36,8 @@ def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
         outside_ms=draw(st.sampled_from((None, Table(((1.0, 3.0),))))),
         recompute_ms=draw(st.sampled_from((None, Table(((1.0, 5.0),))))),
         stored_bytes=Table(((1.0, 1e9), (2.0, draw(st.integers(10, 30)) * 1e8))),
+        sizes=draw(st.sampled_from((None, (1, 2), (1, 3)))),
+        accumulation_ms=draw(st.sampled_from((None, Table(((1.0, 0.0), (2.0, 4.0), (3.0, 4.0)))))),
     )
 
 
@@ -60,6 +62,7 @@ def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
         hosts=tuple(hosts),
         all_gather_ms=Table(((1.0, draw(st.sampled_from((0.0, 1e-8)))),)),
         reduce_scatter_ms=Table(((1.0, draw(st.sampled_from((0.0, 2e-8)))),)),
+        contention=draw(st.sampled_from((0.0, 1.0))),
     )
 
 
@@ -101,6 +104,12 @@ def best_step(problem: PlanProblem) -> float | None:
     return best
 
 
+def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
+    """Micro-batches; all at once is one, which may be of any size below the largest."""
+    largest = gpu.micro_sizes(problem.batch)[-1]
+    return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
+
+
 def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]]:
     collectives = Collectives.of(problem, even=even)
     ranks = problem.cluster.ranks
@@ -110,7 +119,7 @@ def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]
         by_batch = [
             [
                 load(problem, gpu, collectives, batch, size, policy)
-                for size in range(1, batch + 1)
+                for size in _sizes(problem, gpu, batch)
                 for policy in problem.activations
             ]
             for batch in range(problem.batch + 1)

@@ -54,6 +54,28 @@ def test_stored_activations_are_not_computed_again() -> None:
         assert work(policy).compute == pytest.approx(4 * 3 * 0.050 + 3 * 0.007)
 
 
+def test_collectives_delay_what_is_computed_beside_them() -> None:
+    # A layer's first forward takes 10 ms, its last backward 25, 40 if it is computed again.
+    beside = Collectives(0.004, 0.006, gather_delay=0.004, scatter_delay=0.006)
+    for policy, passes in (("store", 3 * 0.035), ("recompute", 3 * 0.050), ("keep", 3 * 0.050)):
+        found = load(problem(), GPU, beside, 6, 2, policy)
+        assert found.compute == pytest.approx(4 * (passes + 0.010) + 3 * 0.007)
+    # In stage 3 each of three micro-batches gathers twice.
+    sharded = load(problem(stage=3), GPU, beside, 6, 2, "store")
+    assert sharded.compute == pytest.approx(4 * (3 * 0.035 + 6 * 0.004 + 0.006) + 3 * 0.007)
+
+
+def test_adding_gradients_depends_on_the_micro_batch() -> None:
+    adding = replace(GPU, accumulation_ms=Table(((1.0, 0.0), (2.0, 3.0))))
+    none = Collectives(0.0, 0.0)
+    for policy in ("store", "keep"):
+        full = load(problem(), adding, none, 6, 2, policy).compute
+        assert full == pytest.approx(work(policy).compute + 4 * 2 * 0.003)
+        # The last micro-batch, of one sample, is one of those that are added.
+        less = load(problem(), adding, none, 5, 2, policy).compute
+        assert less >= work(policy, batch=5).compute + 4 * 0.003
+
+
 def test_the_last_micro_batch_has_what_is_left() -> None:
     # Tables of one point are proportional: 5 samples take 5/6 of 6.
     assert work("store", batch=5).compute == pytest.approx(5 / 6 * work("store").compute)

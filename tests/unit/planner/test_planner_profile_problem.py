@@ -11,7 +11,7 @@ from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collec
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
 from hytrain.planner.profile_file import ProfileFile, merge_profiles
-from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.planner.profile_problem import PlanOptions, isotonic, problem_from, times
 from hytrain.planner.result import Plan
 
 
@@ -124,6 +124,56 @@ def test_a_device_of_a_problem_is_found_by_its_label() -> None:
     assert a_model().parameters == profile.model.parameters
 
 
+def test_neighbours_that_fall_share_their_mean() -> None:
+    assert isotonic([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
+    assert isotonic([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    assert isotonic([1.0, 1.0, 2.0]) == [1.0, 1.0, 2.0]
+
+
+def test_a_size_that_was_not_measured_is_dearer_than_by_a_straight_line() -> None:
+    rows = a_profile().devices[0].layer  # 1, 2, 4, 8 samples
+    table = times(rows, lambda row: 10.0 * row.samples)
+    assert [table.at(size) for size in (1, 2, 4, 8)] == [10.0, 20.0, 40.0, 80.0]
+    assert [table.at(size) for size in (3, 5, 6, 7)] == pytest.approx([31.5, 52.5, 63.0, 73.5])
+    steps = times(rows, lambda row: 10.0 if row.samples < 8 else 10.2)
+    assert [steps.at(size) for size in (5, 7)] == [10.2, 10.2]  # not dearer than the next one
+
+
+def test_micro_batches_are_chosen_of_those_that_were_measured() -> None:
+    fast = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
+    assert tuple(fast.micro_sizes(32)) == (1, 2, 4, 8)
+    assert tuple(fast.micro_sizes(5)) == (1, 2, 4)
+
+
+def test_adding_gradients_takes_what_was_measured_of_a_layer_and_outside() -> None:
+    profile = a_profile()
+    device = profile.devices[0].model_copy(update={"accumulation_ms": 0.5})
+    given = profile.model_copy(update={"devices": (device, *profile.devices[1:])})
+    adding = problem_from(given, options()).cluster.hosts[0].gpus[0].accumulation_ms
+    assert adding is not None
+    whole = profile.model.parameters / profile.model.num_layers
+    each = 0.5 * whole / profile.model.layer_parameters
+    assert [adding.at(size) for size in (1, 8)] == pytest.approx([each, each])
+    # Where a second sample takes no longer than the first, both wait for the host.
+    rows = tuple(
+        row.model_copy(update={"forward_ms": 2.0, "backward_ms": 4.0}) if row.samples < 4 else row
+        for row in device.layer
+    )
+    slow = given.model_copy(
+        update={"devices": (device.model_copy(update={"layer": rows}), *given.devices[1:])}
+    )
+    waiting = problem_from(slow, options()).cluster.hosts[0].gpus[0].accumulation_ms
+    assert waiting is not None
+    assert [waiting.at(size) for size in (1, 2)] == [0.0, 0.0]
+    assert waiting.at(8) == pytest.approx(each)
+
+
+def test_collectives_delay_compute_within_a_host_only() -> None:
+    assert problem_from(a_profile(), options()).cluster.contention == 1.0
+    network = problem_from(a_profile(), options(interconnect=1e9))
+    assert network.cluster.contention == 0.0
+
+
 def test_noise_does_not_make_more_samples_cheaper() -> None:
     profile = a_profile()
     device = profile.devices[0]
@@ -131,4 +181,4 @@ def test_noise_does_not_make_more_samples_cheaper() -> None:
     noisy = device.model_copy(update={"layer": tuple(rows)})
     given = profile.model_copy(update={"devices": (noisy, *profile.devices[1:])})
     forward = problem_from(given, options()).cluster.hosts[0].gpus[0].forward_ms
-    assert [forward.at(size) for size in (1, 2, 8)] == [2.9, 2.9, 2.9]
+    assert [forward.at(size) for size in (1, 2, 8)] == [2.625, 2.625, 2.625]  # their mean

@@ -13,7 +13,12 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.profile import layer_profile
-from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.profile.layer_profile import (
+    LayerOptions,
+    LayerProfile,
+    profile_layer,
+    widest_middle,
+)
 from hytrain.profile.memory_meter import CpuMeter
 from hytrain.profile.subject import Subject, read_subject
 
@@ -80,7 +85,8 @@ def test_the_first_pass_and_outliers_do_not_count(clock: FakeDevice) -> None:
 
     row = profiled(paced_build(clock, forward, lambda n: 1.0), 2).layer[0]
     assert row.forward_ms == pytest.approx(1e3)
-    assert calls == 5 * (4 + 1 + 6)
+    # The second visit has a first pass of its own, which does not count either.
+    assert calls == 5 * (4 + 1 + 6) + 5 * (1 + 6)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,28 @@ def test_sizes_end_where_nothing_is_gained(
         subject_of(paced_build(clock, pace, pace)), CPU, LayerOptions(seconds=120.0)
     )
     assert found.layer[-1].samples == last
+
+
+def test_gaps_between_doublings_are_filled_the_relatively_widest_first() -> None:
+    sizes = [1, 2, 4, 8, 16]
+    found: list[int] = []
+    while (size := widest_middle(sizes)) is not None:
+        found.append(size)
+        sizes.append(size)
+    assert found[:3] == [3, 6, 12]
+    assert sorted(sizes) == list(range(1, 17))
+
+
+def test_a_second_visit_counts_as_much_as_the_first(clock: FakeDevice) -> None:
+    calls = 0
+
+    def forward(n: int) -> float:
+        nonlocal calls
+        calls += 1
+        return 2.0 if calls <= 5 * (4 + 1 + 6) else 1.0
+
+    row = profiled(paced_build(clock, forward, lambda n: 1.0), 2).layer[0]
+    assert row.forward_ms == pytest.approx(1.5e3)
 
 
 # ---- memory ----

@@ -51,6 +51,7 @@ def measured(slowness: float, sizes: tuple[int, ...]) -> profile_run._Measured:
         update_rate=8.0 / slowness,
         copies=CopyRates(to_host=4.0, from_host=5.0 / slowness, to_host_both=3.0, from_host_both=2),
         cpu=CpuRates({1: 10.0 / slowness, 2: 16.0}, {1: 100.0, 2: 170.0 / slowness}),
+        accumulation=0.5 * slowness,
     )
 
 
@@ -74,6 +75,7 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
             measured(1.0, (1, 2)),
         ],
         settings=["", "half", "", ""],
+        layer_parameters=3,
         now=NOW,
     )
     devices = groups.devices()
@@ -87,6 +89,7 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     assert small.layer == (layer_sample(1, 1.0),)
     assert large.outside[0].backward_ms == 2.0
     assert (large.update_rate, small.update_rate) == (4.0, 8.0)
+    assert (large.accumulation_ms, small.accumulation_ms) == (3000.0, 1500.0)
     assert (large.copies.from_host, large.copies.to_host) == (2.5, 4.0)
     assert (large.idle_bytes, large.memory_bytes) == (2, 80 * GIB - 7)
     assert other.layer == (layer_sample(1, 1.0), layer_sample(2, 1.0))

@@ -94,6 +94,21 @@ def test_multiprocessors_are_taken_from_part_slowdown(tmp_path: Path) -> None:
         run.told_sms(path)
 
 
+def test_runs_can_be_left_out() -> None:
+    arguments = ["--part", "two,memory", "--only", "half,quarter,offload", "--out", "unused"]
+
+    def runs_of(text: str) -> list[tuple[str, ...]]:
+        return [case.runs for case in run.chosen(run.parse([*arguments, "--runs", text]))]
+
+    half, quarter, offload = runs_of("half=planned,quarter=planned+alone")
+    assert (half, quarter) == (("planned",), ("alone", "planned"))
+    assert offload == ("planned", "even_offload", "no_offload")
+    assert runs_of("planned,quarter=even") == [("planned",), ("even",), ("planned",)]
+    for text, words in (("half=slow", "no .'slow'"), ("third=even", "no cases")):
+        with pytest.raises(ValueError, match=words):
+            runs_of(text)
+
+
 def test_the_list_shows_what_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--part", "four,two", "--gpus", "4", "--out", "unused", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,44 @@
+"""Steps that were trained on two H200s are as long as predicted from what was profiled there."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_h200 import RECORDED, Recorded, profile_of
+
+from hytrain.planner.allocation import Share
+from hytrain.planner.loads import Collectives, load
+from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.planner.steps import Steps
+
+
+def predicted(recorded: Recorded) -> float:
+    options = PlanOptions(
+        batch=sum(recorded.batches),
+        gpu_reserve=lambda total: 0,
+        host_reserve=lambda total: 0,
+        activations=("store",),
+    )
+    problem = problem_from(profile_of(recorded.multiprocessors), options)
+    even = recorded.fractions is None
+    collectives = Collectives.of(problem, even=even)
+    loads = [
+        load(problem, gpu, collectives, batch, microbatch, "store")
+        for (_, gpu), batch, microbatch in zip(
+            problem.cluster.ranks, recorded.batches, recorded.microbatches, strict=True
+        )
+    ]
+    fractions = recorded.fractions or (0.5, 0.5)
+    shares = [Share(*pair) for pair in zip(fractions, recorded.gpu_layers, strict=True)]
+    return Steps(problem, loads, shares, even=even).seconds()
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_recorded_step_is_predicted(case: str) -> None:
+    recorded = RECORDED[case]
+    assert recorded.seconds / predicted(recorded) - 1.0 == pytest.approx(0.0, abs=0.07)
+
+
+@pytest.mark.parametrize("case", [case for case in RECORDED if case.endswith("even")])
+def test_steps_of_measured_sizes_are_predicted_within_a_percent(case: str) -> None:
+    recorded = RECORDED[case]
+    assert recorded.seconds / predicted(recorded) - 1.0 == pytest.approx(0.0, abs=0.01)
