@@ -69,27 +69,18 @@ class Case:
         return {"accumulation": "layer_major", "activations": "offload" if offloads else "keep"}
 
     @property
-    def _needs_equal_numbers(self) -> bool:
-        """Whether ranks must have equally many micro-batches: they gather each layer together."""
-        return self.stage == 3 and bool(self.section)
-
-    @property
     def is_refused(self) -> bool:
-        """Whether a rank without any has no part in that."""
-        return self._needs_equal_numbers and self.batches == "idle"
+        """Whether a rank without micro-batches has no part in that."""
+        return self.stage == 3 and bool(self.section) and self.batches == "idle"
 
     def shares(self) -> Shares:
         """As numbers."""
         n = self.ranks
         sizes = _SIZES[self.batches][n]
-        micro_sizes = _PIECES[:n]
-        if self._needs_equal_numbers and self.batches == "equal":
-            micro_sizes = (1,) * n
-        elif self._needs_equal_numbers or self.accumulation == "whole":
-            micro_sizes = tuple(max(1, size) for size in sizes)
+        whole = tuple(max(1, size) for size in sizes)
         return Shares(
             sizes=sizes,
-            micro_sizes=micro_sizes,
+            micro_sizes=whole if self.accumulation == "whole" else _PIECES[:n],
             fractions=_SHARDS[n] if self.shards == "unequal" else (1.0 / n,) * n,
             stage=self.stage,
             clipping={"off": 0.0, "never": 100.0, "always": 0.05}[self.clipping],
@@ -112,7 +103,7 @@ def trains_as_one_process(case: Case) -> dict[str, float]:
     """Trains and compares on rank 0; how close it came, as shares of what is allowed."""
     shares = case.shares()
     if case.is_refused:
-        with pytest.raises(UnsupportedError, match="micro_batch_sizes"):
+        with pytest.raises(UnsupportedError, match="batch_sizes"):
             _train_together(shares, case.section)
         return {}
     losses, weights, collectives = _train_together(shares, case.section)
