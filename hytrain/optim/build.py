@@ -101,7 +101,9 @@ def build_optimizer(
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
-    plan = plan_placement(states, config, settings.host, cpu_settings, collectives, streams.device)
+    plan = plan_placement(
+        states, config, settings.host, cpu_settings, collectives, streams.device, weights.live_bytes
+    )
     threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
     for state in states:
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"

@@ -50,11 +50,21 @@ def plan_placement(
     cpu: CpuSettings,
     collectives: ShardCollectives,
     device: torch.device,
+    live_bytes: int = 0,
 ) -> PlacementPlan:
     """Decides, before any optimizer state is allocated, where it goes.
 
     A fixed ``gpu_fraction`` is taken as it is. Otherwise the first step runs at the smallest k that
     fits: activations are not known yet.
+
+    Args:
+        states: the layers with their training copy in place.
+        config: the "hytrain" section.
+        host: this rank's part of its host.
+        cpu: how the CPU update will run.
+        collectives: the ranks.
+        device: where layers are computed.
+        live_bytes: of gathered layers at the peak of a step (ZeRO-3).
 
     Raises:
         MemoryBudgetError: the state of some rank fits in no split of GPU and host (solved k only);
@@ -74,7 +84,7 @@ def plan_placement(
         reserves=Reserves(
             config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
         ),
-        gpu_base=_known_gpu_bytes(states, collectives.world_size, device),
+        gpu_base=_known_gpu_bytes(states, collectives.world_size, device, live_bytes),
         host=host,
         staging_bytes=staging_bytes(states, cpu),
     )
@@ -138,14 +148,19 @@ def _first_number(
     )
 
 
-def _known_gpu_bytes(states: Sequence[LayerState], num_ranks: int, device: torch.device) -> int:
+def _known_gpu_bytes(
+    states: Sequence[LayerState], num_ranks: int, device: torch.device, live_bytes: int
+) -> int:
     """What the GPU needs beside state, as far as it is known before the first step."""
     if device.type != "cuda":
         return 0
-    known = torch.cuda.memory_allocated(device)
-    if num_ranks > 1:
+    known = torch.cuda.memory_allocated(device) + live_bytes
+    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in states]
+    if any(state.storage.is_sharded for state in states):
+        known += 2 * max(gradients)  # one is reduced while the next one comes
+    elif num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.
-        known += sum(state.layout.size * state.gradient_dtype.itemsize for state in states)
+        known += sum(gradients)
     return known
 
 

@@ -25,7 +25,7 @@ from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.arena import Arena
 from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.gather_plan import GatherSettings, persistent_layers
+from hytrain.parallel.gather_plan import GatherSettings, most_live, persistent_layers
 
 _LINE = 64
 
@@ -54,10 +54,12 @@ class BuiltWeights:
     Attributes:
         states: in forward order.
         home: host memory of shards that are kept there; whoever closes the layers closes it.
+        live_bytes: of gathered layers at the peak of a step.
     """
 
     states: list[LayerState]
     home: Arena | None
+    live_bytes: int
 
 
 def give_shapes(model: nn.Module) -> None:
@@ -123,7 +125,17 @@ def build_weights(
             if id(parameter) not in trained:
                 _bring([parameter], settings.device, collectives)
         model.to(settings.device)  # buffers
-    return BuiltWeights(states, home)
+    return BuiltWeights(states, home, _live_bytes(layouts, whole, gathers))
+
+
+def _live_bytes(
+    layouts: Sequence[LayerLayout], whole: set[int], gathers: GatherSettings | None
+) -> int:
+    sharded = {layout.index for layout in layouts} - whole
+    if gathers is None or not sharded:
+        return 0
+    itemsize = max(dtype.itemsize for layout in layouts for dtype, _, _ in layout.dtype_runs)
+    return itemsize * most_live([layout.size for layout in layouts], sharded, gathers)
 
 
 def _home_bytes(table: PartitionTable, layout: LayerLayout, rank: int) -> int:

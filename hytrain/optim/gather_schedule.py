@@ -47,6 +47,10 @@ class Reducer(Protocol):
         """Reduces what there is of a layer's gradient, unless it has been reduced."""
         ...
 
+    def reduce_so_far(self, index: int) -> None:
+        """Reduces what there is of a layer's gradient; more of it may come."""
+        ...
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -168,6 +172,7 @@ class GatherSchedule:
         if index != current.in_use:
             if current.operations is None:
                 self._agree(index)
+                self._leave_recorded(current)
                 self._only(index)
             else:
                 self._follow_to(current, index)
@@ -213,7 +218,9 @@ class GatherSchedule:
             index = self._agree(None)
             if index == _END:
                 break
+            self._leave_recorded(current)
             current.uses.append(index)
+            current.in_use = index
             self._only(index)
         self._traces[kind] = tuple(current.uses)
         self.give_up()
@@ -342,6 +349,11 @@ class GatherSchedule:
 
     def _agree(self, index: int | None) -> int:
         return self._collectives.agree_on_use(index)
+
+    def _leave_recorded(self, current: _Pass) -> None:
+        """The first backward keeps no whole gradients either: all that is there is reduced."""
+        if self._reducer is not None and current.in_use is not None:
+            self._reducer.reduce_so_far(current.in_use)
 
     def _only(self, index: int) -> None:
         keep = {index, *self._held}

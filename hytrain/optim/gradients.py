@@ -162,6 +162,7 @@ class GradientCollector:
         device: torch.device,
         *,
         consume: Consumer,
+        consume_part: Consumer,
         agree: Agreement,
         on_begin: Callable[[], None],
         recall: Callable[[LayerGradient], None] | None,
@@ -173,7 +174,9 @@ class GradientCollector:
             layouts: the layers in forward order.
             gradient_dtypes: each layer's gradient dtype.
             device: where gradients are.
-            consume: takes ``local`` of a layer whose gradient of this backward is complete.
+            consume: takes ``local`` of a layer whose gradient of this backward is complete; None
+                where parts are in ``held`` and no rank has more.
+            consume_part: reduces ``local`` into ``held``: more of it may come.
             agree: makes order and early flags the same on all ranks (a collective).
             on_begin: called by the first gradient of a backward that nobody announced.
             recall: takes a layer's gradient of this backward back into ``held``, where the first
@@ -194,6 +197,9 @@ class GradientCollector:
                 layer.copier = GradientCopier(sizes, device)
         self._device = device
         self._consume = consume
+        self._consume_part = consume_part
+        self._early = False
+        self._parts = False  # parts of this backward's gradients have been reduced
         self._agree = agree
         self._on_begin = on_begin
         self._recall = recall
@@ -258,6 +264,8 @@ class GradientCollector:
         self._micro_batches = max(1, by_layer or 1)
         self._next = 0
         self._clock = 0
+        self._early = early
+        self._parts = False
         expected = self._expected.get(self._by_layer)
         can_recall = early and expected is None and self._recall is not None
         self._takes_back = can_recall and (self._by_layer or self.record is None)
@@ -397,6 +405,17 @@ class GradientCollector:
         if not self.layers[index].closed:
             self._close(self.layers[index])
 
+    def reduce_so_far(self, index: int) -> None:
+        """The first backward goes on from a layer: what there is of its gradient is reduced.
+
+        Into ``held``, on all ranks, whether they have anything or not. What comes later is added.
+        """
+        layer = self.layers[index]
+        if self.in_backward and self._early and not layer.closed:
+            self._parts = True
+            self._fill(layer)
+            self._consume_part(layer)
+
     def _close(self, layer: LayerGradient) -> None:
         self._fill(layer)
         layer.closed = True
@@ -438,11 +457,23 @@ class GradientCollector:
             self._pace.finish()
         record = self.record
         assert record is not None
+        whole = self._wholly_reduced()
         first = [i for i in record.order if record.early[i]]
         for index in [*first, *(i for i in record.order if not record.early[i])]:
             layer = self.layers[index]
-            if not layer.closed:
+            if index in whole and not layer.closed:
+                layer.closed = True
+                self._consume(layer)
+            elif not layer.closed:
                 self._close(layer)
+
+    def _wholly_reduced(self) -> set[int]:
+        """Layers of which no rank has anything that has not been reduced; may be a collective."""
+        if not self._parts or self._pace is None:
+            return set()
+        missing = [layer.local is not None or layer.held is None for layer in self.layers]
+        found = self._pace.largest([int(flag) for flag in missing])
+        return {index for index, flag in enumerate(found) if not flag}
 
     def _learn(self) -> None:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)

@@ -98,6 +98,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             [layer.gradient_dtype for layer in layers],
             pipeline.streams.device,
             consume=self._consume,
+            consume_part=self._consume_part,
             agree=lambda order, early, has_seen: collectives.agree_on_order(
                 order, early, pipeline.streams.device, has_seen=has_seen
             ),
@@ -245,18 +246,26 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Nothing: step() completes whatever the backward passes left."""
 
-    def _consume(self, gradient: LayerGradient) -> None:
-        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+    def _consume_part(self, gradient: LayerGradient) -> None:
+        """What there is of a layer's gradient is reduced into ``held``."""
         state = self.pipeline.layers[gradient.layout.index]
         local, gradient.local = gradient.local, None
         assert local is not None
-        squares = gradient.squares
         with self.pipeline.reducing():
             shard = self.pipeline.reduce(state, local)
             if gradient.held is not None:
                 self.pipeline.add(shard, gradient.held)
-                gradient.held = None
-                squares = None
+            gradient.held = shard
+
+    def _consume(self, gradient: LayerGradient) -> None:
+        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+        state = self.pipeline.layers[gradient.layout.index]
+        squares = gradient.squares if gradient.held is None else None
+        with self.pipeline.reducing():
+            if gradient.local is not None:
+                self._consume_part(gradient)
+            shard, gradient.held = gradient.held, None
+            assert shard is not None
             if self._step_begun:
                 self._send(state, shard, squares)
             else:

@@ -132,6 +132,28 @@ def plan_pass(
     return _Planner(trace, sizes, sharded, settings, live).plan()
 
 
+def most_live(sizes: Sequence[int], sharded: Collection[int], settings: GatherSettings) -> int:
+    """Elements of gathered layers at the peak of a step whose layers are used in their order.
+
+    Args:
+        sizes: elements of each layer.
+        sharded: layers that have to be gathered.
+        settings: see :class:`GatherSettings`.
+    """
+    forward = tuple(range(len(sizes)))
+    traces = [PassTrace(forward, forward[::-1]), PassTrace(forward[::-1])]
+    live: set[int] = set()
+    peak = 0
+    for trace in traces:
+        for operation in plan_pass(trace, sizes, sharded, settings, live).operations:
+            if operation.action is Action.GATHER:
+                live.add(operation.layer)
+            elif operation.action is Action.RELEASE:
+                live.remove(operation.layer)
+            peak = max(peak, sum(sizes[layer] for layer in live))
+    return peak
+
+
 class _Planner:
     def __init__(
         self,
@@ -232,5 +254,5 @@ class _Planner:
 
 __all__ = [
     "NO_LAYER", "Action", "GatherSettings", "Operation", "PassPlan", "PassTrace",
-    "persistent_layers", "plan_pass",
+    "most_live", "persistent_layers", "plan_pass",
 ]  # fmt: skip

@@ -180,6 +180,25 @@ def equals_stage_2(setup: Setup) -> int:
     return ours.most_live
 
 
+def whole_gradients(kind: str) -> int:
+    """Most layers whose own whole gradient was there at once, the first backward included."""
+    most = 0
+    with built(build(kind), config_for((0.7, 0.3), stage=3)) as engine:
+        layers = engine.optimizer.collector.layers
+
+        def watch(*_arguments: Any) -> None:
+            nonlocal most
+            most = max(most, sum(layer.local is not None for layer in layers))
+
+        for parameter in engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(watch)
+        for number in range(3):
+            batch = batch_of(kind, 2 * number + dist.get_rank(), True)
+            engine.backward(loss_of(engine(**batch)))
+            engine.step()
+    return most
+
+
 def memory_is_given_back() -> None:
     """Between passes a rank has its shards; in a pass a layer, and one ahead."""
     with built(make_model("mlp"), config_for((0.7, 0.3), stage=3)) as engine:

@@ -69,6 +69,11 @@ def test_one_rank_with_its_weights_on_the_host(setup: Setup) -> None:
     cases.equals_stage_2(setup)
 
 
+@pytest.mark.parametrize("kind", ["mlp", "llama", "reentrant-1"])
+def test_whole_gradients_that_are_there_at_once(ranks: RankPools, kind: str) -> None:
+    assert {1, 2} >= set(ranks(2).run(cases.whole_gradients, kind))
+
+
 def test_memory_is_given_back(ranks: RankPools) -> None:
     ranks(2).run(cases.memory_is_given_back)
 

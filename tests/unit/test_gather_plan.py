@@ -13,6 +13,7 @@ from hytrain.parallel.gather_plan import (
     Operation,
     PassPlan,
     PassTrace,
+    most_live,
     persistent_layers,
     plan_pass,
 )
@@ -127,6 +128,18 @@ def test_any_pass(seed: int) -> None:
     assert tuple(seen) == uses
     assert live == plan.live_after
     assert keys.max_reuse > 0 or not live
+
+
+def test_the_most_that_is_there_at_once() -> None:
+    sizes = [10, 4, 4, 4, 7]
+    everything = set(range(5))
+    assert most_live(sizes, everything, settings()) == 10
+    assert most_live(sizes, everything, settings(prefetch=1)) == 14
+    assert most_live(sizes, everything, settings(prefetch=5)) == 18
+    assert most_live(sizes, {1, 2, 3}, settings(prefetch=1)) == 8
+    kept = most_live(sizes, everything, settings(max_reuse=NO_LIMIT))
+    assert kept == sum(sizes)
+    assert most_live(sizes, everything, settings(max_live=8, max_reuse=NO_LIMIT)) < kept
 
 
 def test_small_layers_stay_whole() -> None:
