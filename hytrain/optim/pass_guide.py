@@ -33,6 +33,9 @@ class PassGuide:
         optimizer, schedule = self._optimizer, self._weights.active
         optimizer.begin_forward()
         if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            for state in self.layer_states:
+                if state.sent:  # what is gathered ahead must not be what a later step would make it
+                    optimizer.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:

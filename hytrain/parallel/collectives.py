@@ -206,7 +206,8 @@ class ShardCollectives:
         seen = torch.tensor(mine, device=self._device())
         what = "the agreement on the next layer"
         self._run(what, dist.all_reduce, seen, op=dist.ReduceOp.MAX)
-        largest, negated = (int(value) for value in seen.tolist())
+        with self.waiting():
+            largest, negated = (int(value) for value in seen.tolist())
         if largest != -negated:
             raise OutOfStepError(
                 f"this rank's pass over the model needs layer {index}, others need layers from "
@@ -222,7 +223,8 @@ class ShardCollectives:
         table = torch.tensor(list(values), device=self._device())
         what = "the agreement on gradients"
         self._run(what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
-        return [int(value) for value in table.tolist()]
+        with self.waiting():
+            return [int(value) for value in table.tolist()]
 
     def _device(self) -> torch.device:
         return torch.device("cuda" if self._is_nccl else "cpu")

@@ -267,6 +267,24 @@ def layer_left_out_later(fractions: Sequence[float]) -> None:
         assert_equal_on_all_ranks(shadow.states)
 
 
+def evaluation_before_step(gpu_fraction: float) -> None:
+    """Between backward and step the weights are those of the last step, gathered ahead or not."""
+    config = config_for((0.7, 0.3), stage=3, gpu_fraction=gpu_fraction, clipping=100.0)
+    with built(make_model("mlp"), config) as engine:
+        shadow = RankShadow(engine)
+        batch = make_batch("mlp", 99)
+        for number in range(5):
+            with torch.no_grad():
+                before = engine(**batch)
+            backward(engine, number)
+            engine.optimizer.pipeline.cpu.wait_all()  # previews have been written
+            with torch.no_grad():
+                assert_same_bits("loss", engine(**batch), before)
+            shadow.step()
+        shadow.check()
+        assert_equal_on_all_ranks(shadow.states)
+
+
 def first_pass_differs() -> None:
     with built(Choosing(), config_for((0.5, 0.5), stage=3)) as engine:
         with pytest.raises(OutOfStepError, match="layer"):

@@ -89,6 +89,11 @@ def test_a_layer_that_one_rank_leaves_out(
     ranks(2).run(cases.layer_left_out_later, fractions)
 
 
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+def test_an_evaluation_between_backward_and_step(ranks: RankPools, gpu_fraction: float) -> None:
+    ranks(2).run(cases.evaluation_before_step, gpu_fraction)
+
+
 def test_ranks_that_differ_in_the_first_pass(ranks: RankPools) -> None:
     ranks(2).run(cases.first_pass_differs)
 
