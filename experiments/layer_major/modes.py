@@ -17,6 +17,7 @@ from experiments.offload_step.model import Batch, build_batches, build_model
 from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
 from experiments.offload_step.systems.base import loss_of
 from experiments.offload_step.systems.hytrain import config_of
+from hytrain.layers.state import LayerState
 from hytrain.optim.accumulation import make_accumulation
 
 CHECKPOINTING = {"use_reentrant": False}
@@ -110,11 +111,15 @@ class Engine:
         return {name: getattr(row, name) for name in ("update_seconds", "exposed_seconds")}
 
     def gradients(self, mode: Mode) -> list[torch.Tensor]:
-        """A step's reduced gradients, at a learning rate of 0: no weight moves."""
-        found: list[torch.Tensor] = []
+        """A step's reduced gradients by layer, at a learning rate of 0: no weight moves."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(state: LayerState, shard: torch.Tensor) -> None:
+            found[state.index] = shard.detach().clone()
+
         optimizer = self.engine.optimizer
         rates = [group["lr"] for group in optimizer.param_groups]
-        optimizer.on_reduced_gradient = lambda _state, shard: found.append(shard.detach().clone())
+        optimizer.on_reduced_gradient = keep
         try:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
@@ -123,7 +128,8 @@ class Engine:
             optimizer.on_reduced_gradient = None
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        return found
+        # Layers leave in another order layer by layer.
+        return [found[index] for index in sorted(found)]
 
 
 class MicroBatchMajor(Mode):
