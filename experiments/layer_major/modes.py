@@ -79,12 +79,14 @@ class _BareVariant(Mode):
 class Engine:
     """One engine with all optimizer state on the host (or as ``gpu_fraction`` says)."""
 
-    def __init__(self, workload: Workload, micro_batches: int, gpu_fraction: float) -> None:
+    def __init__(
+        self, workload: Workload, micro_batches: int, *, gpu_fraction: float, clip: float
+    ) -> None:
         self._batches = build_batches(workload)[:micro_batches]
         entry = Entry(
             label="hytrain",
             system="hytrain",
-            clip=1.0,
+            clip=clip,
             options={"gpu_fraction": gpu_fraction, "accumulation": micro_batches},
         )
         measurement = Measurement(windows=1, steps=1, warmup=1)
@@ -108,7 +110,8 @@ class Engine:
     def statistics(self) -> Json:
         """Of the last step."""
         row = self.engine.step_statistics()
-        return {name: getattr(row, name) for name in ("update_seconds", "exposed_seconds")}
+        names = ("update_seconds", "exposed_seconds", "clip_coefficient")
+        return {name: getattr(row, name) for name in names}
 
     def gradients(self, mode: Mode) -> list[torch.Tensor]:
         """A step's reduced gradients by layer, at a learning rate of 0: no weight moves."""

@@ -59,22 +59,22 @@ def table(result: Json) -> str:
         f"medians of {options['rounds']} turns of {options['steps']} steps",
         "",
         "| step | s | over the reference | least .. most s | TFLOP/s | CPU update s | exposed s "
-        "| peak GPU GiB | loss |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| clipped by | peak GPU GiB | loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mode in result["modes"]:
         turns = mode["turns"]
         times = [t["seconds"] for t in turns]
         statistics = turns[-1].get("statistics", {})
-        update, exposed = (
-            f"{statistics[name]:.3f}" if statistics else "-"
-            for name in ("update_seconds", "exposed_seconds")
+        update, exposed, clipped = (
+            f"{statistics[name]:.3f}" if statistics.get(name) is not None else "-"
+            for name in ("update_seconds", "exposed_seconds", "clip_coefficient")
         )
         lines.append(
             f"| {mode['label']} | {mode['seconds']:.3f} | {mode['seconds'] / reference:.3f} "
             f"| {min(times):.3f} .. {max(times):.3f} "
             f"| {result['flops'] / mode['seconds'] / 1e12:.0f} | {update} | {exposed} "
-            f"| {_gib(turns)} | {turns[-1]['loss']:.3f} |"
+            f"| {clipped} | {_gib(turns)} | {turns[-1]['loss']:.3f} |"
         )
     lines += ["", "| expected | measured | |", "| --- | --- | --- |"]
     for what, value, holds in verdicts(result):

@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seq", default=1024, type=int, help="tokens a sequence")
     add("--micro-batches", default=4, type=int, help="of a step; at most 4")
     add("--gpu-fraction", default=0.0, type=float)
+    add("--clip", default=1.0, type=float, help="gradient clipping norm")
     add("--rounds", default=3, type=int, help="turns of every mode")
     add("--steps", default=2, type=int, help="timed steps of a turn; one more before them is not")
     add("--budget-seconds", default=225.0, type=float, help="no turn begins that would exceed it")
@@ -94,7 +95,9 @@ def measure(options: argparse.Namespace, began: float) -> Json:
         model=options.model, batch=options.batch, seq=options.seq, device=options.device
     )
     bare = ways.Bare(workload, options.micro_batches)
-    engine = ways.Engine(workload, options.micro_batches, options.gpu_fraction)
+    engine = ways.Engine(
+        workload, options.micro_batches, gpu_fraction=options.gpu_fraction, clip=options.clip
+    )
     print(f"built after {time.monotonic() - began:.0f} s", flush=True)
     by_layer = [ways.LayerMajor(engine, "keep"), ways.LayerMajor(engine, "offload")]
     one_by_one = [ways.MicroBatchMajor(engine, recomputes=r) for r in (True, False)]
