@@ -18,10 +18,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hytrain.errors import ConfigError, UnsupportedError
 
 __all__ = [
+    "PARAMETER_IS_THERE",
     "DeepSpeedConfig",
     "DeepSpeedEngine",
     "ZeROOptimizer",
@@ -124,6 +126,9 @@ def refuse_unsupported_model(model: Any, stage: int) -> None:
             )
 
 
+PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE
+"""A parameter's ``ds_status``: it is whole on this rank."""
+
 _CONVERTED = frozenset(
     ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
      "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
@@ -134,7 +139,7 @@ _CONVERTED = frozenset(
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then."""
-    return "ds_id" in vars(parameter)
+    return "ds_tensor" in vars(parameter)
 
 
 def shape_partitioned(parameter: torch.Tensor) -> torch.Size:

@@ -23,6 +23,7 @@ from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
 from hytrain.optim.build_placement import build_placement, plan_placement
 from hytrain.optim.build_weights import WeightSettings, build_weights, give_shapes
+from hytrain.optim.ds_parameters import GatheringParameters
 from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.hyper import HyperReader, check_optimizer
 from hytrain.optim.weight_passes import WeightPasses
@@ -112,7 +113,14 @@ def build_optimizer(
     try:
         norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
         pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
-        return HyTrainZeroOptimizer(
+        passes = WeightPasses(
+            pipeline,
+            collectives,
+            settings.weights.gathers,
+            held=unguarded_layers(model, states),
+            home=weights.home,
+        )
+        optimizer = HyTrainZeroOptimizer(
             basic_optimizer,
             pipeline,
             collectives,
@@ -124,14 +132,14 @@ def build_optimizer(
             ),
             engine,
             build_placement(plan, pipeline, config, threads),
-            WeightPasses(
-                pipeline,
-                collectives,
-                settings.weights.gathers,
-                held=unguarded_layers(model, states),
-                home=weights.home,
-            ),
+            passes,
         )
+        if passes.is_sharded:
+            offered = GatheringParameters(
+                passes, collectives.group, optimizer.synchronize, optimizer.flush, refresh_master
+            )
+            passes.when_closed(offered.detach)
+        return optimizer
     except BaseException:
         cpu.close()  # its thread and its pinned memory belong to nobody now
         raise

@@ -136,6 +136,11 @@ class GatherSchedule:
     # -- passes --------------------------------------------------------------------------------
 
     @property
+    def is_open(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None and not self._pass.is_over
+
+    @property
     def uses_made(self) -> int:
         """Uses of the pass so far."""
         return 0 if self._pass is None else len(self._pass.uses)

@@ -40,6 +40,7 @@ class WeightPasses:
             home: host memory of the shards, where they are kept there.
         """
         self._home = home
+        self._closing: list[Callable[[], None]] = []
         self._pipeline = pipeline
         self.gatherer = LayerGatherer(pipeline, collectives)
         self.is_sharded = any(layer.storage.is_sharded for layer in pipeline.layers)
@@ -76,7 +77,7 @@ class WeightPasses:
 
         It must do so in one order on all ranks. Gradients are then reduced as they become final.
         """
-        self._settle()
+        self.settle()
         self._explicit = True
         self._set_pace(None)
         try:
@@ -115,7 +116,7 @@ class WeightPasses:
 
         What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
         """
-        self._settle()
+        self.settle()
         for state in self._pipeline.layers:
             self.gather_layer(state)
         try:
@@ -141,7 +142,7 @@ class WeightPasses:
             ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
         """
         copies: dict[int, torch.Tensor] = {}
-        self._settle()
+        self.settle()
         for state in self._pipeline.layers:
             if not state.storage.is_sharded:
                 continue
@@ -161,12 +162,34 @@ class WeightPasses:
                     storage.keep_gathered()
         self._pipeline.streams.synchronize()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Before something is gathered by hand: no pass is left half done."""
         if self.schedule is not None:
             self.schedule.settle()
 
+    @property
+    def layers(self) -> list[LayerState]:
+        """The layers in forward order."""
+        return self._pipeline.layers
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self.schedule is not None and self.schedule.is_open
+
+    def wait_for_device(self) -> None:
+        """Until everything on the device is done."""
+        self._pipeline.streams.synchronize()
+
+    def when_closed(self, function: Callable[[], None]) -> None:
+        """Calls it in :meth:`close`."""
+        self._closing.append(function)
+
     def close(self) -> None:
         """Gives the host memory of shards back; the pipeline has been closed before."""
+        for function in self._closing:
+            function()
+        self._closing.clear()
         if self._home is not None:
             self._home.close()
 

@@ -255,6 +255,43 @@ def weights_can_be_read() -> None:
         assert collected["lm_head.weight"] is collected["transformer.wte.weight"]
 
 
+def deepspeed_gathers_parameters() -> None:
+    """``deepspeed.zero.GatheredParameters``: reads, and writes that stay."""
+    import deepspeed
+
+    with built(make_model("mlp"), config_for((0.7, 0.3), stage=3, gpu_fraction=0.5)) as engine:
+        named = dict(engine.module.named_parameters())
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        with engine.gathered_parameters():
+            whole = {name: p.detach().clone() for name, p in named.items()}
+        some = [named["blocks.1.up.weight"], named["head.bias"]]
+        with deepspeed.zero.GatheredParameters(some):
+            assert_same_bits("read", some[0].detach(), whole["blocks.1.up.weight"])
+            assert_same_bits("read", some[1].detach(), whole["head.bias"])
+            assert bool(named["embed.weight"].isnan().all())
+        assert bool(some[0].isnan().all())
+        with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                for parameter in some:
+                    parameter.fill_(0.25)
+        with engine.gathered_parameters():
+            for name, parameter in named.items():
+                is_written = any(parameter is p for p in some)
+                expected = torch.full_like(parameter, 0.25) if is_written else whole[name]
+                assert_same_bits(name, parameter.detach(), expected)
+        masters = engine.fp32_state_dict()
+        if dist.get_rank() == 0:
+            assert bool((masters["head.bias"]["fp32"] == 0.25).all())
+        shadow = RankShadow(engine)
+        for number in range(2):
+            backward(engine, number)
+            shadow.step()
+        shadow.check()
+    assert not any(hasattr(p, "ds_id") for p in named.values())
+
+
 def layer_left_out_later(fractions: Sequence[float]) -> None:
     """A layer that one rank leaves out: it takes part in its gathers, and reduces nothing for it."""
     with built(Choosing(), config_for(fractions, stage=3, gpu_fraction=0.3)) as engine:
@@ -342,7 +379,7 @@ def built_under_zero_init(kind: str, on_host: bool) -> None:
             config["zero_optimization"].pop("offload_param", None)
         with built(each, config) as engine:
             assert {n: p.shape for n, p in engine.module.named_parameters()} == shapes
-            assert not any(hasattr(p, "ds_id") for p in engine.module.parameters())
+            assert not any(hasattr(p, "ds_tensor") for p in engine.module.parameters())
             for number in range(3):
                 engine.backward(loss_of(engine(**batch_of(kind, number, False))))
                 engine.step()

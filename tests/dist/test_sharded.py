@@ -82,6 +82,10 @@ def test_reading_the_weights(ranks: RankPools) -> None:
     ranks(2).run(cases.weights_can_be_read)
 
 
+def test_gathered_parameters_of_deepspeed(ranks: RankPools) -> None:
+    ranks(2).run(cases.deepspeed_gathers_parameters)
+
+
 @pytest.mark.parametrize("fractions", [EVEN, UNEVEN], ids=str)
 def test_a_layer_that_one_rank_leaves_out(
     ranks: RankPools, fractions: tuple[float, ...]

@@ -1,0 +1,109 @@
+"""``deepspeed.zero.GatheredParameters`` on parameters that hytrain has sharded.
+
+DeepSpeed's context manager asks the parameters themselves: those with a ``ds_id`` have functions
+that bring them together and take them apart. Others it would let be read as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hytrain._deepspeed import PARAMETER_IS_THERE
+from hytrain.errors import UnsupportedError
+from hytrain.layers.sharded_storage import ShardedStorage
+from hytrain.layers.state import LayerState
+from hytrain.optim.weight_passes import WeightPasses
+
+_ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
+
+_NAMES = (
+    "ds_id", "ds_process_group", "ds_shape", "ds_numel", "ds_status", "all_gather", "partition"
+)  # fmt: skip
+
+
+class GatheringParameters:
+    """Gives sharded parameters what DeepSpeed's context manager looks for."""
+
+    def __init__(
+        self,
+        weights: WeightPasses,
+        group: dist.ProcessGroup | None,
+        synchronize: Callable[[], None],
+        flush: Callable[[], None],
+        refresh: Callable[[LayerState], None],
+    ) -> None:
+        """
+        Args:
+            weights: gathers and releases layers.
+            group: the ranks that share them; None for all.
+            synchronize: makes all weights those of the last step.
+            flush: makes every layer's state that of the last step.
+            refresh: makes a layer's master weights those of its shard.
+        """
+        self._weights = weights
+        self._synchronize = synchronize
+        self._flush = flush
+        self._refresh = refresh
+        self._layer_of: dict[int, LayerState] = {}
+        self._parameters: list[nn.Parameter] = []
+        for state in weights.layers:
+            if not state.storage.is_sharded:
+                continue
+            for slot in state.layout.slots:
+                self._layer_of[id(slot.parameter)] = state
+                self._parameters.append(slot.parameter)
+                vars(slot.parameter).update(
+                    ds_id=next(_ids),
+                    ds_process_group=group or dist.group.WORLD,
+                    ds_shape=slot.parameter.shape,
+                    ds_numel=slot.numel,
+                    # Who asks is in a module's forward or backward, where they are.
+                    ds_status=PARAMETER_IS_THERE,
+                    all_gather=self._gather,
+                    partition=self._part,
+                )
+
+    def detach(self) -> None:
+        """Makes them plain parameters again."""
+        for parameter in self._parameters:
+            for name in _NAMES:
+                vars(parameter).pop(name, None)
+        self._parameters.clear()
+
+    def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerState]:
+        found = {self._layer_of[id(p)].index: self._layer_of[id(p)] for p in parameters}
+        return [found[index] for index in sorted(found)]
+
+    def _gather(self, param_list: Sequence[torch.Tensor], **_options: Any) -> None:
+        """Whole layers of some parameters; a collective."""
+        if self._weights.is_in_pass:
+            raise UnsupportedError(
+                "deepspeed.zero.GatheredParameters inside of a forward or backward: what a module "
+                "uses is gathered for it; read other weights before or after"
+            )
+        self._synchronize()
+        self._weights.settle()
+        for state in self._layers(param_list):
+            self._weights.gather_layer(state)
+
+    def _part(
+        self, param_list: Sequence[torch.Tensor], has_been_updated: bool = False, **_options: Any
+    ) -> None:
+        """The end of :meth:`_gather`; what was written into the weights is kept if it says so."""
+        if has_been_updated:
+            self._flush()  # nothing is to be applied on top of what was written
+        for state in self._layers(param_list):
+            storage = state.storage
+            if has_been_updated and isinstance(storage, ShardedStorage):
+                with torch.no_grad():
+                    storage.keep_gathered()
+                    self._refresh(state)
+            self._weights.release_layer(state)
+        # Gathers run beside the compute stream and do not wait for what was written here.
+        self._weights.wait_for_device()
