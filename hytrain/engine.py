@@ -281,7 +281,11 @@ class HyTrainEngine(WeightsEngine):
         that ranks may have different numbers of micro-batches; until then a rank keeps the whole
         unreduced gradient (2 bytes a parameter in bf16). Under ZeRO-3 they are reduced in every
         backward: a rank with fewer micro-batches than another takes part in the others' gathers
-        and reductions with nothing of its own.
+        and reductions with nothing of its own. With ``"hytrain.accumulation": "layer_major"`` all
+        micro-batches pass through one layer before the next, and each layer is reduced after *its*
+        last one: no unreduced gradient is kept, but in the first step.
+
+        Each micro-batch draws its random numbers from a stream of its own.
 
         Args:
             data_iter: gives this rank's next micro-batches, on the device: as many as

@@ -7,7 +7,7 @@ from typing import Any
 import layer_major_models as models
 import pytest
 import torch
-from layer_major_runs import assert_close, mlp_batch, train, train_both
+from layer_major_runs import assert_close, assert_same, mlp_batch, train, train_both
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
@@ -144,3 +144,27 @@ def test_the_whole_batch_at_once_gives_the_same_gradient() -> None:
     expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
     found = torch.cat([run.gradients[0][index] for index in range(6)])
     assert float(found.double().norm()) == pytest.approx(float(expected.double().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_that_are_gathered(kind: str, on_host: bool, activations: str) -> None:
+    """ZeRO-3 on one rank, with weights on the device or streamed from the host."""
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 1,
+        "stage3_max_reuse_distance": 0,
+    }
+    if on_host:
+        zero["offload_param"] = {"device": "cpu"}
+
+    def make(number: int) -> dict[str, Any]:
+        return make_batch(kind, number)
+
+    run = train(lambda: make_model(kind), make, activations=activations, zero_optimization=zero)
+    assert run.refusal is None
+    # As with the weights in one piece, layer by layer too.
+    assert_same(run, train(lambda: make_model(kind), make))
