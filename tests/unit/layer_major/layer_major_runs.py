@@ -50,6 +50,7 @@ def train(
     steps: int = STEPS,
     micro_batches: int = MICRO_BATCHES,
     bf16: bool = False,
+    overflow_check: bool = True,
     clipping: float = 0.5,
     trained: Callable[[nn.Module], Sequence[nn.Parameter]] | None = None,
     watch: Callable[[Any], None] | None = None,
@@ -68,6 +69,8 @@ def train(
         hytrain=section,
         **config,
     )
+    if not overflow_check:
+        made["bf16"] = {"enabled": True, "check_grad_overflow": False}
     torch.manual_seed(23)
     gradients: list[dict[int, torch.Tensor]] = []
     losses: list[float] = []

@@ -125,6 +125,21 @@ def test_gradients_accumulate_in_fp32_where_asked() -> None:
     assert train_both(Mlp, bf16=True, data_types=types).refusal is None
 
 
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+def test_direct_commit(gpu_fraction: float) -> None:
+    """Nothing can be taken back then: the trial sends nothing before its end."""
+    direct: list[bool] = []
+    run = train_both(
+        Mlp,
+        clipping=0.0,
+        gpu_fraction=gpu_fraction,
+        overflow_check=False,
+        watch=lambda engine: direct.append(engine.optimizer.pipeline.norm.settings.direct),
+    )
+    assert run.refusal is None
+    assert direct == [True]
+
+
 def test_a_step_without_any_valid_token() -> None:
     def nothing(number: int) -> dict[str, torch.Tensor]:
         batch = padded(number)
