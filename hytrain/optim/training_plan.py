@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hytrain._deepspeed import use_checkpointing
+from hytrain._deepspeed import is_partitioned, shape_partitioned, use_checkpointing
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.errors import ConfigError, HyTrainError
 from hytrain.layers.discovery import find_layers
@@ -121,7 +121,7 @@ def adopt_plan(
             digest=hashlib.sha256(texts[0].encode()).hexdigest(),
             rank=rank,
             num_layers=sum(layer.block is not None for layer in layers),
-            parameters=sum(p.numel() for p in trained),
+            parameters=sum(_numel(p) for p in trained),
             stage=int(config.get("zero_optimization", {}).get("stage", 0)),
             batch=config.get("train_batch_size"),
             dtype=_dtype(config),
@@ -174,6 +174,12 @@ def _tell_all(find: Callable[[], _Found], collectives: ShardCollectives) -> list
             )
         )
     return [one for one in answers if isinstance(one, _Found)]
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Of all ranks together, where ``deepspeed.zero.Init`` has partitioned it."""
+    is_part = is_partitioned(parameter)
+    return shape_partitioned(parameter).numel() if is_part else parameter.numel()
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -8,18 +8,27 @@ each rank's samples are proportional to its speed, its micro-batch is its own, s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hytrain.planner.loads import Collectives, Columns, Load, largest_shards, load
-from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
+from hytrain.planner.loads import (
+    Collectives,
+    Columns,
+    Load,
+    fits_rounds,
+    largest_shards,
+    load,
+)
+from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, Host, PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 
 _GIB = 1024**3
 _ROUNDING = 1e-9
+# So many further numbers of micro-batches are tried without a gain.
+_WORSE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +60,14 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     tried: list[list[list[Load]]] = []
     for policy in problem.activations:
         for size in min((gpu.micro_sizes(batches[0]) for _, gpu in problem.cluster.ranks), key=len):
+            if not all(fits_rounds(problem, batch, min(size, batch)) for batch in batches):
+                continue
             rows = zip(problem.cluster.ranks, batches, strict=True)
             tried.append(
                 [[makes.of(gpu, batch, min(size, batch), policy)] for (_, gpu), batch in rows]
             )
+    if not tried:
+        return Infeasible(f"an even split does not make {problem.rounds} rounds")
     tried.sort(key=lambda menus: max(menu[0].compute for menu in menus))
     best: Found | None = None
     for menus in tried:
@@ -69,6 +82,8 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
+    if problem.stage == 3 and problem.rounds is None:
+        return best_rounds(problem, samples_by_speed)
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -76,12 +91,55 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     batches = _proportional(problem.batch, speeds)
     menus: list[list[Load]] = []
     for (_, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
-        sizes = gpu.micro_sizes(batch) if batch else range(1)
+        sizes = [
+            size
+            for size in (gpu.micro_sizes(batch) if batch else range(1))
+            if fits_rounds(problem, batch, size)
+        ]
+        if not sizes:
+            return Infeasible(f"{batch} samples of {gpu.name} do not make {problem.rounds} rounds")
         menus.append(
             [makes.of(gpu, batch, size, policy) for policy in problem.activations for size in sizes]
         )
     best = _fastest(problem, menus, math.inf)
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
+
+
+def best_rounds(
+    problem: PlanProblem, solve: Callable[[PlanProblem], Plan | Infeasible]
+) -> Plan | Infeasible:
+    """The best solution in which all ranks make as many micro-batches, of some numbers of them.
+
+    All ranks use each layer as often, in the same order: all store activations, or all compute
+    them again, or all go layer by layer.
+    """
+    best: Plan | Infeasible | None = None
+    for group in (("store",), ("recompute",), LAYER_MAJOR):
+        policies = tuple(policy for policy in problem.activations if policy in group)
+        worse = 0
+        for rounds in _rounds(problem.batch) if policies else ():
+            found = solve(replace(problem, activations=policies, rounds=rounds))
+            if isinstance(found, Infeasible):
+                best = best or found
+                continue
+            if not isinstance(best, Plan) or found.predicted_seconds < best.predicted_seconds:
+                best, worse = found, 0
+            else:
+                worse += 1
+            if worse == _WORSE:
+                break
+    assert best is not None, "there is a policy"
+    return best
+
+
+def _rounds(batch: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, ...: each by a half or a third more than the one before."""
+    number = 1
+    while number <= batch:
+        yield number
+        if number > 1 and number * 3 // 2 <= batch:
+            yield number * 3 // 2
+        number *= 2
 
 
 def own_speeds(problem: PlanProblem) -> list[float]:
@@ -206,7 +264,7 @@ class _Chosen:
 def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasible:
     """What the roomiest loads lack for even shards."""
     even = problem.model.parameters / problem.cluster.num_ranks
-    each = problem.gpu_state_bytes + (problem.model.itemsize if problem.stage == 3 else 0)
+    each = problem.gpu_state_bytes + problem.sharded_bytes
 
     def left_for_host(work: Load) -> float:
         """Bytes that the rank's host must hold."""

@@ -35,6 +35,7 @@ from hytrain.planner.loads import (
     Columns,
     Load,
     cpu_capacity,
+    fits_rounds,
     gpu_capacity,
     host_capacity,
     host_draw,
@@ -67,6 +68,7 @@ class Menu:
         loads: as they would be carried out.
         amounts: samples that each computes.
         fewest: as few as the same micro-batches allow.
+        single: which loads are one micro-batch.
         inner: their numbers.
         outer: their numbers with the fewest samples.
         growth: for each policy, which loads have it, and seconds by which compute grows, with all
@@ -78,6 +80,7 @@ class Menu:
     loads: tuple[Load, ...]
     amounts: Ints
     fewest: Ints
+    single: npt.NDArray[np.bool_]
     inner: Columns
     outer: Columns
     growth: tuple[tuple[npt.NDArray[np.bool_], Floats], ...]
@@ -96,6 +99,8 @@ class Menu:
         for policy in problem.activations:
             for below, size in itertools.pairwise((0, *gpu.micro_sizes(problem.batch))):
                 for least, batch in _batches(problem.batch, size, below):
+                    if not fits_rounds(problem, batch, size):
+                        continue
                     few = load(problem, gpu, collectives, least, min(size, least), policy)
                     if few.room < 0.0 or few.compute > worst:
                         break
@@ -106,13 +111,14 @@ class Menu:
                     outer.append(few)
         amounts = np.array([work.batch for work in inner], dtype=np.intp)
         fewest = np.array([work.batch for work in outer], dtype=np.intp)
+        single = np.array([work.microbatch == work.batch for work in outer], dtype=np.bool_)
         policies = np.array([work.activations for work in inner])
         growth = tuple(
             (policies == policy, _growth(problem, gpu, collectives, policy))
             for policy in problem.activations
         )
         columns = Columns.of(inner), Columns.of(outer)
-        return Menu(host, gpu, tuple(inner), amounts, fewest, *columns, growth)
+        return Menu(host, gpu, tuple(inner), amounts, fewest, single, *columns, growth)
 
     def samples(self, step: float, *, outer: bool) -> Ints:
         """What each load computes in a step of so many seconds; by the outer reading at least."""
@@ -123,7 +129,8 @@ class Menu:
         for has_policy, seconds in self.growth:
             more = np.searchsorted(seconds, slack[has_policy] * (1.0 + _ROUNDING), side="right")
             most[has_policy] += np.maximum(0, more - 1)
-        return np.minimum(most, self.amounts)
+        # A single one's growth may hide behind what its forward waits for.
+        return np.where(self.single, self.amounts, np.minimum(most, self.amounts))
 
 
 def _growth(

@@ -14,7 +14,7 @@ one's backward,
     backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last + c RS)
 
 c being the share of a collective that compute beside it misses (in stage 3 each micro-batch waits
-for its own AG, forward and backward, and misses c AG in both); on the GPU, that makes
+for its own AG in forward and AG + RS in backward, and misses c of both); on the GPU, that makes
 
     compute   L (forward + backward) + sum of what is outside of the layers
 
@@ -30,10 +30,10 @@ as the longest of these lines, a step of the job as that of its slowest rank:
     host      all traffic of all its ranks / bandwidth of its memory
 
 These are the limits of a step (DESIGN.md, section 8); steps.py is finer, it walks through the steps
-of all ranks together. Memory, where an element of the training copy has 2 B: 2 B a parameter (of
-the shard in stage 3) + 14 B a GPU-placed parameter + C(m) + what the activation policy leaves
-there + whole gradients before they are reduced; on the host 14 to 16 B a CPU-placed parameter +
-offloaded activations.
+of all ranks together. Memory, where an element of the training copy has 2 B: 2 B a parameter (4 B a
+parameter of the shard in stage 3, with its gradient) + 14 B a GPU-placed parameter + C(m) + what
+the activation policy leaves there + whole gradients before they are reduced; on the host 14 to 16 B
+a CPU-placed parameter + offloaded activations.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ def micro_sizes(batch: int, microbatch: int) -> list[tuple[int, int]]:
     return [(full, microbatch)] * (full > 0) + [(1, left)] * (left > 0)
 
 
+def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
+    """Whether a rank with this load makes as many micro-batches as all are to make."""
+    return problem.rounds is None or not batch or -(-batch // microbatch) == problem.rounds
+
+
 def load(
     problem: PlanProblem,
     gpu: GpuProfile,
@@ -168,6 +173,7 @@ def layer_passes(
     sharded = collectives.gather if is_sharded else 0.0
     delay = collectives.gather_delay if is_sharded else 0.0
     least = max(collectives.scatter + sharded, copy)
+    each = least if is_sharded else 0.0
     if not sizes:
         return LayerPasses(max(collectives.gather, copy), 0.0, least)
     adding = [accumulation_seconds(problem, gpu, size) for _, size in sizes]
@@ -188,11 +194,13 @@ def layer_passes(
     forwards = [forward + delay for forward in forwards]
     backwards = [backward + delay for backward in backwards]
     further = 0.0
+    if is_sharded:
+        backwards = [backward + collectives.scatter_delay for backward in backwards]
     for count, forward, backward, add in zip(counts, forwards, backwards, adding, strict=True):
-        further += count * (max(sharded, forward) + max(sharded, backward + add))
-    further -= max(sharded, forwards[0]) + max(sharded, backwards[-1] + adding[-1])
+        further += count * (max(sharded, forward) + max(each, backward + add))
+    further -= max(sharded, forwards[0]) + max(each, backwards[-1] + adding[-1])
     first = forwards[0] if is_sharded else forwards[0] + collectives.gather_delay
-    last = backwards[-1] + collectives.scatter_delay
+    last = backwards[-1] if is_sharded else backwards[-1] + collectives.scatter_delay
     return LayerPasses(max(collectives.gather, first), further, max(least, last))
 
 
@@ -240,6 +248,8 @@ def _peak(
         peak = working + batch * boundary
     else:
         peak = working
+    if problem.stage == 3:
+        return peak  # gradients are reduced as they come, in every backward
     if activations not in LAYER_MAJOR and batch > microbatch:
         return peak + gradients  # they wait for the last micro-batch
     if problem.cluster.num_ranks > 1 or activations in LAYER_MAJOR:
@@ -289,7 +299,7 @@ def gpu_bytes(
     problem: PlanProblem, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
 ) -> float:
     """The peak of a rank's GPU."""
-    sharded = problem.model.itemsize * (on_gpu + on_cpu) if problem.stage == 3 else 0.0
+    sharded = problem.sharded_bytes * (on_gpu + on_cpu)
     return gpu.memory_bytes - work.room + sharded + problem.gpu_state_bytes * on_gpu
 
 
@@ -326,8 +336,8 @@ def gpu_capacity(
     """
     each, room = problem.gpu_state_bytes, columns.room
     if problem.stage == 3:
-        itemsize = problem.model.itemsize
-        each, room = each + itemsize, room - itemsize * on_cpu
+        sharded = problem.sharded_bytes
+        each, room = each + sharded, room - sharded * on_cpu
     return np.minimum(room / each, (step - columns.compute) * gpu.update_rate)
 
 
@@ -343,7 +353,7 @@ def cpu_capacity(
     copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
     most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
     if problem.stage == 3:
-        most = np.minimum(most, np.maximum(0.0, columns.room) / itemsize)
+        most = np.minimum(most, np.maximum(0.0, columns.room) / problem.sharded_bytes)
     return most
 
 
@@ -361,7 +371,7 @@ def largest_shards(
     on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
     each = problem.gpu_state_bytes * gpu_part
     if problem.stage == 3:
-        each = each + problem.model.itemsize
+        each = each + problem.sharded_bytes
     room = columns.room[:, None]
     unlimited = np.full((len(columns.room), num_layers + 1), np.inf)
     shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hytrain.planner.baselines import samples_by_speed
+from hytrain.planner.baselines import best_rounds, samples_by_speed
 from hytrain.planner.frontier import Frontier
-from hytrain.planner.loads import Collectives, Load, load
+from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.problem import GpuProfile, PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
@@ -31,6 +31,8 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     Args:
         problem: what is to be dealt to whom.
     """
+    if problem.stage == 3 and problem.rounds is None and problem.cluster.num_ranks > 1:
+        return _in_rounds(problem)
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
         return Infeasible(
@@ -62,6 +64,17 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     if found is None:
         return _missing(problem, frontiers[-1], is_bounded=math.isfinite(bound))
     return to_plan(problem, found, min(bound, found.step))
+
+
+def _in_rounds(problem: PlanProblem) -> Plan | Infeasible:
+    """Stage 3: the best plan in which all ranks make as many micro-batches."""
+    found = best_rounds(problem, make_plan)
+    if isinstance(found, Infeasible):
+        return found
+    # Ranks that need not wait for each other are no slower: their bound is all plans' bound.
+    bounds = [_lower_bound(Frontier(problem, even=even)) for even in (True, False)]
+    bound = min((one for one in bounds if one is not None), default=found.lower_bound)
+    return replace(found, lower_bound=min(bound, found.step_seconds))
 
 
 def _lower_bound(frontier: Frontier) -> float | None:
@@ -120,31 +133,51 @@ def _search(frontier: Frontier, low: float, worst: float) -> Found | None:
 def _finish(frontier: Frontier, step: float) -> Found | None:
     """Loads that fit a step by the inner reading, with shares; the step may come out longer."""
     chosen = frontier.choose(step, outer=False)
-    if chosen is None:
+    loads = None if chosen is None else _deal(frontier, chosen)
+    if loads is None:
         return None
-    return settle(frontier.problem, _deal(frontier, chosen), step, even=frontier.even)
+    return settle(frontier.problem, loads, step, even=frontier.even)
 
 
-def _deal(frontier: Frontier, chosen: Sequence[Load]) -> list[Load]:
-    """The loads with samples taken from the slowest until they are the batch."""
+def _deal(frontier: Frontier, chosen: Sequence[Load]) -> list[Load] | None:
+    """The loads with samples taken from the slowest until they are the batch.
+
+    None where that would leave a rank with another number of micro-batches than all shall have.
+    """
     problem = frontier.problem
     collectives = Collectives.of(problem, even=frontier.even)
     batches = [work.batch for work in chosen]
+    sizes = [work.microbatch for work in chosen]
     least = 0 if problem.allow_idle else 1
     for _ in range(sum(batches) - problem.batch):
-        able = [rank for rank, batch in enumerate(batches) if batch > least]
+        fewer = [
+            _micro_size(problem, batch - 1, size) if batch > least else None
+            for batch, size in zip(batches, sizes, strict=True)
+        ]
+        able = [rank for rank, size in enumerate(fewer) if size is not None]
+        if not able:
+            return None
         slowest = max(
             able, key=lambda rank: chosen[rank].compute * batches[rank] / chosen[rank].batch
         )
         batches[slowest] -= 1
+        sizes[slowest] = fewer[slowest] or 0
     dealt: list[Load] = []
-    for (_, gpu), work, batch in zip(problem.cluster.ranks, chosen, batches, strict=True):
+    rows = zip(problem.cluster.ranks, chosen, batches, sizes, strict=True)
+    for (_, gpu), work, batch, size in rows:
         if batch == work.batch:
             dealt.append(work)
             continue
-        size = min(work.microbatch, batch)
         dealt.append(load(problem, gpu, collectives, batch, size, work.activations))
     return dealt
+
+
+def _micro_size(problem: PlanProblem, batch: int, most: int) -> int | None:
+    """The largest micro-batch, up to ``most``, that makes the rounds; None where none does."""
+    if not batch:
+        return 0
+    sizes = range(min(most, batch), 0, -1)
+    return next((size for size in sizes if fits_rounds(problem, batch, size)), None)
 
 
 def _missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> Infeasible:

@@ -235,6 +235,8 @@ class PlanProblem:
         host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
         allow_idle: whether a rank may compute nothing and only hold state.
+        rounds: micro-batches that every rank with samples makes; None: any number. In stage 3 the
+            ranks gather each layer together, so one with fewer waits for those with more.
     """
 
     cluster: Cluster
@@ -248,6 +250,15 @@ class PlanProblem:
     update_bytes: int = 30
     gradient_bytes: int = 0
     allow_idle: bool = True
+    rounds: int | None = None
+
+    @property
+    def sharded_bytes(self) -> int:
+        """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
+
+        Stage 3 has the training copy there, and the gradient that micro-batches add to.
+        """
+        return self.model.itemsize + self.gradient_bytes if self.stage == 3 else 0
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -148,7 +148,7 @@ def _more_gpu_layers(problem: PlanProblem, found: Found, steps: Steps) -> tuple[
     layers = problem.model.num_layers
     for work, share in zip(found.loads, found.shares, strict=True):
         shard = share.fraction * problem.model.parameters
-        room = work.room - (problem.model.itemsize * shard if problem.stage == 3 else 0.0)
+        room = work.room - problem.sharded_bytes * shard
         each = problem.gpu_state_bytes * shard / layers
         fitting = layers if each <= 0.0 else math.floor(room / each)
         most.append(min(layers, max(share.gpu_layers, fitting)))

@@ -10,6 +10,9 @@ time from one decision on clipping to the next, with no step clipped:
 - Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
   longer of its update and its copies, its first chunk must have come and its last one go back.
 
+In stage 3 the ranks gather each layer together, in every micro-batch: all take as long as the
+slowest one, and a rank with fewer micro-batches waits for its first.
+
 Every layer's forward waits for that layer's weights, so the worker has nothing left when forward
 has ended: one walk after another with the weights' times of the one before is the steady state.
 """
@@ -21,7 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share
-from hytrain.planner.loads import Collectives, Load, layer_passes, micro_sizes, outside_seconds
+from hytrain.planner.loads import (
+    Collectives,
+    Load,
+    layer_passes,
+    micro_seconds,
+    micro_sizes,
+    outside_seconds,
+)
 from hytrain.planner.problem import GpuProfile, Host, PlanProblem
 
 _ROUNDS = 4
@@ -98,6 +108,8 @@ class Steps:
                 self._ranks.append(
                     _rank(problem, gpu, self._collectives, loads[rank], shares[rank], rate)
                 )
+        if problem.stage == 3:
+            self._ranks = _in_rounds(problem, self._ranks, loads)
 
     def seconds(self, gpu_layers: Sequence[int] | None = None) -> float:
         """The steady state's step, with these numbers of GPU layers or the shares' own."""
@@ -173,6 +185,28 @@ class Steps:
         return _Walked(now, tuple(time - now for time in reversed(reduced)))
 
 
+def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Load]) -> list[_Rank]:
+    """The ranks with the passes of the slowest of each round, which all of them wait for."""
+    layers = problem.model.num_layers
+    rounds: list[float] = []
+    for (_, gpu), work in zip(problem.cluster.ranks, loads, strict=True):
+        sizes = micro_sizes(work.batch, work.microbatch)
+        each = [size for count, size in sizes for _ in range(count)]
+        seconds = [0.0] * len(each)
+        for number, size in enumerate(reversed(each)):  # the last ones coincide
+            once, back = micro_seconds(gpu, size, work.activations)
+            seconds[number] = layers * (once + back) + outside_seconds(gpu, [(1, size)])
+        rounds += [0.0] * (len(seconds) - len(rounds))
+        rounds[: len(seconds)] = [max(pair) for pair in zip(rounds, seconds, strict=False)]
+    first, last = max(rank.first for rank in ranks), max(rank.last for rank in ranks)
+    longest = max(layers * (rank.first + rank.last) + rank.middle for rank in ranks)
+    middle = max(longest, sum(rounds)) - layers * (first + last)
+    return [
+        replace(rank, first=first, middle=max(0.0, middle), last=last) if rank.last > 0.0 else rank
+        for rank in ranks
+    ]
+
+
 def _weights(rank: _Rank, final: Sequence[float]) -> list[float]:
     """When a rank has updated each layer's shard, counted from the decision."""
     updated = [(number + 1) * rank.gpu_update for number in range(rank.gpu_layers)]
@@ -233,8 +267,8 @@ def _passes(
     if not sizes:
         return 0.0, 0.0, 0.0
     # What the layers wait for outside of stage 3 is walked through here.
-    gather = collectives.gather if problem.stage == 3 else 0.0
-    own = replace(collectives, gather=gather, scatter=0.0)
+    waited = {} if problem.stage == 3 else {"gather": 0.0, "scatter": 0.0}
+    own = replace(collectives, **waited)
     copy = work.offloaded / layers / gpu.copy_rate
     passes = layer_passes(problem, gpu, own, sizes, copy, work.activations)
     return passes.first, layers * passes.further + outside_seconds(gpu, sizes), passes.last

@@ -31,9 +31,10 @@ class Planned:
     micro: tuple[int, ...]
     fractions: tuple[float, ...]
     gpu_layers: tuple[int, ...]
+    stage: int = 2
 
     def __str__(self) -> str:
-        return f"{self.batches}-{self.micro}-{self.fractions}"
+        return f"{self.batches}-{self.micro}-{self.fractions}-z{self.stage}"
 
 
 def _plan(case: Planned, **changes: Any) -> PlanFile:
@@ -43,7 +44,7 @@ def _plan(case: Planned, **changes: Any) -> PlanFile:
         case.micro,
         fractions=case.fractions,
         gpu_layers=case.gpu_layers,
-        **changes,
+        **{"stage": case.stage, **changes},
     )
 
 
@@ -74,13 +75,14 @@ def as_with_the_keys(case: Planned, folder: Path) -> None:
     if dist.get_rank() == 0:
         write_a_plan(folder, plan)
     dist.barrier()
-    losses, weights = _train(case, _config({"plan": str(path)}))
+    losses, weights = _train(case, _config({"plan": str(path)}, stage=case.stage))
     keys = {
         "batch_sizes": list(case.batches),
         "micro_batch_sizes": [max(1, size) for size in case.micro],
         "shard_fractions": list(case.fractions),
     }
-    expected_losses, expected = _train(case, make_config(bf16=False, hytrain=keys))
+    explicit = make_config(bf16=False, hytrain=keys, stage=case.stage)
+    expected_losses, expected = _train(case, explicit)
     assert losses == expected_losses
     assert weights.keys() == expected.keys()
     for name, value in weights.items():

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.timeout(240)
 TWO = Planned((3, 1), (2, 1), (0.7, 0.3), (1, 3))
 IDLE = Planned((4, 0), (2, 0), (0.25, 0.75), (4, 0))
 THREE = Planned((1, 4, 2), (1, 3, 1), (0.2, 0.5, 0.3), (0, 2, 4))
+SHARDED = Planned((4, 2), (2, 1), (0.7, 0.3), (1, 3), stage=3)
 
 
-@pytest.mark.parametrize("case", [TWO, IDLE, THREE], ids=str)
+@pytest.mark.parametrize("case", [TWO, IDLE, SHARDED, THREE], ids=str)
 def test_it_is_the_same_as_the_keys_that_it_stands_for(
     ranks: RankPools, case: Planned, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 
 from hytrain.planner.curves import Table
-from hytrain.planner.loads import Collectives, Load, load
+from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.problem import Activations, Cluster, GpuProfile, Host, Model, PlanProblem
 
 PARAMETERS = 1_000_000_000
@@ -68,11 +68,13 @@ def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
 
 @st.composite
 def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProblem:
+    stage = draw(st.sampled_from((2, 3)))
     return PlanProblem(
         cluster=draw(clusters(most_ranks)),
         model=Model("tiny", draw(st.integers(1, 3)), PARAMETERS, draw(st.sampled_from((0, 10**8)))),
         batch=draw(st.integers(1, most_batch)),
-        stage=draw(st.sampled_from((2, 3))),
+        stage=stage,
+        rounds=draw(st.integers(1, 2)) if stage == 3 else None,
         activations=draw(st.sampled_from(_POLICIES)),
         accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
         gradient_bytes=draw(st.sampled_from((0, 2))),
@@ -121,6 +123,7 @@ def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]
                 load(problem, gpu, collectives, batch, size, policy)
                 for size in _sizes(problem, gpu, batch)
                 for policy in problem.activations
+                if fits_rounds(problem, batch, size)
             ]
             for batch in range(problem.batch + 1)
         ]
@@ -175,7 +178,7 @@ def _largest(
     on_gpu = gpu_layers / problem.model.num_layers
     on_cpu = 1.0 - on_gpu
     room = math.inf
-    each = 14.0 * on_gpu + (2.0 if problem.stage == 3 else 0.0)
+    each = 14.0 * on_gpu + problem.sharded_bytes
     if each > 0.0:
         room = min(room, work.room / each)
     if on_gpu > 0.0:

@@ -10,13 +10,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner_clusters import best_step, plan_problems
 
+from hytrain.planner.allocation import Share
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import Collectives, load
 from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_report import plan_text
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import (
+    LAYER_MAJOR,
+    Cluster,
+    GpuProfile,
+    Host,
+    Model,
+    PlanProblem,
+)
 from hytrain.planner.result import Plan
+from hytrain.planner.steps import Steps
 from hytrain.planner.uneven import Infeasible
 
 GB = 10**9
@@ -222,6 +231,50 @@ def test_stage_3_fits_where_the_training_copy_does_not() -> None:
     assert refused.missing == pytest.approx((6e9 + 0.5e9 - 5e9) / 2**30)
     sharded = replace(whole, stage=3)
     check(sharded, planned(sharded))
+
+
+def test_stage_3_ranks_make_as_many_micro_batches() -> None:
+    # The fast rank could compute its samples at once; but layers are gathered together.
+    stored = Table(((1.0, 2e9), (2.0, 3e9)))
+    fast = replace(gpu("fast", 80, 1.0), most_samples=16, stored_bytes=stored)
+    slow = replace(gpu("slow", 80, 2.0), most_samples=2, stored_bytes=stored)
+    given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("store", "keep"))
+    # With collectives that cost something, fewer micro-batches would gain.
+    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    given_problem = replace(given_problem, cluster=free)
+    plan = planned(given_problem)
+    rounds = {-(-rank.batch_size // rank.microbatch_size) for rank in plan.ranks}
+    assert rounds == {4}
+    assert [rank.batch_size for rank in plan.ranks] == [16, 8]
+    assert len({rank.activations in LAYER_MAJOR for rank in plan.ranks}) == 1
+    assert plan.lower_bound <= plan.step_seconds
+    # In stage 2 nobody waits within a step, and the fewest micro-batches are as good.
+    assert planned(replace(given_problem, stage=2)).step_seconds <= plan.step_seconds * 1.001
+
+
+def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
+    fast, slow = gpu("fast", 80, 1.0), gpu("slow", 80, 2.0)
+    given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("recompute",))
+    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    given_problem = replace(given_problem, cluster=free)
+    share = Share(0.5, 24)
+
+    def step(*sizes: int) -> float:
+        rows = zip(given_problem.cluster.ranks, (16, 8), sizes, strict=True)
+        works = [
+            load(given_problem, one, Collectives(0.0, 0.0), batch, size, "recompute")
+            for (_, one), batch, size in rows
+        ]
+        return Steps(given_problem, works, [share, share], even=True).seconds()
+
+    together = step(4, 2)
+    assert step(8, 4) == pytest.approx(together)
+    # One micro-batch of 16 meets the last of four of 2: three quarters of the slow rank's step
+    # pass before it begins.
+    assert step(16, 2) == pytest.approx(1.75 * together, rel=0.02)
+
+
+_FREE = Table(((1.0, 0.0),))
 
 
 def test_offloaded_activations_make_room() -> None:
