@@ -236,7 +236,8 @@ class HyTrainEngine(WeightsEngine):
         optimizer = self.open_optimizer()
         optimizer.begin_forward()
         try:
-            return super().forward(*inputs, **kwargs)
+            with optimizer.weights.watching():
+                return super().forward(*inputs, **kwargs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"{error}\n{optimizer.make_gpu_room()}") from error
 

@@ -34,6 +34,8 @@ PassKind = Literal["train", "eval", "backward", "layers"]
 by layer."""
 
 _END = -1
+_HOLD = 1 << 32
+"""Added to a layer's number where ranks agree to hold it."""
 
 
 class Reducer(Protocol):
@@ -223,6 +225,9 @@ class GatherSchedule:
             index = self._agree(None)
             if index == _END:
                 break
+            if index >= _HOLD:
+                self._add_held(index - _HOLD)
+                continue
             self._leave_recorded(current)
             current.uses.append(index)
             current.in_use = index
@@ -366,6 +371,27 @@ class GatherSchedule:
         if index in self._sharded:
             self._gather(index)
         self._wait_resident(index)
+
+    def knows(self, kind: PassKind) -> bool:
+        """Whether a pass of this kind has been recorded."""
+        return kind in self._traces
+
+    def hold(self, index: int) -> None:
+        """A pass that is being recorded reads a layer that no module's hook has told of.
+
+        From now on the layer is there in the whole of every pass.
+        """
+        current = self._pass
+        if current is None or current.operations is not None or index not in self._sharded:
+            return
+        if not self._gatherer.is_live(self._layers[index]):
+            self._agree(_HOLD + index)
+            self._add_held(index)
+
+    def _add_held(self, index: int) -> None:
+        self._held = sorted({*self._held, index})
+        self._gather(index)
+        self._gatherer.use(self._layers[index])
 
     def _use_extra(self, current: _Pass, index: int) -> None:
         """A use that the record does not have: legal where all ranks make it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -13,6 +13,7 @@ from hytrain.offload.arena import Arena
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.gather_schedule import GatherSchedule, Reducer
+from hytrain.optim.weight_reads import WeightReads
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.gather_plan import GatherSettings
 
@@ -68,6 +69,15 @@ class WeightPasses:
             self.schedule.set_reducer(reducer)
             self._set_pace = set_pace
             set_pace(self.schedule)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around a forward: where it is the first, reads that no hook tells of are seen."""
+        schedule = self.active
+        if schedule is None or schedule.knows("train" if torch.is_grad_enabled() else "eval"):
+            return nullcontext()
+        layers = self._pipeline.layers
+        layer_of = {id(slot.parameter): s.index for s in layers for slot in s.layout.slots}
+        return WeightReads(layer_of, schedule.hold)
 
     # -- one layer at a time, for who knows best -----------------------------------------------
 

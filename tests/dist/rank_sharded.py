@@ -88,6 +88,22 @@ class RootOwned(Mlp):
         return (self.head(x) * self.scale).float().pow(2).mean()
 
 
+class ReadElsewhere(Mlp):
+    """Weights of the embedding and of a block are read again behind the last block."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        x = nn.functional.linear(self.head(x), self.embed.weight)
+        bias: Any = self.blocks.get_parameter("1.down.bias")
+        return torch.stack([x, x + bias]).float().pow(2).mean()
+
+
 class PartlyFrozen(Mlp):
     """One block and a bias are not trained."""
 
@@ -111,6 +127,7 @@ MODELS = {
     "recomputed-2": lambda: Nested(reentrant=False, together=2),
     "twice": twice,
     "root": RootOwned,
+    "elsewhere": ReadElsewhere,
     "frozen": PartlyFrozen,
 }
 PLAIN = ("mlp", *MODELS)

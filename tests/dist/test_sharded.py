@@ -35,6 +35,7 @@ SETUPS = [
     Setup("recomputed-2", UNEVEN, keys=LOOKS_FAR, accumulation=2),
     Setup("twice", EVEN),
     Setup("root", UNEVEN, evaluates=True),
+    Setup("elsewhere", UNEVEN, evaluates=True, accumulation=2),
     Setup("frozen", UNEVEN, (0.5, 0.5), accumulation=2),
     Setup("mlp", UNEVEN, (0.0, 1.0), on_host=True, evaluates=True, keys=SMALL_STAY),
     Setup("llama", EVEN, (0.5, 0.0), 0.0, on_host=True, accumulation=2, delays=7),
