@@ -15,11 +15,12 @@ VALUES = {
     "stage": (1, 2),
 }
 SHARDS = ((0.5, 0.5), (0.7, 0.3))
+SHARED = {"fractions": SHARDS, **VALUES, "stage": (1, 2, 3)}
 
 ONE_RANK = [Case(**values) for values in covering(VALUES)]
 ONE_RANK_FULL = [Case(**values) for values in every(VALUES)]
-TWO_RANKS = [Case(**values) for values in covering({"fractions": SHARDS, **VALUES})]
-TWO_RANKS_FULL = [Case(**values) for values in every({"fractions": SHARDS, **VALUES})]
+TWO_RANKS = [Case(**values) for values in covering(SHARED)]
+TWO_RANKS_FULL = [Case(**values) for values in every(SHARED)]
 
 DELAYED = [
     Case("llama", 0.0, "sometimes", 1, "bf16"),
