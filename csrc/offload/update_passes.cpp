@@ -157,8 +157,8 @@ std::size_t UpdateWorker::take_outgoing() {
 }
 
 Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
-    // Whoever has copied the old weights from here is done: a layer's gradient comes after its uses.
-    // Nobody reads it soon: past the cache.
+    // Whoever has copied the old weights from here is done: a layer's gradient comes after its
+    // uses. Nobody reads it soon: past the cache.
     if (chunk.weights_on_host) return Outgoing{chunk.weights, chunk.weights_dtype, true};
     // Stored through the cache: the copy engine reads the buffer soon after.
     return Outgoing{outgoing_.addresses[take_outgoing()], chunk.weights_dtype, false};
