@@ -6,7 +6,6 @@ steps, or where all of them ask for one: nothing that a rank sees alone decides 
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,6 @@ from hytrain.errors import HyTrainError
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile
 from hytrain.planner.report import align
-
-logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _WARM_UP = 3
@@ -171,7 +168,8 @@ class PlanWatch:
         self._reports += 1
         report = self.report()
         if self._collectives.rank == 0 and (report.is_settled or self._reports == _MOST_REPORTS):
-            logger.info("%s", report.table())
+            # Whoever trains by a plan wants to see it, whether logging is set up or not.
+            print(report.table(), flush=True)
 
     def report(self) -> PlanReport:
         """Predicted and measured over the last steps; a collective.
