@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.layers.discovery import find_layers
 from hytrain.layers.language_model import build_language_model, read_config
 from hytrain.layers.layout import LayerLayout, lay_out
-from hytrain.layers.partition import partition
+from hytrain.layers.partition import PartitionTable, partition
+from hytrain.layers.sharded_storage import shard_bytes
 from hytrain.offload.slots import plan_slots
+from hytrain.parallel.gather_plan import gather_settings, most_live, persistent_layers
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.outlook import ModelSizes, TrainingForm
 
@@ -63,15 +66,41 @@ def read_model_sizes(
             gradient_bytes.append((span.end - span.begin) * itemsize)
             outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)
     plan = plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not form.is_direct)
+    on_gpu, on_host = _weights(model, layouts, table, form, rank)
     return ModelSizes(
         source=str(path),
         layers=tuple(layers),
         parameters=tuple(layout.numel for layout in layouts),
-        training_copy_bytes=_bytes([*model.parameters(), *model.buffers()]),
-        staging_bytes=plan.staging_bytes,
+        training_copy_bytes=on_gpu,
+        staging_bytes=plan.staging_bytes + on_host,
         num_ranks=num_ranks,
         rank=rank,
+        shards_weights=form.shards_weights,
     )
+
+
+def _weights(
+    model: nn.Module,
+    layouts: Sequence[LayerLayout],
+    table: PartitionTable,
+    form: TrainingForm,
+    rank: int,
+) -> tuple[int, int]:
+    """Bytes of weights on the GPU, at the peak of a step, and on the host."""
+    everything = _bytes([*model.parameters(), *model.buffers()])
+    num_ranks = len(table.cuts[0]) - 1
+    if not form.shards_weights or (num_ranks == 1 and not form.weights_on_host):
+        return everything, 0
+    settings = gather_settings(form.gather_keys)
+    sizes = [layout.size for layout in layouts]
+    sharded = set(range(len(layouts))) - persistent_layers(sizes, settings)
+    away = [layout for layout in layouts if layout.index in sharded]
+    shards = sum(shard_bytes(layout, table.shard(layout.index, rank)) for layout in away)
+    whole = sum(_bytes([slot.parameter for slot in layout.slots]) for layout in away)
+    itemsize = max(_widest(layout).itemsize for layout in layouts)
+    live = itemsize * most_live(sizes, sharded, settings)
+    on_gpu = everything - whole + live
+    return (on_gpu, shards) if form.weights_on_host else (on_gpu + shards, 0)
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

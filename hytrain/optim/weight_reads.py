@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _OF_SHAPE = frozenset(
-    ("__get__", "__set__", "dim", "size", "numel", "nelement", "stride", "is_contiguous", "is_floating_point",
-     "type", "element_size", "ndimension", "__len__", "__repr__", "data_ptr")
+    ("__get__", "__set__", "dim", "size", "numel", "nelement", "stride", "is_contiguous",
+     "is_floating_point", "type", "element_size", "ndimension", "__len__", "__repr__", "data_ptr")
 )  # fmt: skip
 """Functions of a tensor that read nothing of it (the first two are every attribute's)."""
 

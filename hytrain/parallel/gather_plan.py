@@ -68,6 +68,17 @@ class GatherSettings:
                 raise ConfigError(f"a stage3_* key is {getattr(self, name)}: it must be 0 or more")
 
 
+def gather_settings(keys: Mapping[str, int]) -> GatherSettings:
+    """DeepSpeed's ``stage3_*`` keys as a configuration has them, with DeepSpeed's defaults."""
+    return GatherSettings(
+        prefetch=keys.get("stage3_prefetch_bucket_size", 50_000_000),
+        max_live=keys.get("stage3_max_live_parameters", 10**9),
+        max_reuse=keys.get("stage3_max_reuse_distance", 10**9),
+        persistence=keys.get("stage3_param_persistence_threshold", 100_000),
+        max_persistent=keys.get("stage3_model_persistence_threshold", 2**63 - 1),
+    )
+
+
 def persistent_layers(sizes: Sequence[int], settings: GatherSettings) -> set[int]:
     """The layers that stay whole on every rank: the smallest below the threshold, within the sum.
 
@@ -254,5 +265,5 @@ class _Planner:
 
 __all__ = [
     "NO_LAYER", "Action", "GatherSettings", "Operation", "PassPlan", "PassTrace",
-    "most_live", "persistent_layers", "plan_pass",
+    "gather_settings", "most_live", "persistent_layers", "plan_pass",
 ]  # fmt: skip

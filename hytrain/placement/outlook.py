@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hytrain.config import HyTrainConfig, SolverConfig
@@ -53,6 +53,9 @@ class TrainingForm:
         clipping: the threshold; 0 for none, None where "auto" leaves it to the trainer.
         check_overflow: whether an inf or NaN skips the step.
         accumulation: micro-batches a step.
+        shards_weights: whether each rank keeps its shards of the training copy only (ZeRO-3).
+        weights_on_host: whether it keeps them in host memory (``offload_param``).
+        gather_keys: values of the ``stage3_*`` keys, where they are numbers.
     """
 
     dtype: str
@@ -60,6 +63,9 @@ class TrainingForm:
     clipping: float | None
     check_overflow: bool
     accumulation: int
+    shards_weights: bool = False
+    weights_on_host: bool = False
+    gather_keys: Mapping[str, int] = field(default_factory=lambda: {})
 
     @property
     def is_direct(self) -> bool:
@@ -75,8 +81,8 @@ class ModelSizes:
         source: where the model's shape is from.
         layers: this rank's shards, in forward order.
         parameters: of each whole layer.
-        training_copy_bytes: of all weights, as each rank's GPU holds them.
-        staging_bytes: pinned staging on the host.
+        training_copy_bytes: of weights on this rank's GPU at the peak of a step.
+        staging_bytes: pinned staging on the host, weights that are kept there included.
         num_ranks: ranks that share the state.
         rank: this one.
     """
@@ -88,6 +94,8 @@ class ModelSizes:
     staging_bytes: int
     num_ranks: int
     rank: int
+    shards_weights: bool = False
+    """ZeRO-3: the first backward keeps no whole gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +128,16 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
     accumulated = _section(config, "data_types").get("grad_accum_dtype")
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     clipping = config.get("gradient_clipping", 0.0)
+    zero = _section(config, "zero_optimization")
     return TrainingForm(
         dtype=dtype,
         gradient_dtype=names.get(str(accumulated)),
         clipping=None if clipping == "auto" else _number("gradient_clipping", clipping),
         check_overflow=check,
         accumulation=_accumulation(config),
+        shards_weights=zero.get("stage") == 3,
+        weights_on_host=_section(zero, "offload_param").get("device") == "cpu",
+        gather_keys={k: v for k, v in zero.items() if k.startswith("stage3_") and type(v) is int},
     )
 
 
@@ -287,7 +299,9 @@ def memory_limits(
     if sizes.num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.
         whole = zip(sizes.parameters, sizes.layers, strict=True)
-        base += sum(parameters * layer.gradient_itemsize for parameters, layer in whole)
+        gradients = [parameters * layer.gradient_itemsize for parameters, layer in whole]
+        # Under ZeRO-3 one is reduced while the next one comes.
+        base += 2 * max(gradients) if sizes.shards_weights else sum(gradients)
     return MemoryLimits(
         gpu=gpu_bytes,
         gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0),

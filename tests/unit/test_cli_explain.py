@@ -182,6 +182,37 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert [row["gpu_layers"] for row in result["candidates"]] == list(range(6))
 
 
+def test_weights_that_are_sharded_or_on_the_host(
+    tmp_path: Path, config: Path, model: Path, capsys: Capture
+) -> None:
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+
+    def sizes(ranks: int, **keys: Any) -> tuple[int, int]:
+        written = json.loads(config.read_text(encoding="utf-8"))
+        written["zero_optimization"] = {**zero, **keys}
+        path = tmp_path / "zero3.json"
+        path.write_text(json.dumps(written))
+        arguments = ["--model", str(model), "--ranks", str(ranks), "--host-memory", "16"]
+        arguments += ["--gpu-memory", "8", "--json"]
+        assert cli.main(["explain", str(path), *arguments]) == 0
+        result = json.loads(capsys.readouterr().out)
+        return result["limits"]["gpu_base"], 2 * result["parameters"]
+
+    resident, whole = sizes(1)
+    assert resident == pytest.approx(whole, rel=0.02)
+    largest = 2 * max(256 * 64, BLOCK)  # bf16
+    streamed, _ = sizes(1, offload_param={"device": "cpu"})
+    assert streamed == pytest.approx(largest, rel=0.1)
+    shared, _ = sizes(2)
+    assert shared == pytest.approx(whole / 2 + largest + 2 * largest, rel=0.1)
+
+
 def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture) -> None:
     arguments = ["--model", str(model / "config.json"), "--ranks", "2", "--host-memory", "16"]
     assert cli.main(["explain", str(config), *arguments, "--json"]) == 0
