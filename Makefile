@@ -63,8 +63,9 @@ test-gpu: install
 	$(PYTEST) -m gpu $(TEST_ARGS) tests
 
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
+# (zero2_plan.json needs a plan of the machine's own.)
 test-configs: install
-	set -e; for config in $(wildcard ds_configs/*.json); do \
+	set -e; for config in $(filter-out %zero2_plan.json,$(wildcard ds_configs/*.json)); do \
 	    case $$config in *unequal_shards*|*zero3.json) ranks=2 ;; *) ranks=1 ;; esac; \
 	    echo "== $$config, $$ranks ranks"; \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks \

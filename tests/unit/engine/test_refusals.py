@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
 from support.engines import make_config
-from support.models import make_model
+from support.models import Mlp, make_model
 
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError
@@ -209,7 +210,7 @@ def test_mixtures_of_experts() -> None:
 
 
 def test_models_built_for_zero_3() -> None:
-    model = make_model("mlp")
-    next(model.parameters()).ds_id = 0
+    with deepspeed.zero.Init(config_dict_or_path=make_config(stage=3), dtype=torch.float32):
+        model = Mlp()
     with pytest.raises(UnsupportedError, match=r"partitioned under deepspeed\.zero\.Init"):
         hytrain.initialize(model=model, config=make_config())

@@ -95,7 +95,7 @@ def test_memory_that_cannot_be_had_changes_nothing(monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(arena, "map_anonymous", refuse)
-        with pytest.raises(MemoryError, match=r"0\.0\d GiB of gradients and staging cannot be"):
+        with pytest.raises(MemoryError, match=r"0\.0\d GiB of weights and gradients cannot be"):
             pinned.grow(worker, [True] * NUM)
     assert (pinned.num_bytes, worker.slots) == (before, slots)
     pinned.grow(worker, [True] * NUM)
