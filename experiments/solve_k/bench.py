@@ -99,9 +99,7 @@ class Bench:
         size = register(workload.model, self.options.get("layers"))
         self.note_host("before building")
         begin = time.perf_counter()
-        self.model = build_model(workload, torch.bfloat16)
-        if self.options["checkpointing"] == "on":
-            self.checkpoint_activations()
+        self.model = self.make_model(torch.bfloat16)
         self.batches = build_batches(workload)
         synchronize(self.device)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -116,6 +114,13 @@ class Bench:
         )
         print(f"{self.num_parameters / 1e9:.3f} B parameters", flush=True)
 
+    def make_model(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The bare model in this dtype, with checkpointing if the entry asks for it."""
+        model = build_model(self.job.workload, dtype)
+        if self.options["checkpointing"] == "on":
+            _checkpoint(model)
+        return model
+
     def _count_flops(self, workload: Workload) -> None:
         tokens = {"batch": workload.batch, "seq": workload.seq}
         self.flops = model_flops(self._size, **tokens)
@@ -123,9 +128,7 @@ class Bench:
 
     def checkpoint_activations(self) -> None:
         """From now on blocks are computed again in the backward pass."""
-        self.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        _checkpoint(self.model)
         self.recorder.put(checkpointing=True)
 
     def start(self) -> None:
@@ -189,7 +192,7 @@ class Bench:
             stepper = Stepper(ForwardBackward(self.model), self.batches, self.device)
             for _ in range(warmup):
                 stepper.step()
-            timing = measure(stepper, _plan(windows, steps), [])
+            timing = measure(stepper, plan_of(windows, steps), [])
         result = self._timed(timing)
         print(f"forward and backward only: {timing.step_seconds:.4f} s", flush=True)
         return result
@@ -252,7 +255,7 @@ class Bench:
         """Steps as they are, timed; then what they cost, and what is predicted from that."""
         assert self._stepper is not None
         decided = len(self.placed.decisions())
-        timing = measure(self._stepper, _plan(windows, steps), [])
+        timing = measure(self._stepper, plan_of(windows, steps), [])
         rows = list(timing.observations)
         self._rows += [{**row, "step_seconds": timing.step_seconds} for row in rows]
         costs = self.placed.costs()
@@ -300,8 +303,13 @@ class Bench:
         }
 
 
+def _checkpoint(model: torch.nn.Module) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 @functools.cache
-def _plan(windows: int, steps: int) -> Measurement:
+def plan_of(windows: int, steps: int) -> Measurement:
+    """Windows of so many steps, after no more warming up."""
     return Measurement(windows=windows, steps=steps, warmup=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from experiments.offload_step.records import Entry, Json
 
@@ -12,6 +13,17 @@ FEW_CORES_FRACTIONS = (0.5, 0.7, 0.85, 1.0)
 
 SPARE_CORES = 2
 """Beside the update's threads: one core launches, one runs the backward pass."""
+
+
+OTHER_SYSTEMS = {
+    "zero2_offload": "deepspeed_zero2_offload",
+    "zero3_offload": "deepspeed_zero3_offload",
+    "fsdp2": "fsdp2",
+}
+"""Label and module of the systems whose largest model is searched."""
+
+OTHER_SIZES = {name: (24, 27, 30, 33, 36) for name in OTHER_SYSTEMS}
+"""Blocks of the models that each is tried with, in this order, until one does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +40,12 @@ class Settings:
     """Further keys of hytrain's config section."""
     least_settling: int
     host_floor_gib: float
+    sizes: Mapping[str, tuple[int, ...]] = dataclasses.field(
+        default_factory=lambda: dict(OTHER_SIZES)
+    )
+    """As OTHER_SIZES."""
+    other_threads: int = 15
+    """Of the CPU updates of other systems."""
 
 
 def _entry(
@@ -101,6 +119,29 @@ def _largest(settings: Settings) -> list[Entry]:
     return [_entry(settings, "largest", "big", **options)]
 
 
+def _others(settings: Settings) -> list[Entry]:
+    """The largest model of other systems: growing ones, until one does not fit."""
+    unknown = set(settings.sizes) - set(OTHER_SYSTEMS)
+    if unknown:
+        raise ValueError(f"--sizes names {sorted(unknown)}: choose of {', '.join(OTHER_SYSTEMS)}")
+    entries = []
+    for name, sizes in settings.sizes.items():
+        for blocks in sizes:
+            options: Json = {
+                "plan": "other",
+                "search": name,
+                "layers": blocks,
+                "checkpointing": "on",
+                "threads": [settings.other_threads],
+                "host_floor_gib": settings.host_floor_gib,
+            }
+            label, system = f"{name} {blocks}", OTHER_SYSTEMS[name]
+            # Without a norm over all gradients on the host, in FSDP2's favour, as in offload_step.
+            clip = None if name == "fsdp2" else settings.clip
+            entries.append(Entry(label=label, system=system, clip=clip, options=options))
+    return entries
+
+
 PARTS = {
     "sweep": _sweep,
     "caps": _caps,
@@ -108,12 +149,16 @@ PARTS = {
     "few_cores": _few_cores,
     "ten_b": _ten_b,
     "largest": _largest,
+    "others": _others,
 }
 
-MODEL = {"ten_b": "llama-10b", "largest": "llama-15b"}
+MODEL = {"ten_b": "llama-10b", "largest": "llama-15b", "others": "llama-7b"}
 """Of the parts that have one of their own; the others train llama-3b."""
 
-EXPECTED_SECONDS = {"sweep": 200.0, "capped": 65.0, "lowered": 100.0, "follow": 100.0, "big": 240.0}
+EXPECTED_SECONDS = {
+    **{"sweep": 200.0, "capped": 65.0, "lowered": 100.0, "follow": 100.0, "big": 240.0},
+    "other": 130.0,
+}
 """Of one measuring process on one H200, start and end included."""
 
 FEW_CORES_SECONDS = 200.0
@@ -123,7 +168,7 @@ def expected_seconds(entry: Entry, model: str) -> float:
     """About how long the entry's process will run."""
     options = entry.options
     full = FEW_CORES_SECONDS if "cores" in options else EXPECTED_SECONDS[options["plan"]]
-    return full if model in ("llama-3b", "llama-10b", "llama-15b") else min(full, 60.0)
+    return min(full, 60.0) if model in ("toy", "llama-100m") else full
 
 
 def entries_of(part: str, settings: Settings) -> list[Entry]:

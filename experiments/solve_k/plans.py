@@ -10,6 +10,7 @@ import torch
 from experiments.offload_step.records import Json
 from experiments.offload_step.timing import synchronize
 from experiments.solve_k.bench import Bench
+from experiments.solve_k.others import other
 from experiments.solve_k.points import closed_form_layers, layers_of, near, up_and_down
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
@@ -177,6 +178,7 @@ PLANS: dict[str, Callable[[Bench], None]] = {
     "lowered": lowered,
     "follow": follow,
     "big": big,
+    "other": other,
 }
 
 
@@ -185,6 +187,7 @@ def run(bench: Bench) -> None:
     cap = bench.options.get("cap")
     if cap is not None and bench.device == "cuda":
         _cap(cap)
-    bench.build()
+    if bench.options["plan"] != "other":
+        bench.build()
     PLANS[bench.options["plan"]](bench)
     synchronize(bench.device)

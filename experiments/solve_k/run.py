@@ -3,7 +3,7 @@
     python experiments/solve_k/run.py --part sweep --out DIR
     python experiments/solve_k/run.py --part sweep --out DIR --device cpu --model toy --layers 8
 
-Parts: sweep, caps, few_cores, ten_b, largest. DIR/part_NAME.json is rewritten after every process,
+Parts: sweep, caps, follow, few_cores, ten_b, largest, others. DIR/part_NAME.json is rewritten after every process,
 so that an interrupted part keeps what it has. Each process has a folder, DIR/NAME_<label>, with its
 log, its result as it grows, and metrics.jsonl for `hytrain explain`.
 """
@@ -24,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from experiments.offload_step import records
 from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
 from experiments.solve_k.launch import run_job
-from experiments.solve_k.parts import MODEL, PARTS, Settings, entries_of, expected_seconds
+from experiments.solve_k.parts import (
+    MODEL,
+    OTHER_SIZES,
+    PARTS,
+    Settings,
+    entries_of,
+    expected_seconds,
+)
 from experiments.solve_k.sizes import MODELS, size_with
 from experiments.solve_k.summary import summary
 
@@ -44,6 +51,11 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
+
+
+def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, numbers = text.partition("=")
+    return name, _counts(numbers)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -93,6 +105,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="JSON",
         help="further keys of hytrain's config section",
     )
+    add(
+        "--sizes",
+        default=[],
+        action="append",
+        type=_sizes,
+        metavar="SYSTEM=N,N,...",
+        help="blocks that part others gives the model of a system, until one does not fit",
+    )
+    add("--other-threads", default=15, type=int, help="of the CPU updates in part others")
     add("--host-floor-gib", default=2.0, type=float, help="a process ends below this, available")
     add("--only", default=None, metavar="LABEL,...", help="measure these labels of --list")
     add("--list", action="store_true", help="show the part's entries and stop")
@@ -138,12 +159,23 @@ def measure_entry(job: Job, remaining: float, folder: Path) -> Json:
     return run_job(job, folder, min(remaining, LIMIT_FACTOR * expected))
 
 
-def prefault(job: Job, gib: int, limit: float) -> Json:
-    """Fill the host's memory once, as offload_step does it."""
+def has_failed(part: Json, entry: Entry) -> str | None:
+    """The smaller model of the same search that did not fit."""
+    search = entry.options.get("search")
+    for record in part["records"]:
+        done = record["entry"]
+        same = search is not None and done["options"].get("search") == search
+        if same and record["status"] not in (records.OK, records.SKIPPED):
+            return done["label"]
+    return None
+
+
+def prefault(job: Job, entries: list[Entry], gib: int, limit: float) -> Json:
+    """Fill the host's memory once, and compile DeepSpeed's Adam, as offload_step does it."""
     # Imported here, like describe below, so that --list and --help answer at once.
     from experiments.offload_step.run import prepare
 
-    return prepare(job, [], gib, limit)
+    return prepare(job, entries, gib, limit)
 
 
 def run_part(options: argparse.Namespace, entries: list[Entry], command: str) -> Json:
@@ -163,10 +195,13 @@ def run_part(options: argparse.Namespace, entries: list[Entry], command: str) ->
         "command": command,
         "hardware": describe(options.device),
         "workload": dataclasses.asdict(workload),
-        "prepare": prefault(jobs[0], options.prefault_gib, options.budget_seconds / 3),
+        "prepare": prefault(jobs[0], entries, options.prefault_gib, options.budget_seconds / 3),
         "records": [],
     }
     for job in jobs:
+        if (smaller := has_failed(part, job.entry)) is not None:
+            print(f"{job.entry.label}: left out, {smaller} did not fit", flush=True)
+            continue
         remaining = options.budget_seconds - CLOSING_SECONDS - (time.monotonic() - begin)
         folder = options.out / f"{options.part}_{job.entry.label.replace(' ', '_')}"
         measured = measure_entry(job, remaining, folder)
@@ -191,6 +226,8 @@ def main(arguments: list[str]) -> int:
         section=options.hytrain_section,
         least_settling=options.least_settling,
         host_floor_gib=options.host_floor_gib,
+        sizes=dict(options.sizes) or OTHER_SIZES,
+        other_threads=options.other_threads,
     )
     try:
         entries = select(entries_of(options.part, settings), options.only)

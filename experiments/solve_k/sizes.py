@@ -1,4 +1,4 @@
-"""The models of this experiment: offload_step's and two that fit neither side alone. No torch."""
+"""The models of this experiment: offload_step's and larger ones. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 from experiments.offload_step.sizes import SIZES, Size, size_of
 
 LARGE = {
+    # Llama 7B: part others gives it fewer or more blocks, of 0.2 B parameters each.
+    "llama-7b": Size(layers=32, hidden=4096, intermediate=11008, heads=32, vocab=32000),
     # The published setting: Llama 2 cut to 30 layers.
     "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40, vocab=32000),
     "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48, vocab=32000),
