@@ -59,10 +59,12 @@ def make_model(job: Json, workload: Workload) -> Any:
         )
     rotary = model.model.rotary_emb
     model = model.to_empty(device="cpu")
-    # Initialising by the model's own rules would take minutes on one core.
+    # Random numbers for the whole model would take the host minutes: one parameter at a time is
+    # made on the device, which has room for it, and copied.
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.fill_(1.0) if "norm" in name else parameter.uniform_(-0.02, 0.02)
+            values = torch.ones_like(parameter, device=workload.device)
+            parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
     # Its buffers are no parameters and were lost with the meta device.
     model.model.rotary_emb = type(rotary)(config=model.config)
     return model.train()
