@@ -3,9 +3,9 @@
     python experiments/solve_k/run.py --part sweep --out DIR
     python experiments/solve_k/run.py --part sweep --out DIR --device cpu --model toy --layers 8
 
-Parts: sweep, caps, follow, few_cores, ten_b, largest, others. DIR/part_NAME.json is rewritten after every process,
-so that an interrupted part keeps what it has. Each process has a folder, DIR/NAME_<label>, with its
-log, its result as it grows, and metrics.jsonl for `hytrain explain`.
+Parts: sweep, caps, follow, few_cores, ten_b, largest, others. DIR/part_NAME.json is rewritten
+after every process, so that an interrupted part keeps what it has. Each process has a folder,
+DIR/NAME_<label>, with its log, its result as it grows, and metrics.jsonl for `hytrain explain`.
 """
 
 from __future__ import annotations
