@@ -12,6 +12,7 @@ from experiments.offload_step.checks import measured as offload_measured
 from experiments.offload_step.checks import step_seconds as offload_seconds
 from experiments.offload_step.parts import REFERENCE
 from experiments.offload_step.records import Json
+from experiments.solve_k.others_report import largest
 from experiments.solve_k.points import errors, largest_error
 from experiments.solve_k.summary import (
     lowerings,
@@ -313,6 +314,24 @@ def big_checks(parts: Sequence[Json]) -> list[Check]:
     ]  # fmt: skip
 
 
+def search_checks(parts: Sequence[Json]) -> list[Check]:
+    """The largest models of other systems, and how much larger ours is where it was measured."""
+    ours = max((result["num_parameters"] for result in results(parts, "largest")), default=None)
+    checks = []
+    for label, found in largest(parts).items():
+        name = NAMES[label]
+        size = found.trained / 1e9
+        claim = f"largest of {name}: billion parameters"
+        if found.failed is not None:
+            claim += f" ({found.failed / 1e9:.2f} did not fit)"
+        checks.append(_check(claim, [size], None, at_least=True, part="others"))
+        if ours is not None and found.trained:
+            claim = f"largest: hytrain's parameters / {name}'s"
+            times = [ours / found.trained]
+            checks.append(_check(claim, times, None, at_least=True, part="others"))
+    return checks
+
+
 def check_all(parts: Sequence[Json], offload: Sequence[Json] = ()) -> list[Check]:
     """Every claim.
 
@@ -326,6 +345,7 @@ def check_all(parts: Sequence[Json], offload: Sequence[Json] = ()) -> list[Check
         *cap_checks(parts),
         *few_cores_checks(parts),
         *big_checks(parts),
+        *search_checks(parts),
     ]
 
 

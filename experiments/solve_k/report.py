@@ -35,6 +35,9 @@ from experiments.solve_k.checks import (
     error_matrix,
     others_host_bytes,
 )
+from experiments.solve_k.others_report import HEADER as SEARCH_HEADER
+from experiments.solve_k.others_report import is_search
+from experiments.solve_k.others_report import rows as search_rows
 from experiments.solve_k.summary import (
     GIB,
     batch_changes,
@@ -280,6 +283,13 @@ def _others_text(parts: list[Json], offload: list[Json]) -> str:
     )
 
 
+def _search_text(parts: list[Json]) -> str:
+    """Growing models of other systems, until one did not fit."""
+    rows = search_rows(parts)
+    title = "\n## Other systems, with growing models until one does not fit\n\n"
+    return f"{title}{_markdown(SEARCH_HEADER, rows)}" if rows else ""
+
+
 def _hardware_text(parts: list[Json], note: str) -> str:
     hardware = parts[0]["hardware"]
     versions = dict(hardware["versions"])
@@ -302,7 +312,8 @@ def _hardware_text(parts: list[Json], note: str) -> str:
 def table(parts: list[Json], offload: list[Json], note: str = "") -> str:
     """The whole text of table.md."""
     pairs = [(part, record) for part in parts for record in part["records"]]
-    rows = [row for part, record in pairs for row in rows_of(part, record)]
+    timed = [(part, record) for part, record in pairs if not is_search(part)]
+    rows = [row for part, record in timed for row in rows_of(part, record)]
     decisions = [row for part, record in pairs for row in _decision_rows(part, record)]
     date = max(part["hardware"]["date"] for part in parts)
     return (
@@ -312,6 +323,7 @@ def table(parts: list[Json], offload: list[Json], note: str = "") -> str:
         f"## Processes\n\n{''.join(_facts(part, record) for part, record in pairs)}\n"
         f"## Measured\n\n{_markdown(HEADER, rows)}\n{EXPLANATION}"
         f"{_matrix_text(parts)}{_others_text(parts, offload)}"
+        f"{_search_text(parts)}"
         f"\n## Decisions\n\n{_markdown(DECISION_HEADER, decisions)}"
     )
 

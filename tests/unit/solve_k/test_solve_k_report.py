@@ -9,6 +9,7 @@ import pytest
 
 from experiments.offload_step import records
 from experiments.solve_k.checks import by_cap, check_all, error_matrix, others_host_bytes
+from experiments.solve_k.recorder import HOST_MEMORY_LOW
 from experiments.solve_k.report import load_parts, main, table, write_report
 
 Json = dict[str, Any]
@@ -289,6 +290,41 @@ def test_what_others_would_need_is_computed_beyond_the_bare_process() -> None:
     text = table([part_of("ten_b", record_of("ten_b", big))], [offload_part()])
     assert "computed from their measured bytes, not run" in text
     assert "| 10.74 B | ZeRO-2 offload | 23.0 | 230.0 | 107.1 | 5.0 B |" in text
+
+
+def searched(name: str, billions: float, status: str) -> Json:
+    """A model of another system, as its process leaves it."""
+    result: Json = {
+        "status": status,
+        "num_parameters": int(billions * 1e9),
+        "host": {"before building": {"rss_peak_bytes": GIB, "available_bytes": 123 * GIB}},
+    }
+    if status == records.OK:
+        result["trained"] = {"step_seconds": 3.0, "tflops": 94.0, "gpu": {}}
+    return record_of(f"{name} 30", result, status, search=name, layers=30)
+
+
+def test_the_largest_models_of_other_systems() -> None:
+    part = part_of(
+        "others",
+        searched("fsdp2", 6.3, records.OK),
+        searched("fsdp2", 5.1, records.OK),
+        searched("fsdp2", 7.5, HOST_MEMORY_LOW),
+        searched("fsdp2", 6.9, HOST_MEMORY_LOW),
+        searched("zero2_offload", 5.5, records.OUT_OF_MEMORY),
+        # A process that broke says nothing about memory.
+        searched("zero3_offload", 5.5, records.FAILED),
+    )
+    solved = {**sweep_result(), "num_parameters": int(12.6e9)}
+    found = checks_of(part, part_of("largest", record_of("largest", solved)))
+    assert found["largest of FSDP2: billion parameters (6.90 did not fit)"].value == 6.3
+    assert found["largest: hytrain's parameters / FSDP2's"].value == pytest.approx(2.0)
+    assert found["largest of ZeRO-2 offload: billion parameters (5.50 did not fit)"].value == 0.0
+    searches = [claim for claim in found if claim.startswith("largest")]
+    assert not any("ZeRO-3" in claim or "ZeRO-2 offload's" in claim for claim in searches)
+    text = table([part], [])
+    assert "| - | fsdp2 | 30 | 6.30 B | trained | 3.00 | 94 | - | 1.0 | 123.0 | - |" in text
+    assert "| - | fsdp2 | 30 | 6.90 B | host memory low | - |" in text
 
 
 def test_the_table_names_failures_and_keeps_what_they_measured() -> None:

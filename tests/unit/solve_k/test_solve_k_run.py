@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from experiments.solve_k.bench import Bench
 from experiments.solve_k.metrics import metrics_lines
 from experiments.solve_k.parts import Settings, entries_of
 from experiments.solve_k.plans import lowered_cap, predicted_here
+from experiments.solve_k.recorder import HOST_MEMORY_LOW
 from experiments.solve_k.summary import measured_points, summary
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.history import read_history
@@ -206,3 +208,23 @@ def test_steps_follow_the_decision_that_they_were_made_under() -> None:
         {"step": 3, "step_s": 0.1, "k": 0.5},
         {"step": 4, "step_s": 0.1, "k": 0.5},
     ]
+
+
+def test_other_systems_are_searched_until_a_model_does_not_fit(tmp_path: Path) -> None:
+    options = run.parse(
+        [*["--part", "others", "--device", "cpu", "--model", "toy", "--batch", "2"],
+         *["--seq", "16", "--out", str(tmp_path)]]
+    )  # fmt: skip
+    sizes = {"fsdp2": (2, 3, 4)}
+    settings = dataclasses.replace(SETTINGS, sizes=sizes, other_threads=1)
+    entries = entries_of("others", settings)
+    # More than any host has is to be left free: the guard ends the second process.
+    entries[1].options["host_floor_gib"] = 1e9
+    part = run.run_part(options, entries, "a command")
+    assert [record["status"] for record in part["records"]] == [records.OK, HOST_MEMORY_LOW]
+    first = part["records"][0]["result"]
+    assert first["trained"]["step_seconds"] > 0
+    assert len(first["trained"]["losses"]) == 4
+    assert first["size"]["layers"] == 2
+    with pytest.raises(ValueError, match="fsdp3"):
+        entries_of("others", dataclasses.replace(SETTINGS, sizes={"fsdp3": (1,)}))
