@@ -87,12 +87,29 @@ def test_few_cores_limits_threads_cores_and_the_kernel() -> None:
     assert SETTINGS.section == {"offload": {"chunk_elements": 4096}}
 
 
-def test_every_part_solves_k_under_clipping() -> None:
-    for part in PARTS:
+def test_every_part_of_ours_solves_k_under_clipping() -> None:
+    for part in set(PARTS) - {"others"}:
         for entry in entries_of(part, SETTINGS):
             assert entry.options["gpu_fraction"] == "solve"
             assert entry.clip == 1.0
             assert expected_seconds(entry, "toy") <= expected_seconds(entry, "llama-3b")
+
+
+def test_other_systems_have_growing_models() -> None:
+    sizes = {"zero3_offload": (20, 30), "fsdp2": (30,)}
+    entries = entries_of("others", dataclasses.replace(SETTINGS, sizes=sizes))
+    found = [(e.label, e.system, e.options["layers"], e.clip) for e in entries]
+    # FSDP2 has no clipping of gradients on the host.
+    assert found == [
+        ("zero3_offload 20", "deepspeed_zero3_offload", 20, 1.0),
+        ("zero3_offload 30", "deepspeed_zero3_offload", 30, 1.0),
+        ("fsdp2 30", "fsdp2", 30, None),
+    ]
+    options = parse(["--part", "others", "--out", "DIR", "--sizes", "fsdp2=20,24"])
+    assert dict(options.sizes) == {"fsdp2": (20, 24)}
+    # A model that the class of machines can hold, and one that it cannot.
+    counts = [register("llama-7b", blocks).num_parameters for blocks in (24, 36)]
+    assert counts == [5_119_348_736, 7_547_949_056]
 
 
 def test_checkpointing_is_the_parts_unless_it_is_asked_for() -> None:
