@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: equal and unequal shards, and a checkpoint that changes between them.
+"""Two GPUs over NCCL: equal and unequal shards, ZeRO-3, a checkpoint that changes between them.
 
 Runs in processes of its own, because the ranks of the other tests in this folder use gloo.
 """
@@ -108,6 +108,35 @@ def resume_on_rank(rank: int, port: int, folder: str) -> None:
         step(engine, 5)
     assert bool(saved) == (rank == 0)
     dist.destroy_process_group()
+
+
+def sharded_on_rank(rank: int, port: int) -> None:
+    """Two summands have one sum in any order: what NCCL adds up is the same bits too."""
+    enter_rank(rank, port)
+    from support.sharded import assert_same, deterministic, train
+
+    with deterministic():
+        for gpu_fraction in (0.0, 0.5):
+            theirs = train(2, gpu_fraction, rank=rank)
+            for streamed, fractions in ((False, None), (False, SHARDS[1]), (True, SHARDS[1])):
+                for delays in (None, 1):
+                    ours = train(
+                        3,
+                        gpu_fraction,
+                        streamed=streamed,
+                        delays=delays,
+                        shard_fractions=fractions,
+                        rank=rank,
+                    )
+                    assert_same(ours, theirs)
+                    assert bool(ours[1]) == (rank == 0)
+            if rank == 0:
+                print(f"gpu_fraction {gpu_fraction}: passed", flush=True)
+    dist.destroy_process_group()
+
+
+def test_zero3_is_zero2_on_two_gpus() -> None:
+    multiprocessing.spawn(sharded_on_rank, args=(free_port(),), nprocs=2)
 
 
 def test_parity_on_two_gpus() -> None:

@@ -7,7 +7,6 @@ serial loop; those on the GPU are within torch.optim.AdamW's bound, like the oth
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from parity_cases import ONE_RANK
 from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
 from support.engines import device, environment
 from support.parity import Case, expected_outcomes, torch_states, train
+from support.streams import stream_delays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,28 +24,6 @@ pytestmark = [
     pytest.mark.usefixtures("process_group"),
     pytest.mark.timeout(300),
 ]
-
-MAX_CYCLES = 400_000  # about 0.2 ms
-
-
-def stream_delays(seed: int) -> Callable[[Any], None]:
-    """Puts a sleep of random length on a random choice of the engine's streams."""
-    rng = random.Random(seed)
-
-    def disturb(engine: Any) -> None:
-        streams = engine.optimizer.pipeline.streams
-        for stream in (
-            torch.cuda.current_stream(),
-            streams.to_host,
-            streams.to_device,
-            streams.update,
-            streams.communication,
-        ):
-            if rng.random() < 0.5:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(rng.randrange(MAX_CYCLES))
-
-    return disturb
 
 
 def check_on_gpu(case: Case, disturb: Callable[[Any], None] | None) -> None:

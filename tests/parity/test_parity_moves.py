@@ -72,7 +72,7 @@ def test_layers_that_move_with_delays(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_that_move_on_a_gpu(case: Case, seed: int) -> None:
-    from test_parity_gpu import stream_delays
+    from support.streams import stream_delays
 
     moved: list[int] = []
     delays, moves = stream_delays(seed), random_moves(seed, 0.5, moved)

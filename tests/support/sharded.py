@@ -1,0 +1,104 @@
+"""One model trained with ZeRO-2, ZeRO-3 and streamed weights, on GPUs: all must be the same bits.
+
+Not for toy tensors: the model is large enough that copies take longer than a layer's launch, and
+its kernels are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from support.engines import built, environment, make_config
+from support.streams import stream_delays
+
+STEPS = 8
+Trained = tuple[list[float], dict[str, dict[str, torch.Tensor]]]
+"""Losses, and the state at the end: whole on rank 0, empty elsewhere."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch chooses kernels that repeat their bits."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def llama() -> torch.nn.Module:
+    """0.2 B parameters, the same on every rank."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        # Attention written out: the fused kernels add up in any order.
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.bfloat16
+        ).train()
+
+
+def train(
+    stage: int,
+    gpu_fraction: float,
+    *,
+    streamed: bool = False,
+    delays: int | None = None,
+    shard_fractions: tuple[float, ...] | None = None,
+    rank: int = 0,
+) -> Trained:
+    """Eight steps; each rank has batches of its own."""
+    config = make_config(
+        gpu_fraction=gpu_fraction,
+        stage=stage,
+        offload={"chunk_elements": 2**20, "cpu_threads": 8},
+        optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        hytrain={"shard_fractions": list(shard_fractions)} if shard_fractions else None,
+    )
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if streamed:
+        zero["offload_param"] = {"device": "cpu"}
+    config["zero_optimization"] = zero
+    disturb = None if delays is None else stream_delays(delays)
+    generator = torch.Generator().manual_seed(1 + rank)
+    batches = [torch.randint(8192, (4, 512), generator=generator).cuda() for _ in range(4)]
+    losses: list[torch.Tensor] = []
+    injected = nullcontext() if delays is None else environment("HYTRAIN_DELAYS", f"{delays}:300")
+    with injected, built(llama(), config) as engine:
+        for step in range(STEPS):
+            tokens = batches[step % len(batches)]
+            if disturb is not None:
+                disturb(engine)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            if disturb is not None:
+                disturb(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return [float(loss) for loss in losses], engine.fp32_state_dict()
+
+
+def assert_same(ours: Trained, theirs: Trained) -> None:
+    """Losses and every element of the state, bit for bit."""
+    differing = [
+        f"{name}.{part}: {int((tensor != theirs[1][name][part]).sum())} of {tensor.numel()}"
+        for name, parts in ours[1].items()
+        for part, tensor in parts.items()
+        if not torch.equal(tensor, theirs[1][name][part])
+    ]
+    assert ours[0] == theirs[0], f"{ours[0]} {theirs[0]} {differing[:6]} ({len(differing)})"
+    assert not differing, f"{differing[:6]} ({len(differing)} in all)"

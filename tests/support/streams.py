@@ -1,0 +1,31 @@
+"""Delays on the streams of an engine, which expose a hand-off that is not waited for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MAX_CYCLES = 400_000  # about 0.2 ms
+
+
+def stream_delays(seed: int) -> Callable[[Any], None]:
+    """Puts a sleep of random length on a random choice of the engine's streams."""
+    rng = random.Random(seed)
+
+    def disturb(engine: Any) -> None:
+        streams = engine.optimizer.pipeline.streams
+        for stream in (
+            torch.cuda.current_stream(),
+            streams.to_host,
+            streams.to_device,
+            streams.update,
+            streams.communication,
+        ):
+            if rng.random() < 0.5:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(rng.randrange(MAX_CYCLES))
+
+    return disturb
