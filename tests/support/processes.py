@@ -1,8 +1,9 @@
-"""The environment of a process that a test starts."""
+"""The environment of a process that a test starts, and the threads of its own."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # A test process may be a rank itself; what it starts is not that rank, and its port is taken.
 _OF_A_RANK = (
@@ -22,3 +23,25 @@ def fresh_environment(**variables: str) -> dict[str, str]:
     """This process's environment without what makes it a rank, on the CPU, with ``variables``."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     return {**kept, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+_PF_EXITING = 0x4  # Linux, include/linux/sched.h
+_FLAGS = 6  # field 9 of /proc/*/stat (proc_pid_stat(5)), counted from behind the name
+
+
+def num_threads() -> int:
+    """Threads of this process that have not ended, those that no Python code knows included.
+
+    A thread that was joined may still be listed: the kernel wakes who joins it (at exit_mm) before
+    it takes the thread out of the list. Then it is marked as exiting, which is what tells it from
+    one that somebody forgot to end.
+    """
+    number = 0
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            stat = (task / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # out of the list by now
+        flags = int(stat.rpartition(")")[2].split()[_FLAGS])
+        number += not flags & _PF_EXITING
+    return number

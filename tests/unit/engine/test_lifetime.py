@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ import pytest
 import torch
 from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
-from support.processes import fresh_environment
+from support.processes import fresh_environment, num_threads
 from support.shadow import Shadow
 from torch.utils.data import DataLoader, Dataset
 from training import FRACTIONS, backward, inputs
@@ -29,8 +28,16 @@ pytestmark = pytest.mark.timeout(120)
 TESTS = Path(__file__).parents[2]
 
 
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def test_a_thread_counts_until_it_was_joined() -> None:
+    with built(make_model("mlp"), make_config()) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
+    before = num_threads()
+    with built(make_model("mlp"), make_config()) as engine:
+        worker = 1 + 2  # and a copy lane each way, which stand in for a GPU's
+        assert num_threads() == before + worker
+    assert num_threads() == before
 
 
 def test_two_engines_do_not_touch_each_other() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from support.comparisons import assert_bitwise_serial, assert_clipping
 from support.engines import built, environment, make_config
 from support.models import Mlp, make_model
 from support.parity import Case, train
+from support.processes import num_threads
 from support.shadow import Shadow
 from training import backward, inputs
 
@@ -255,10 +255,6 @@ def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, de
 
 
 # -- nothing is left ---------------------------------------------------------------------------
-
-
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 class Recorder:
