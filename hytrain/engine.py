@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from hytrain.checkpoint.engine_state import (
-    COUNTERS,
-    begin_window,
-    check_client_state,
-    client_state_of,
-    pack_model_states,
-    restore_engine,
-    stored_decisions,
-)
-from hytrain.checkpoint.gather import gather_to_first
-from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
-from hytrain.checkpoint.weights_engine import WeightsEngine
-from hytrain.checkpoint.writer import write_checkpoint
+from hytrain.checkpoint.checkpoint_engine import CheckpointEngine
+from hytrain.checkpoint.engine_state import begin_window
 from hytrain.config import HyTrainConfig
 from hytrain.errors import (
     AbortedBackwardError,
-    CheckpointError,
     ConfigError,
-    EngineClosedError,
     HyTrainError,
     UnsupportedError,
 )
@@ -65,7 +51,7 @@ from hytrain.profile.host_share import HostShare, share_host
 logger = logging.getLogger(__name__)
 
 
-class HyTrainEngine(WeightsEngine):
+class HyTrainEngine(CheckpointEngine):
     """DeepSpeed's engine with updates that overlap backward and the next forward.
 
     Everything that DeepSpeed's engine offers works as there; in addition :meth:`synchronize`,
@@ -429,136 +415,7 @@ class HyTrainEngine(WeightsEngine):
         """As nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
         return self.train(False)
 
-    # -- state and checkpoints -------------------------------------------------------------------
-
-    def fp32_state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Master weights and moments as of the last step; a collective.
-
-        Returns:
-            On rank 0, parameter name (as in ``module.named_parameters()``) -> {"fp32", "exp_avg",
-            "exp_avg_sq"}, fp32 tensors of the parameter's shape on the CPU; on other ranks an
-            empty dict. Frozen parameters have none, tied ones appear once.
-        """
-        optimizer = self.open_optimizer()
-        optimizer.flush()
-        return gather_to_first(
-            optimizer.layer_states, optimizer.collectives, optimizer.pipeline.streams.device
-        )
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Literal[True]:
-        """Saves a universal checkpoint; a collective. Training goes on as if it had not been.
-
-        Args:
-            save_dir: folder of checkpoints; made where missing; the same for all ranks.
-            tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
-            client_state: saved along, returned by :meth:`load_checkpoint`.
-            save_latest: whether loading without a tag shall find this one.
-            exclude_frozen_parameters: leave frozen weights out.
-
-        Returns:
-            True.
-
-        Raises:
-            CheckpointError: a rank could not write; raised on all, ``latest`` is unchanged.
-        """
-        if not str(save_dir):
-            raise CheckpointError("save_dir is empty: pass the folder to save in")
-        optimizer = self.open_optimizer()
-        client = dict(client_state or {})
-        check_client_state(client)
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._checkpoint_tag_validation(name)
-        # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
-        module = (
-            self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-            if optimizer.weights.is_sharded
-            else None
-        )
-        write_checkpoint(
-            Path(save_dir),
-            name,
-            optimizer,
-            lambda: self._model_states(client, exclude_frozen_parameters, module),
-            save_latest=save_latest,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Loads a universal checkpoint, saved with any number of ranks and any layout.
-
-        A collective. Gradients since the last step are forgotten, and the next micro-batch is the
-        first of a step. With ``load_module_only`` or without ``load_optimizer_states`` only
-        weights are loaded: master weights are the checkpoint's fp32 ones where it has them,
-        moments and step counts start at zero, hyper-parameters stay as they are.
-
-        Args:
-            load_dir: folder of checkpoints.
-            tag: which; default: the one that ``latest`` names.
-            load_module_strict: refuse a checkpoint whose names differ from the model's; else what
-                both have is loaded.
-            load_optimizer_states: moments, step counts and the parameter groups' hyper-parameters.
-            load_lr_scheduler_states: the LR scheduler's state.
-            load_module_only: weights only, and no counters or schedule either.
-            custom_load_fn: called as ``custom_load_fn(src=module state, dst=module)`` to load the
-                weights. The master weights then are the checkpoint's with
-                ``load_optimizer_states``, and what it left in the module without.
-
-        Returns:
-            (path of the model states' file, client state); (None, None) with a warning where no
-            tag is given and there is no ``latest``.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
-                on all ranks, before anything is touched.
-        """
-        optimizer = self.open_optimizer()
-        name = find_tag(Path(load_dir), None if tag is None else str(tag), optimizer.collectives)
-        if name is None:
-            return None, None
-        with_optimizer = load_optimizer_states and not load_module_only
-        keys = ("module",) if load_module_only else ("module", *COUNTERS)
-        stored = read_checkpoint(
-            Path(load_dir) / name,
-            optimizer,
-            self._model,
-            self.module_tensors,
-            LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
-        )
-        begin_window(self)
-        if not load_module_only:
-            restore_engine(self, stored, with_scheduler=load_lr_scheduler_states)
-            optimizer.placement.resume(self.global_steps, stored_decisions(stored))
-        client_state = client_state_of(
-            stored,
-            module_only=load_module_only,
-            with_optimizer=load_optimizer_states,
-            with_scheduler=load_lr_scheduler_states,
-        )
-        return str(self._get_ckpt_name(str(load_dir), name)), client_state
-
-    def _model_states(
-        self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if module is None:
-            module = self.module_state_dict(exclude_frozen_parameters=no_frozen)
-        common = self._common_checkpoint_state(module, True, save_frozen_param=not no_frozen)
-        return pack_model_states(common, client_state, self.placement_decisions())
+    # -- end -------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
@@ -566,12 +423,6 @@ class HyTrainEngine(WeightsEngine):
         if self._accumulation is not None:
             self._accumulation.close()
         super().destroy()
-
-    def open_optimizer(self) -> HyTrainZeroOptimizer:
-        optimizer = self.optimizer
-        if not isinstance(optimizer, HyTrainZeroOptimizer):
-            raise EngineClosedError("the engine is not fully built")
-        return optimizer
 
 
 def _close_at_exit(engine: HyTrainEngine) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hytrain._deepspeed import DeepSpeedEngine
 from hytrain.checkpoint.export import collect_module_state, shared_parameters
+from hytrain.errors import EngineClosedError
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.gather_plan import GatherSettings
@@ -25,8 +26,15 @@ class WeightsEngine(DeepSpeedEngine):
     _guards: LayerGuards | None
 
     def open_optimizer(self) -> HyTrainZeroOptimizer:
-        """The optimizer of an engine that is built and not closed."""
-        raise NotImplementedError
+        """The optimizer of an engine that is built.
+
+        Raises:
+            EngineClosedError: it is not.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, HyTrainZeroOptimizer):
+            raise EngineClosedError("the engine is not fully built")
+        return optimizer
 
     @property
     def _model(self) -> nn.Module:

@@ -23,7 +23,8 @@ from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.engine_view import EngineView, StepSettings
-from hytrain.optim.gradients import GradientCollector, LayerGradient, late_policy
+from hytrain.optim.firing_order import late_policy
+from hytrain.optim.gradients import GradientCollector, LayerGradient
 from hytrain.optim.hyper import HyperReader
 from hytrain.optim.placement import PlacementManager
 from hytrain.optim.plan_watch import RankState
