@@ -48,10 +48,12 @@ class BlockHooks:
             self._handles.append(block.register_forward_hook(self._leaving(number)))
 
     def close(self) -> None:
-        """Removes the hooks. May be called twice."""
+        """Removes the hooks, tells nobody any more. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        # Whoever is told holds these hooks, as a rule: a cycle that would keep the model.
+        self.tell = _ignore
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:

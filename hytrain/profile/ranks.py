@@ -71,7 +71,11 @@ class Ranks:
         told = (None, False) if failure is None else (_words(failure), _can_be_mended(failure))
         answers = self.gather(told)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Its traceback leads to this frame: a cycle that would keep what has failed.
+                failure = None
         for rank, (words, mendable) in enumerate(answers):
             if words is not None:
                 kind = ConfigError if mendable else ProfileRunError
