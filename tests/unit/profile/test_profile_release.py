@@ -63,7 +63,7 @@ class Copies:
         return sum(reference() is not None for reference in self._made)
 
 
-@pytest.fixture()
+@pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     return Copies(monkeypatch)
 
@@ -105,8 +105,10 @@ class Stack(nn.Module):
 
 def stack(fails_at: int, error: type[Exception]) -> Subject:
     def build(num_layers: int | None, seq_len: int) -> Any:
-        model = Stack(num_layers or 4, fails_at, error)
-        return model, lambda size: {"x": torch.randn(size, WIDTH)}
+        return Stack(num_layers or 4, fails_at, error), make_batch
+
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, WIDTH)}
 
     return Subject("stack", build, seq_len=1, dtype=torch.float32)
 
