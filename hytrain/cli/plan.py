@@ -82,6 +82,14 @@ def _add_choices(group: Any) -> None:
         "--no-idle", action="store_true", help="every rank computes at least one sample"
     )
     group.add_argument(
+        "--clipped-share",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="of the steps, those whose gradient is clipped, which takes the CPU longer (1: the "
+        "plan holds also where every step is, as at the beginning of a training; 0: none is)",
+    )
+    group.add_argument(
         "--device-memory-fraction",
         type=positive_float,
         default=1.0,
@@ -271,6 +279,7 @@ def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool)
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
+        clipped_share=arguments.clipped_share,
     )
 
 

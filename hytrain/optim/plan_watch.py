@@ -32,6 +32,8 @@ class RankMeasured:
 
     Attributes:
         step_seconds: the median.
+        clipped_share: of these steps, those that began with a clipped decision, the step before's:
+            their forward waited for second passes.
         gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
             without a GPU.
         host_bytes: state and pinned memory on the host.
@@ -41,6 +43,7 @@ class RankMeasured:
     """
 
     step_seconds: float
+    clipped_share: float
     gpu_bytes: int | None
     host_bytes: int
     gpu_layers: int
@@ -70,9 +73,22 @@ class PlanReport:
         return max(rank.step_seconds for rank in self.ranks)
 
     @property
+    def clipped_share(self) -> float:
+        """Of the steps, those that were clipped; all ranks clip the same."""
+        return self.ranks[0].clipped_share
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The step that the plan predicts with as many clipped steps as were measured.
+
+        Plans that do not tell them apart have one prediction.
+        """
+        return self.plan.predicted.at(self.clipped_share)
+
+    @property
     def error(self) -> float:
         """By what share the step is longer than predicted; negative where it is shorter."""
-        return self.measured_seconds / self.plan.predicted.step_seconds - 1.0
+        return self.measured_seconds / self.predicted_seconds - 1.0
 
     @property
     def is_settled(self) -> bool:
@@ -84,7 +100,8 @@ class PlanReport:
         return {
             "first_step": self.first_step,
             "last_step": self.last_step,
-            "predicted_seconds": self.plan.predicted.step_seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "clipped_share": self.clipped_share,
             "measured_seconds": self.measured_seconds,
             "error": self.error,
             "is_settled": self.is_settled,
@@ -117,8 +134,9 @@ class PlanReport:
             )
         words = (
             f"plan, predicted -> measured, median of steps {self.first_step} to {self.last_step}: "
-            f"step {1e3 * self.plan.predicted.step_seconds:.1f} -> "
-            f"{1e3 * self.measured_seconds:.1f} ms ({self.error:+.1%})"
+            f"step {1e3 * self.predicted_seconds:.1f} -> "
+            f"{1e3 * self.measured_seconds:.1f} ms ({self.error:+.1%}), "
+            f"{self.clipped_share:.0%} of the steps clipped"
         )
         if not self.is_settled:
             words += "; layers still move"
@@ -127,9 +145,19 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank has after a step; see :class:`RankMeasured`."""
+    """What a rank has after a step; see :class:`RankMeasured`.
+
+    Attributes:
+        step_seconds: from the end of the step before to this one's.
+        is_clipped: whether this step's gradient was clipped, which the next one's forward feels.
+        host_bytes: state and pinned memory on the host.
+        gpu_layers: layers of ``num_layers`` whose state is on the GPU.
+        num_layers: of the model, embeddings and head counted.
+        is_settled: no layer is moving.
+    """
 
     step_seconds: float
+    is_clipped: bool
     host_bytes: int
     gpu_layers: int
     num_layers: int
@@ -150,6 +178,7 @@ class PlanWatch:
         self._collectives = collectives
         self._device = device
         self._steps = 0
+        # The steps that a report is about, and the one before them.
         self._recent: list[RankState] = []
         self._reports = 0
         self.latest: PlanReport | None = None
@@ -158,10 +187,11 @@ class PlanWatch:
     def after_step(self, state: RankState) -> None:
         """A step was made; a collective after some of them."""
         self._steps += 1
-        if self._steps <= _WARM_UP:
+        if self._steps < _WARM_UP:
             return
-        self._recent = [*self._recent, state][-_STEPS:]
-        is_due = (self._steps - _WARM_UP) % _STEPS == 0 and self._reports < _MOST_REPORTS
+        self._recent = [*self._recent, state][-_STEPS - 1 :]
+        is_due = (self._steps - _WARM_UP) % _STEPS == 0 and self._steps > _WARM_UP
+        is_due = is_due and self._reports < _MOST_REPORTS
         # On all ranks alike: what they counted, and what they all know from the last report.
         if not is_due or (self.latest is not None and self.latest.is_settled):
             return
@@ -177,7 +207,7 @@ class PlanWatch:
         Raises:
             HyTrainError: too few steps have been made.
         """
-        if not self._recent:
+        if len(self._recent) < 2:
             raise HyTrainError(
                 f"a plan is compared with steps after the first {_WARM_UP}: make some more"
             )
@@ -186,15 +216,17 @@ class PlanWatch:
         if self._collectives.world_size > 1:
             with self._collectives.waiting():
                 dist.all_gather_object(ranks, own, group=self._collectives.group)
-        first = self._steps - len(self._recent) + 1
+        first = self._steps - len(self._recent) + 2
         self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
         return self.latest
 
-    def _measured(self, states: Sequence[RankState]) -> RankMeasured:
+    def _measured(self, recent: Sequence[RankState]) -> RankMeasured:
+        states, before = recent[1:], recent[:-1]
         last = states[-1]
         is_cuda = self._device.type == "cuda"
         return RankMeasured(
             step_seconds=statistics.median(state.step_seconds for state in states),
+            clipped_share=sum(state.is_clipped for state in before) / len(before),
             gpu_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
             host_bytes=last.host_bytes,
             gpu_layers=last.gpu_layers,

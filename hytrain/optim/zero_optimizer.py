@@ -530,8 +530,12 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def rank_state(self) -> RankState:
         """This rank after its last step, for :class:`~hytrain.optim.plan_watch.PlanWatch`."""
         controller = self.placement.controller
+        latest = self.statistics.latest()
+        # None where updates are committed directly: nothing is clipped then.
+        coefficient = latest.clip_coefficient
         return RankState(
-            step_seconds=self.statistics.latest().step_seconds,
+            step_seconds=latest.step_seconds,
+            is_clipped=coefficient is not None and coefficient < 1.0 and not latest.skipped,
             host_bytes=self.placement.host_bytes,
             gpu_layers=controller.num_gpu_layers,
             num_layers=len(self.pipeline.layers),

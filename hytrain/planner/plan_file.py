@@ -1,13 +1,15 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it shall take.
 
     {"version": 1, "model": {name, num_layers, parameters, dtype, seq_len}, "global_batch", "stage",
-     "predicted": {"step_seconds", "lower_bound", "gap"},
+     "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
                 "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
                 "gpu_bytes", "host_bytes", "limit"}, ...]}
 
-Ranks are in the order of the job's. Training compares the file with what it finds
-(:func:`difference`) and refuses a plan for something else.
+Ranks are in the order of the job's. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
+``step_seconds`` is their mean at the share of clipped steps that was planned for (files of the
+first days have only that, of unclipped steps). ``lower_bound`` is of unclipped steps. Training
+compares the file with what it finds (:func:`difference`) and refuses a plan for something else.
 """
 
 from __future__ import annotations
@@ -50,8 +52,23 @@ class Predicted(_Record):
     """The step that a plan promises, in seconds, and how much longer than the best it may be."""
 
     step_seconds: float = Field(ge=0.0)
+    unclipped_seconds: float | None = Field(default=None, ge=0.0)
+    clipped_seconds: float | None = Field(default=None, ge=0.0)
     lower_bound: float = Field(ge=0.0)
     gap: float | None = Field(ge=0.0)
+
+    @model_validator(mode="after")
+    def _both(self) -> Predicted:
+        if (self.unclipped_seconds is None) != (self.clipped_seconds is None):
+            raise ValueError("unclipped_seconds and clipped_seconds go together")
+        return self
+
+    def at(self, clipped_share: float) -> float:
+        """Seconds of a mean step with this share of clipped ones; the plan's, where it has one."""
+        if self.unclipped_seconds is None or self.clipped_seconds is None:
+            return self.step_seconds
+        longer = self.clipped_seconds - self.unclipped_seconds
+        return self.unclipped_seconds + clipped_share * longer
 
 
 class PlannedRank(_Record):
@@ -144,6 +161,8 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
         stage=problem.stage,
         predicted=Predicted(
             step_seconds=plan.predicted_seconds,
+            unclipped_seconds=plan.unclipped_seconds,
+            clipped_seconds=plan.clipped_seconds,
             lower_bound=plan.lower_bound,
             gap=gap if math.isfinite(gap) else None,
         ),

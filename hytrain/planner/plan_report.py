@@ -19,6 +19,8 @@ _LIMITS = {
     "copies": "copies to the host",
     "host": "host memory bandwidth",
 }
+# By this share clipped steps take another time: worth a line.
+_DIFFERENT = 0.01
 # Of a GPU's memory: a plan that uses more is limited by it, too.
 _FULL = 0.95
 _HEADING = (
@@ -33,6 +35,7 @@ def plan_text(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> s
     parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
+    parts += _clipped_words(plan)
     for other in others:
         parts += ["", other.name]
         if isinstance(other.result, Infeasible):
@@ -79,6 +82,17 @@ def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
     if own > 0.0:
         words += f", {speed / own:.0%} of what the GPUs compute each for itself"
     return words
+
+
+def _clipped_words(plan: Plan) -> list[str]:
+    """A line about clipped steps, where that makes a difference."""
+    clipped, unclipped = plan.clipped_seconds, plan.unclipped_seconds
+    if abs(clipped - unclipped) <= _DIFFERENT * unclipped:
+        return []
+    return [
+        f"a step that is clipped takes {1e3 * clipped:.1f} ms, one that is not "
+        f"{1e3 * unclipped:.1f}; predicted for {plan.clipped_share:.0%} clipped"
+    ]
 
 
 def plan_json(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> dict[str, Any]:

@@ -31,6 +31,9 @@ UNEVEN_FACTOR = 1.25
 
 LAYER_MAJOR: tuple[Activations, ...] = ("keep", "offload")
 
+STATE_BYTES = 12
+"""Of a parameter: its fp32 master copy and two moments."""
+
 
 def _positive(what: str, **values: float) -> None:
     for name, value in values.items():
@@ -237,6 +240,9 @@ class PlanProblem:
         allow_idle: whether a rank may compute nothing and only hold state.
         rounds: micro-batches that every rank with samples makes; None: any number. In stage 3 the
             ranks gather each layer together, so one with fewer waits for those with more.
+        clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
+            chosen and the step is predicted for it. By default all of them, so that a plan holds
+            also at the beginning of a training.
     """
 
     cluster: Cluster
@@ -251,6 +257,7 @@ class PlanProblem:
     gradient_bytes: int = 0
     allow_idle: bool = True
     rounds: int | None = None
+    clipped_share: float = 1.0
 
     @property
     def sharded_bytes(self) -> int:
@@ -274,6 +281,11 @@ class PlanProblem:
                     f'activations cannot be "store": what {", ".join(sorted(unknown))} would need '
                     "for them is not known"
                 )
+        if not 0.0 <= self.clipped_share <= 1.0:
+            raise PlanError(
+                f"clipped_share must be in [0, 1], got {self.clipped_share}: it is the share of "
+                "the steps whose gradient is clipped"
+            )
         if self.gradient_bytes < 0:
             raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
         if not 0.0 <= self.accumulation_ms < math.inf:

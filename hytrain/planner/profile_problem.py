@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.problem import (
+    STATE_BYTES,
     UNEVEN_FACTOR,
     Activations,
     Cluster,
@@ -34,7 +35,6 @@ from hytrain.planner.profile_file import (
 )
 
 _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-_STATE_BYTES = 12
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
@@ -72,6 +72,8 @@ class PlanOptions:
         allow_idle: whether a rank may compute nothing.
         interconnect: bytes a second of a collective, for ranks whose collectives were not measured;
             None where they must have been.
+        clipped_share: of the steps, those whose gradient is clipped; see
+            :class:`~hytrain.planner.problem.PlanProblem`.
     """
 
     batch: int
@@ -82,6 +84,7 @@ class PlanOptions:
     memory_fraction: float = 1.0
     allow_idle: bool = True
     interconnect: float | None = None
+    clipped_share: float = 1.0
 
 
 def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
@@ -109,13 +112,14 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         batch=options.batch,
         stage=options.stage,
         activations=options.activations,
-        gpu_state_bytes=_STATE_BYTES + itemsize,
-        host_state_bytes=_STATE_BYTES + itemsize + _STAGING_BYTES,
+        gpu_state_bytes=STATE_BYTES + itemsize,
+        host_state_bytes=STATE_BYTES + itemsize + _STAGING_BYTES,
         # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
         # a gradient comes from the GPU and a copy goes there.
-        update_bytes=2 * _STATE_BYTES + 5 * itemsize,
+        update_bytes=2 * STATE_BYTES + 5 * itemsize,
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
+        clipped_share=options.clipped_share,
     )
 
 
@@ -222,7 +226,7 @@ def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
     if layer_ms is None:
         # Copying reads and writes, adding reads once more, as fast as the update reads.
         moved = itemsize * model.layer_parameters
-        layer_ms = 1e3 * moved / ((2 * _STATE_BYTES + 2 * itemsize) * device.update_rate)
+        layer_ms = 1e3 * moved / ((2 * STATE_BYTES + 2 * itemsize) * device.update_rate)
     each = layer_ms * model.parameters / model.num_layers / model.layer_parameters
     passes = isotonic([row.forward_ms + row.backward_ms for row in device.layer])
     waits = 0

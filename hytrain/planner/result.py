@@ -53,16 +53,26 @@ class Plan:
     Attributes:
         ranks: in rank order.
         step_seconds: by the lines of loads.py, by which it was chosen.
-        lower_bound: no plan has a shorter step by these lines.
+        lower_bound: no plan has a shorter step by these lines, which are of unclipped steps.
         even: whether all shards are equal.
-        predicted_seconds: the step, by the finer model of steps.py.
+        unclipped_seconds: a step that is not clipped, by the finer model of steps.py.
+        clipped_seconds: one that is.
+        clipped_share: that was planned for.
     """
 
     ranks: tuple[RankPlan, ...]
     step_seconds: float
     lower_bound: float
     even: bool
-    predicted_seconds: float
+    unclipped_seconds: float
+    clipped_seconds: float
+    clipped_share: float
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The mean step, by the finer model, with the share of clipped steps planned for."""
+        share = self.clipped_share
+        return (1.0 - share) * self.unclipped_seconds + share * self.clipped_seconds
 
     @property
     def gap(self) -> float:
@@ -187,5 +197,13 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
                 limit=max(by_limit, key=by_limit.__getitem__),
             )
         )
-    predicted = max(steps.seconds(), *(rank.step_seconds for rank in ranks))
-    return Plan(tuple(ranks), found.step, bound, found.even, predicted)
+    least = max(rank.step_seconds for rank in ranks)
+    return Plan(
+        ranks=tuple(ranks),
+        step_seconds=found.step,
+        lower_bound=bound,
+        even=found.even,
+        unclipped_seconds=max(least, steps.seconds(clipped_share=0.0)),
+        clipped_seconds=max(least, steps.seconds(clipped_share=1.0)),
+        clipped_share=problem.clipped_share,
+    )

@@ -3,18 +3,29 @@
 Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
 and the reduce-scatters of the layers above are through; its new weights are there when the slowest
 rank has updated its shard and all-gathers of the layers below are through. What is walked is the
-time from one decision on clipping to the next, with no step clipped:
+time from one decision on clipping to the next:
 
 - GPU of a rank: the update of its K layers, then forward, where each layer waits for its weights,
   further micro-batches, the last one's backward (layer-major: all micro-batches, layer by layer).
 - Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
   longer of its update and its copies, its first chunk must have come and its last one go back.
+- Where the decision, at 0, is that the step is clipped: a layer whose job began before it was only
+  committed, and is ready for a second job, its preview, from 0 on; its weights go back after that.
+  A layer whose job begins later is done in one. Both kinds compete, lowest layer first. The kernels
+  are bound by memory bandwidth, so a commit and a preview are to an update as the bytes they move.
 
 In stage 3 the ranks gather each layer together, in every micro-batch: all take as long as the
 slowest one, and a rank with fewer micro-batches waits for its first.
 
 Every layer's forward waits for that layer's weights, so the worker has nothing left when forward
 has ended: one walk after another with the weights' times of the one before is the steady state.
+Clipped steps and others are walked each for themselves, and steps of which a share is clipped take
+the mean of both. For one rank that is exact (placement/prediction.py); several carry over who was
+how late, which here is a step's of the same kind.
+
+As there, a clipped step may come out shorter than an unclipped one: a commit that ends earlier than
+an update would finds another layer's gradient there. In random cases it was less than the update of
+one layer.
 """
 
 from __future__ import annotations
@@ -32,7 +43,7 @@ from hytrain.planner.loads import (
     micro_sizes,
     outside_seconds,
 )
-from hytrain.planner.problem import GpuProfile, Host, PlanProblem
+from hytrain.planner.problem import STATE_BYTES, GpuProfile, Host, PlanProblem
 
 _ROUNDS = 4
 _SETTLED = 1e-6
@@ -54,7 +65,9 @@ class _Rank:
         layers: of the model.
         gpu_layers: K.
         gpu_update: of one layer's shard.
-        cpu_update: of one layer's shard, copies beside it.
+        cpu_update: of one layer's shard in one pass, copies beside it.
+        cpu_commit: of the first of two passes, its gradient's copy beside it.
+        cpu_preview: of the second one, the weights' copy beside it.
         chunk: of its first chunk's way to the host, and of its last one's back.
     """
 
@@ -65,6 +78,8 @@ class _Rank:
     gpu_layers: int
     gpu_update: float
     cpu_update: float
+    cpu_commit: float
+    cpu_preview: float
     chunk: float
 
     @property
@@ -98,6 +113,7 @@ class Steps:
         # In stage 3 layers are gathered where they are used: the loads' seconds have that.
         self._gather = 0.0 if problem.stage == 3 else self._collectives.gather
         self._num_layers = problem.model.num_layers
+        self._clipped_share = problem.clipped_share
         self._ranks: list[_Rank] = []
         first = 0
         for host in problem.cluster.hosts:
@@ -111,8 +127,16 @@ class Steps:
         if problem.stage == 3:
             self._ranks = _in_rounds(problem, self._ranks, loads)
 
-    def seconds(self, gpu_layers: Sequence[int] | None = None) -> float:
-        """The steady state's step, with these numbers of GPU layers or the shares' own."""
+    def seconds(
+        self, gpu_layers: Sequence[int] | None = None, *, clipped_share: float | None = None
+    ) -> float:
+        """The steady state's step.
+
+        Args:
+            gpu_layers: a number for each rank; None for the shares' own.
+            clipped_share: of the steps, in [0, 1]; None for the problem's.
+        """
+        share = self._clipped_share if clipped_share is None else clipped_share
         ranks = self._ranks
         if gpu_layers is not None:
             ranks = [
@@ -120,7 +144,7 @@ class Steps:
                 for rank, number in zip(ranks, gpu_layers, strict=True)
             ]
         kinds = list(dict.fromkeys(ranks))
-        return self._settle(kinds, kinds)
+        return self._mean(kinds, kinds, share)
 
     def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
         """GPU layers with which each rank's updates delay the step least.
@@ -146,21 +170,37 @@ class Steps:
         steps: list[float] = []
         for number in numbers:
             other = replace(rank, gpu_layers=number)
-            steps.append(self._settle([other if one == rank else one for one in kinds], [other]))
+            others = [other if one == rank else one for one in kinds]
+            steps.append(self._mean(others, [other], self._clipped_share))
         allowed = min(steps) * (1.0 + _WORTHWHILE)
         return next(number for number, step in zip(numbers, steps, strict=True) if step <= allowed)
 
-    def _settle(self, kinds: Sequence[_Rank], updating: Sequence[_Rank]) -> float:
-        """The step where only some kinds' updates are waited for."""
+    def _mean(self, kinds: Sequence[_Rank], updating: Sequence[_Rank], share: float) -> float:
+        """The mean step where a share of them is clipped."""
+        seconds = 0.0
+        if share < 1.0:
+            seconds += (1.0 - share) * self._settle(kinds, updating, clipped=False)
+        if share > 0.0:
+            seconds += share * self._settle(kinds, updating, clipped=True)
+        return seconds
+
+    def _settle(self, kinds: Sequence[_Rank], updating: Sequence[_Rank], *, clipped: bool) -> float:
+        """The step where only some kinds' updates are waited for.
+
+        Several ranks may take turns: who waited long for weights begins backward late, and its
+        gradients come when the worker has more time. Then it is the mean of two steps.
+        """
         walked = self._walk(kinds, [0.0] * self._num_layers)
+        seconds = walked.seconds
         for _ in range(_ROUNDS):
-            weights = [_weights(rank, walked.final) for rank in updating]
+            weights = [_weights(rank, walked.final, clipped=clipped) for rank in updating]
             again = self._walk(kinds, [max(times) for times in zip(*weights, strict=True)])
-            is_settled = abs(again.seconds - walked.seconds) <= _SETTLED * again.seconds
+            is_settled = _is_same(walked, again)
+            seconds = (walked.seconds + again.seconds) / 2.0
             walked = again
             if is_settled:
                 break
-        return walked.seconds
+        return seconds
 
     def _walk(self, kinds: Sequence[_Rank], updated: Sequence[float]) -> _Walked:
         """From a decision, at 0, to the next; ``updated`` says when each layer's shards are."""
@@ -185,6 +225,14 @@ class Steps:
         return _Walked(now, tuple(time - now for time in reversed(reduced)))
 
 
+def _is_same(one: _Walked, other: _Walked) -> bool:
+    """Whether what follows on both is the same."""
+    allowed = _SETTLED * other.seconds
+    if abs(one.seconds - other.seconds) > allowed:
+        return False
+    return all(abs(a - b) <= allowed for a, b in zip(one.final, other.final, strict=True))
+
+
 def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Load]) -> list[_Rank]:
     """The ranks with the passes of the slowest of each round, which all of them wait for."""
     layers = problem.model.num_layers
@@ -207,22 +255,39 @@ def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Loa
     ]
 
 
-def _weights(rank: _Rank, final: Sequence[float]) -> list[float]:
-    """When a rank has updated each layer's shard, counted from the decision."""
+def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[float]:
+    """When a rank has updated each layer's shard, counted from the decision.
+
+    ``final``: when each layer's gradient was, ascending from the last layer to the first: 0.
+    """
     updated = [(number + 1) * rank.gpu_update for number in range(rank.gpu_layers)]
     updated += [0.0] * (rank.layers - rank.gpu_layers)
     ready: list[int] = []
+    held: list[int] = []  # committed, not to be previewed before the decision
+    committed = [False] * rank.layers
     coming = rank.layers - 1  # gradients become final from the last layer down
     now = final[-1]
-    for _ in range(rank.gpu_layers, rank.layers):
-        if not ready:
-            now = max(now, final[coming])
+    left = rank.layers - rank.gpu_layers
+    while left:
+        if not ready:  # the next gradient; where all are there, the decision
+            now = max(now, final[coming] if coming >= rank.gpu_layers else 0.0)
         while coming >= rank.gpu_layers and final[coming] <= now:
             heapq.heappush(ready, coming)
             coming -= 1
+        if held and now >= 0.0:
+            ready += held
+            heapq.heapify(ready)
+            held = []
         layer = heapq.heappop(ready)
-        now = max(now, final[layer] + rank.chunk) + rank.cpu_update
+        begin = max(now, final[layer] + rank.chunk)
+        if clipped and begin < 0.0:
+            now = begin + rank.cpu_commit
+            committed[layer] = True
+            held.append(layer)
+            continue
+        now = begin + (rank.cpu_preview if committed[layer] else rank.cpu_update)
         updated[layer] = now + rank.chunk
+        left -= 1
     return updated
 
 
@@ -245,6 +310,8 @@ def _rank(
     model = problem.model
     shard = share.fraction * model.parameters / model.num_layers
     copied = model.itemsize * shard / gpu.copy_rate
+    update = shard / rate
+    commit, preview = _passes_of_update(model.itemsize)
     first, middle, last = _passes(problem, gpu, collectives, work)
     return _Rank(
         first=first,
@@ -253,9 +320,22 @@ def _rank(
         layers=model.num_layers,
         gpu_layers=share.gpu_layers,
         gpu_update=shard / gpu.update_rate,
-        cpu_update=max(shard / rate, copied),
+        cpu_update=max(update, copied),
+        cpu_commit=max(commit * update, copied),
+        cpu_preview=max(preview * update, copied),
         chunk=copied * min(1.0, _CHUNK / max(shard, 1.0)),
     )
+
+
+def _passes_of_update(itemsize: int) -> tuple[float, float]:
+    """A commit and a preview, as shares of an update: of the bytes that it moves a parameter.
+
+    An update commits the step before's gradient and previews this one's: it reads and writes the
+    state, reads both gradients, writes the new weights; beside it a gradient comes and weights go.
+    A commit has no weights, a preview writes no state, and each has one gradient.
+    """
+    update = 2 * STATE_BYTES + 5 * itemsize
+    return (2 * STATE_BYTES + 2 * itemsize) / update, (STATE_BYTES + 3 * itemsize) / update
 
 
 def _passes(

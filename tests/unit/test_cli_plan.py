@@ -15,7 +15,7 @@ from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile
 from hytrain import cli
 from hytrain.planner.library import add_to_library
 from hytrain.planner.plan_file import read_plan
-from hytrain.planner.profile_file import ProfileFile, write_profile
+from hytrain.planner.profile_file import ProfileFile, UpdateRate, write_profile
 
 Capture = pytest.CaptureFixture[str]
 
@@ -107,6 +107,35 @@ def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> 
     assert plan.model_dump(mode="json")["ranks"] == record["ranks"]
     assert _run("--profile", profile, "--batch", 32, "--out", tmp_path / "no" / "plan.json") == 2
     assert "cannot write the plan" in capsys.readouterr().err
+
+
+def test_plans_hold_where_every_step_is_clipped_unless_told(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    made = a_profile("one", a_device("one", "GPU", gigabytes=12))
+    weak = made.hosts[0].model_copy(update={"updates": (UpdateRate(threads=16, rate=5e8),)})
+    path = _write(tmp_path, made.model_copy(update={"hosts": (weak,)}))
+    found: dict[float | None, dict[str, Any]] = {}
+    for share in (None, 0, 0.25, 1):
+        options = () if share is None else ("--clipped-share", share)
+        predicted = _json(capsys, "--profile", path, "--batch", 32, *options)["predicted"]
+        low, high = predicted["unclipped_seconds"], predicted["clipped_seconds"]
+        mean = low + (1.0 if share is None else share) * (high - low)
+        assert predicted["step_seconds"] == pytest.approx(mean)
+        found[share] = predicted
+    assert found[None] == found[1]
+    assert found[1]["clipped_seconds"] > 1.01 * found[1]["unclipped_seconds"]
+    assert found[0]["step_seconds"] < found[1]["step_seconds"]
+    assert _run("--profile", path, "--batch", 32) == 0
+    plan = capsys.readouterr().out.split("\n\n")[0]
+    assert plan.splitlines()[-1].endswith("predicted for 100% clipped")
+
+
+def test_a_share_that_is_no_number_is_refused(profile: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
+        _run("--profile", profile, "--batch", 8, "--clipped-share", "often")
+    assert left.value.code == 2
+    assert "--clipped-share" in capsys.readouterr().err
 
 
 def test_a_picture(profile: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -269,6 +298,12 @@ def test_the_model_of_a_profile_is_checked(profile: Path, model: Path, capsys: C
         (("--batch", 8, "--profile", "{profile}", "--cores", 4), "--cores is for --gpus"),
         (("--batch", 8, "--profile", "nowhere.json"), "cannot read the profile"),
         (("--batch", 8, "--profile", "{profile}", "--device-memory-fraction", 2), "in (0, 1]"),
+        (
+            ("--batch", 8, "--profile", "{profile}", "--clipped-share", 1.5),
+            "clipped_share must be in [0, 1], got 1.5",
+        ),
+        (("--batch", 8, "--profile", "{profile}", "--clipped-share=-0.5"), "got -0.5"),
+        (("--batch", 8, "--profile", "{profile}", "--clipped-share", "nan"), "got nan"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -16,7 +16,7 @@ from support.plans import a_plan, write_a_plan
 
 from hytrain.errors import ConfigError, HyTrainError
 from hytrain.planner.errors import PlanError
-from hytrain.planner.plan_file import PlanFile
+from hytrain.planner.plan_file import PlanFile, Predicted
 from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
 
 STEPS = 14
@@ -229,6 +229,7 @@ def test_predicted_stands_beside_measured(
         assert (report.first_step, report.last_step) == (5, 14)
         assert report.is_settled
         record = report.to_json()
+        # A plan of the first days, which knows no clipped steps.
         assert record["predicted_seconds"] == 0.25
         assert record["measured_seconds"] > 0.0
         assert record["error"] == pytest.approx(record["measured_seconds"] / 0.25 - 1.0)
@@ -236,6 +237,22 @@ def test_predicted_stands_beside_measured(
         assert rank["gpu_bytes"] is None
         assert rank["host_bytes"] > 12 * 10_000
         assert rank["batch_size"] == 4
+
+
+@pytest.mark.parametrize(("clipping", "expected"), [(1e-6, 1.0), (1e6, 0.0), (0.0, 0.0)])
+def test_the_report_knows_which_steps_were_clipped(
+    tmp_path: Path, clipping: float, expected: float
+) -> None:
+    both = Predicted(
+        step_seconds=0.5, unclipped_seconds=0.25, clipped_seconds=0.5, lower_bound=0.25, gap=0.0
+    )
+    config = _config(write_a_plan(tmp_path, _plan(predicted=both)))
+    config["gradient_clipping"] = clipping
+    with built(make_model("llama"), config) as engine:
+        _train(engine, 5)
+        record = engine.plan_report().to_json()
+        assert record["clipped_share"] == expected
+        assert record["predicted_seconds"] == 0.25 + 0.25 * expected
 
 
 def test_without_a_plan_there_is_no_report() -> None:

@@ -62,7 +62,33 @@ def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
     assert record["version"] == 1
     assert [rank["batch_size"] for rank in record["ranks"]] == [8, 4, 4]
     assert record["ranks"][1]["device"] == "slow"
-    assert record["predicted"]["step_seconds"] > 0.0
+    predicted = record["predicted"]
+    assert predicted["step_seconds"] == predicted["clipped_seconds"] > 0.0
+    assert predicted["unclipped_seconds"] > 0.0
+
+
+def test_a_file_that_knows_no_clipped_steps_is_read(plan: PlanFile, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    record = plan.model_dump(mode="json")
+    for key in ("unclipped_seconds", "clipped_seconds"):
+        del record["predicted"][key]
+    path.write_text(json.dumps(record))
+    old = read_plan(path)
+    assert old.predicted.clipped_seconds is None
+    for share in (0.0, 0.5, 1.0):
+        assert old.predicted.at(share) == plan.predicted.step_seconds
+    write_plan(path, old)
+    assert read_plan(path) == old
+    # Half of it is a mistake.
+    record["predicted"]["clipped_seconds"] = 1.0
+    path.write_text(json.dumps(record))
+    with pytest.raises(PlanError, match=r"predicted: .*go together"):
+        read_plan(path)
+
+
+def test_a_prediction_for_a_share_of_clipped_steps(plan: PlanFile) -> None:
+    both = plan.predicted.model_copy(update={"unclipped_seconds": 1.0, "clipped_seconds": 3.0})
+    assert [both.at(share) for share in (0.0, 0.25, 1.0)] == [1.0, 1.5, 3.0]
 
 
 @pytest.mark.parametrize(

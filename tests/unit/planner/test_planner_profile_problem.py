@@ -73,6 +73,13 @@ def test_stage_3_gathers_layers() -> None:
     assert three.idle_bytes - two.idle_bytes == 2 * 3 * 100_000_000
 
 
+def test_the_share_of_clipped_steps() -> None:
+    assert problem_from(a_profile(), options()).clipped_share == 1.0
+    assert problem_from(a_profile(), options(clipped_share=0.25)).clipped_share == 0.25
+    with pytest.raises(PlanError, match="clipped_share"):
+        problem_from(a_profile(), options(clipped_share=1.01))
+
+
 def test_a_fraction_of_memory() -> None:
     half = problem_from(a_profile(), options(memory_fraction=0.5)).cluster.hosts[0].gpus[0]
     assert half.limit_bytes == 40 * GIB

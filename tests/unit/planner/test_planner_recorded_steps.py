@@ -17,6 +17,8 @@ def predicted(recorded: Recorded) -> float:
         gpu_reserve=lambda total: 0,
         host_reserve=lambda total: 0,
         activations=("store",),
+        # Nobody recorded then how many were clipped: the model was judged as one without clipping.
+        clipped_share=0.0,
     )
     problem = problem_from(profile_of(recorded.multiprocessors), options)
     even = recorded.fractions is None

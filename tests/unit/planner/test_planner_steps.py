@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.placement.costs import LayerCosts, StepCosts
-from hytrain.placement.prediction import predict_one
+from hytrain.placement.prediction import predict
 from hytrain.planner.allocation import Share
 from hytrain.planner.curves import Table
 from hytrain.planner.loads import Collectives, Load, load
@@ -35,11 +35,19 @@ def gpu(ms: float, *, update_rate: float = 1e11, copy_rate: float = 2e10) -> Gpu
     )
 
 
-def problem(*gpus: GpuProfile, rate: float = 1e9, collective_ms: float = 0.0) -> PlanProblem:
+def problem(
+    *gpus: GpuProfile, rate: float = 1e9, collective_ms: float = 0.0, clipped_share: float = 0.0
+) -> PlanProblem:
     host = Host("h", gpus, len(gpus), 2**40, 1e13, Table(((1.0, rate),)))
     line = Table(((1e8, collective_ms), (2e8, collective_ms)))
     model = Model("m", LAYERS, LAYERS * 50_000_000)
-    return PlanProblem(Cluster((host,), line, line, 1.0), model, 64, activations=("store", "keep"))
+    return PlanProblem(
+        Cluster((host,), line, line, 1.0),
+        model,
+        64,
+        activations=("store", "keep"),
+        clipped_share=clipped_share,
+    )
 
 
 def works(given: PlanProblem, *batches: int, micro: int = 1) -> list[Load]:
@@ -52,30 +60,47 @@ def step(given: PlanProblem, loads: list[Load], *shares: Share) -> float:
     return Steps(given, loads, shares, even=True).seconds()
 
 
-@settings(max_examples=100, deadline=None)
+# No round numbers: where a gradient becomes final in the very moment in which the worker has time,
+# the two walks, which count from other moments, may round to either side and take another layer.
+@settings(max_examples=300, deadline=None)
 @given(
     ms=st.floats(0.5, 20.0),
-    rate=st.sampled_from((2e8, 1e9, 5e9, 1e11)),
-    copy_rate=st.sampled_from((1e9, 2e10, 1e12)),
+    rate=st.sampled_from((2.0173e8, 1.0291e9, 5.0377e9, 1.0411e11)),
+    copy_rate=st.sampled_from((1.0173e9, 2.0291e10, 1.0377e12)),
     gpu_layers=st.integers(0, LAYERS),
+    clipped_share=st.sampled_from((0.0, 0.5, 1.0)),
 )
 def test_one_rank_and_one_micro_batch_are_as_training_predicts_them(
-    ms: float, rate: float, copy_rate: float, gpu_layers: int
+    ms: float, rate: float, copy_rate: float, gpu_layers: int, clipped_share: float
 ) -> None:
-    given = problem(gpu(ms, copy_rate=copy_rate), rate=rate)
+    given = problem(gpu(ms, copy_rate=copy_rate), rate=rate, clipped_share=clipped_share)
     size = given.model.parameters // LAYERS
     copy = 2 * size / copy_rate
+    update = size / rate
     layer = LayerCosts(
-        "x", size, ms / 1e3, 2 * ms / 1e3, copy, size / rate, 0, 0, copy, size / 1e11
+        name="x",
+        parameters=size,
+        forward=ms / 1e3,
+        backward=2 * ms / 1e3,
+        to_host=copy,
+        cpu_update=update,
+        # Bytes a parameter in bf16, with copies: 34, 28 and 18.
+        cpu_commit=update * 28 / 34,
+        cpu_preview=update * 18 / 34,
+        to_device=copy,
+        gpu_update=size / 1e11,
     )
     costs = StepCosts(
         layers=(layer,) * LAYERS,
         tail=0.0,
         between=0.005,
+        clipped_share=clipped_share,
         chunk_elements=16 * 1024 * 1024,
     )
     found = step(given, works(given, 1), Share(1.0, gpu_layers))
-    assert found == pytest.approx(predict_one(costs, gpu_layers), rel=1e-6)
+    (expected,) = predict(costs, gpu_layers=[gpu_layers]).step_seconds
+    # The same machine and the same jobs in the same order: only sums are rounded otherwise.
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_further_micro_batches_only_add_their_time() -> None:
