@@ -28,6 +28,7 @@ from experiments.unequal_gpus.measure import Passes, passes_of_size
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
+from hytrain.optim.statistics import StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
 from hytrain.planner.profile_file import ProfileFile, write_profile
@@ -47,6 +48,20 @@ COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
 
 NUM_BATCHES = 4
 """Of different tokens, which take turns."""
+
+
+def steps_of(rows: Sequence[StepStatistics]) -> Json:
+    """What the timed steps told: k, the share of clipped ones, each one's updates and waits.
+
+    A step's coefficient is that of its own decision; one that nobody waited for clipped nothing.
+    """
+    clipped = [row.clip_coefficient for row in rows if not row.skipped]
+    return {
+        "gpu_fraction": rows[-1].gpu_fraction,
+        "clipped_share": sum(c is not None and c < 1.0 for c in clipped) / len(rows),
+        "update_seconds": [row.update_seconds for row in rows],
+        "exposed_seconds": [row.exposed_seconds for row in rows],
+    }
 
 
 class Bench:
@@ -297,6 +312,13 @@ class Bench:
         for batch, size in zip(itertools.cycle(pool), itertools.cycle(sizes or [1]), strict=False):
             yield {name: tensor[:size] for name, tensor in batch.items()}
 
+    def _allocator(self) -> Json:
+        """What torch's allocator counts when memory was short; {} without a GPU."""
+        if not self.is_cuda:
+            return {}
+        counts = torch.cuda.memory_stats(self.device)
+        return {name: counts.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
+
     def _train(self, config: Json, sizes: Sequence[int], job: DataParallel, steps: int) -> Json:
         """Warm-up steps, then timed ones with nothing in between."""
         begin = time.perf_counter()
@@ -311,22 +333,24 @@ class Bench:
         losses = [engine.train_batch(batches) for _ in range(self.settings["warmup"])]
         engine.synchronize()
         self.synchronize()
+        counted = self._allocator()
+        rows: list[StepStatistics] = []
         start = time.perf_counter()
         for _ in range(steps):
             losses.append(engine.train_batch(batches))
+            rows.append(engine.step_statistics())
         engine.synchronize()
         self.synchronize()
         seconds = (time.perf_counter() - start) / steps
-        statistics = engine.step_statistics()
+        grown = {name: value - counted[name] for name, value in self._allocator().items()}
         report = engine.plan_report().to_json() if "plan" in config["hytrain"] else None
         after = host_memory()
         found = {
             "step_seconds": seconds,
             "build_seconds": built,
             "plan_report": report,
-            "gpu_fraction": statistics.gpu_fraction,
-            "update_seconds": statistics.update_seconds,
-            "exposed_seconds": statistics.exposed_seconds,
+            **steps_of(rows),
+            "allocator": grown,
             "losses": [float(loss) for loss in losses],
             "gpu": gpu_memory(self.ranks.device),
             "host_grown_bytes": after.rss_bytes - before.rss_bytes,

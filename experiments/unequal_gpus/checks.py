@@ -9,7 +9,7 @@ from experiments.offload_step import records
 from experiments.offload_step.checks import Check
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.group import REFUSED
-from experiments.unequal_gpus.planning import best_passes, file_of, passes_of
+from experiments.unequal_gpus.planning import best_passes, file_of, passes_of, predicted_seconds
 
 SUM_OF_SPEEDS = 0.93
 TIMES_EVEN = 2.2
@@ -61,12 +61,24 @@ def step_seconds(case: Json, run: str) -> float | None:
     return None if ranks is None else max(rank["step_seconds"] for rank in ranks)
 
 
+def clipped_share(case: Json, run: str) -> float | None:
+    """Of a run's timed steps, those that were clipped, on all ranks alike; None in old results."""
+    ranks = result_of(case, run)
+    return None if ranks is None else ranks[0].get("clipped_share")
+
+
+def judged_prediction(case: Json) -> float | None:
+    """The planned step with as many clipped ones as were measured."""
+    plan = result_of(case, "plan")
+    if plan is None:
+        return None
+    return predicted_seconds(plan[0]["planned"], clipped_share(case, "planned"))
+
+
 def prediction_error(case: Json) -> float | None:
     """Measured over predicted step, less 1."""
-    plan, measured = result_of(case, "plan"), step_seconds(case, "planned")
-    if plan is None or measured is None:
-        return None
-    return measured / plan[0]["planned"]["predicted_seconds"] - 1.0
+    error = ratio(step_seconds(case, "planned"), judged_prediction(case))
+    return None if error is None else error - 1.0
 
 
 def slowdowns(case: Json) -> list[tuple[float, float, float]] | None:

@@ -27,6 +27,12 @@ REFUSED = "refused"
 CONTINUED = (records.OK, REFUSED)
 """After any other status the processes end."""
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Torch's settings of its GPU allocator; newer ones read PYTORCH_ALLOC_CONF, too."""
+
+EXPANDABLE = "expandable_segments:True"
+"""A plan fills a GPU to within a GiB: that must not be lost to fragments."""
+
 GRACE_SECONDS = 2.0
 """After the first process has ended, for the others to end by themselves."""
 
@@ -58,6 +64,16 @@ def divide_cores(cores: Sequence[int], shares: int) -> tuple[tuple[int, ...], ..
     return tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(shares))
 
 
+def allocator_settings(device: str) -> dict[str, str]:
+    """Variables by which torch's GPU allocator is set in the processes; the user's own, if any."""
+    given = {
+        name: os.environ[name] for name in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if name in os.environ
+    }
+    if device == "cpu" or given:
+        return given
+    return {ALLOCATOR: EXPANDABLE}
+
+
 def environment(place: Place, rank: int, ports: tuple[int, int]) -> dict[str, str]:
     """A rank's environment."""
     env = dict(os.environ)
@@ -78,6 +94,7 @@ def environment(place: Place, rank: int, ports: tuple[int, int]) -> dict[str, st
         TORCH_EXTENSIONS_DIR=extensions_dir(),
         # One machine: gloo need not ask for its name.
         GLOO_SOCKET_IFNAME="lo",
+        **allocator_settings(place.device),
     )
     if place.device == "cpu":
         env.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
@@ -92,13 +109,14 @@ def describe_beside(result: Json, device: str, gpus: int) -> threading.Thread:
     Returns:
         The thread, to be joined before the result is used.
     """
-    result["hardware"] = {"gpus": gpus}
+    beside = {"gpus": gpus, "allocator": allocator_settings(device)}
+    result["hardware"] = beside
 
     def describe() -> None:
         from experiments.offload_step import hardware
 
         # One assignment: somebody may be writing the result to its file.
-        result["hardware"] = {**hardware.describe(device), "gpus": gpus}
+        result["hardware"] = {**hardware.describe(device), **beside}
 
     thread = threading.Thread(target=describe, name="hardware", daemon=True)
     thread.start()

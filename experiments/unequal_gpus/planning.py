@@ -110,12 +110,28 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
         "shard_fractions": [fraction / sum(fractions) for fraction in fractions],
         "gpu_fractions": [rank.gpu_layers / problem.model.num_layers for rank in plan.ranks],
         "predicted_seconds": plan.predicted_seconds,
+        "unclipped_seconds": plan.unclipped_seconds,
+        "clipped_seconds": plan.clipped_seconds,
         "rank_seconds": [rank.step_seconds for rank in plan.ranks],
         "gpu_gib": [rank.gpu_bytes / GIB for rank in plan.ranks],
         "host_gib": [rank.host_bytes / GIB for rank in plan.ranks],
         "limits": [rank.limit for rank in plan.ranks],
         "gap": plan.gap if plan.lower_bound > 0.0 else None,
     }
+
+
+def predicted_seconds(planned: Json, clipped_share: float | None) -> float:
+    """A plan's step with this share of clipped ones.
+
+    Args:
+        planned: a plan as data.
+        clipped_share: None where that was not recorded; then, and where the plan has but one
+            prediction, that is it.
+    """
+    if clipped_share is None or "clipped_seconds" not in planned:
+        return planned["predicted_seconds"]
+    unclipped, clipped = planned["unclipped_seconds"], planned["clipped_seconds"]
+    return unclipped + clipped_share * (clipped - unclipped)
 
 
 def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:

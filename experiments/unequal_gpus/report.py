@@ -78,7 +78,22 @@ def _run_line(case: Json, run: str) -> str:
     hosts = [rank.get("host_grown_bytes", 0) / GIB for rank in ranks]
     if max(hosts) >= 1.0:
         text += f", host {_numbers(hosts, 1)} GiB"
-    return text
+    return text + _planned_words(case, ranks) if run == "planned" else text
+
+
+def _planned_words(case: Json, ranks: Sequence[Json]) -> str:
+    """How many of the steps were clipped, what was predicted for that, what the allocator did."""
+    words = ""
+    share = checks.clipped_share(case, "planned")
+    if share is not None:
+        words += f", {share:.0%} clipped"
+        predicted = checks.judged_prediction(case)
+        if predicted is not None:
+            words += f" (predicted {predicted:.4f} s)"
+    allocators = [rank.get("allocator", {}) for rank in ranks]
+    if all("num_alloc_retries" in allocator for allocator in allocators):
+        words += f", retries {[allocator['num_alloc_retries'] for allocator in allocators]}"
+    return words
 
 
 def check_lines(found: Sequence[Check]) -> list[str]:

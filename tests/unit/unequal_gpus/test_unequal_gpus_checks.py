@@ -73,6 +73,35 @@ def test_each_claim_can_be_missed() -> None:
     assert verdicts_of(fast)["forward and backward from the stated speed, most"] == "missed"
 
 
+@pytest.mark.parametrize(("share", "predicted"), [(0.0, 0.9), (0.5, 1.0), (1.0, 1.1)])
+def test_the_prediction_is_judged_at_the_share_of_clipped_steps(
+    share: float, predicted: float
+) -> None:
+    made = speed_case(95.0, 40.0)
+    both = {"predicted_seconds": 1.1, "unclipped_seconds": 0.9, "clipped_seconds": 1.1}
+    plan = {**PLAN, "planned": {**PLAN["planned"], **both}}
+    made["results"]["plan"] = stage(plan, plan)
+    # Results that have no share are judged as they were.
+    assert checks.prediction_error(made) == pytest.approx(1.05 / 1.1 - 1.0)
+    assert "clipped" not in report.text_of([made])
+    for rank in made["results"]["planned"]["ranks"]:
+        rank |= {"clipped_share": share, "allocator": {"num_alloc_retries": 2, "num_ooms": 0}}
+    assert checks.judged_prediction(made) == pytest.approx(predicted)
+    assert checks.prediction_error(made) == pytest.approx(1.05 / predicted - 1.0)
+    (line,) = [line for line in report.text_of([made]).splitlines() if "clipped" in line]
+    assert line.startswith("  planned ")
+    assert line.endswith(f", {share:.0%} clipped (predicted {predicted:.4f} s), retries [2, 2]")
+
+
+def test_an_old_plan_has_one_prediction_whatever_was_clipped() -> None:
+    made = speed_case(95.0, 40.0)
+    for rank in made["results"]["planned"]["ranks"]:
+        rank |= {"clipped_share": 0.5, "allocator": {}}
+    assert checks.prediction_error(made) == pytest.approx(0.05)
+    assert "50% clipped (predicted 1.0000 s)" in report.text_of([made])
+    assert "retries" not in report.text_of([made])
+
+
 def test_backward_alone_may_be_off() -> None:
     made = speed_case(95.0, 40.0)
     slow = device(0.25, 139.0)

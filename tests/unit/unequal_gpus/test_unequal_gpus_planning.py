@@ -16,6 +16,7 @@ from experiments.unequal_gpus.planning import (
     file_of,
     naive_even,
     passes_of,
+    predicted_seconds,
     section_of,
     verdicts,
     work_of,
@@ -76,6 +77,17 @@ def test_the_batch_is_split_by_speed() -> None:
     assert found["even_split"] is None
     assert found["even"]["batch_sizes"] == [38, 37, 37]
     assert found["even"]["shard_fractions"] is None
+
+
+def test_a_plan_predicts_steps_that_are_clipped_and_others() -> None:
+    slow = verdicts(file_with((1.0, 20.0), (0.5, 20.0)), 48, Limits(host_bytes=60 * GIB))
+    planned = slow["planned"]
+    low, high = planned["unclipped_seconds"], planned["clipped_seconds"]
+    assert planned["predicted_seconds"] == high >= low > 0.0
+    assert predicted_seconds(planned, None) == high
+    assert predicted_seconds(planned, 0.25) == pytest.approx(0.75 * low + 0.25 * high)
+    del planned["unclipped_seconds"], planned["clipped_seconds"]
+    assert predicted_seconds(planned, 0.25) == high
 
 
 def test_passes_are_those_of_all_layers_and_what_is_outside() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus import checks, run
 from experiments.unequal_gpus.cases import cases_of
+from experiments.unequal_gpus.group import Place, allocator_settings, environment
 from experiments.unequal_gpus.report import text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
@@ -30,7 +32,28 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Json:
 
 def test_the_machine_is_in_the_result(result: Json) -> None:
     assert result["hardware"]["gpus"] == 2
+    assert "expandable_segments:True" not in result["hardware"]["allocator"].values()
     assert result["hardware"]["cores"] >= 1
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_allocator_loses_no_memory_unless_the_user_set_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    place = Place(device="cuda", gpus=(0,), cores=((0,),))
+    on_cpu = dataclasses.replace(place, device="cpu")
+
+    def of(where: Place) -> dict[str, str]:
+        told = environment(where, 0, (1, 2))
+        assert allocator_settings(where.device).items() <= told.items()
+        return {each: value for each, value in told.items() if each.endswith("ALLOC_CONF")}
+
+    assert of(place) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert of(on_cpu) == {}
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert of(place) == of(on_cpu) == {name: "max_split_size_mb:64"}
 
 
 def test_the_plan_is_trained_by(result: Json) -> None:
@@ -46,6 +69,11 @@ def test_the_plan_is_trained_by(result: Json) -> None:
             plan[0]["planned"]["gpu_fractions"][rank], abs=0.13
         )
         assert told["losses"][0] == pytest.approx(planned[0]["losses"][0])
+        # What the steps told: each of them, on all ranks the same share of clipped ones.
+        assert told["clipped_share"] in (0.0, 1.0)
+        assert told["clipped_share"] == planned[0]["clipped_share"]
+        assert [len(told[name]) for name in ("update_seconds", "exposed_seconds")] == [1, 1]
+        assert told["allocator"] == {}
     assert checks.prediction_error(case) is not None
 
 
