@@ -35,6 +35,7 @@ class LayerGradient:
 
     Attributes:
         local: this rank's own gradient of the whole layer, flat; None while there is none.
+        parts: each parameter's part of ``local``, once something was written in its shape.
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
         uses_before: uses of layers that this backward had made at the last firing.
@@ -55,6 +56,20 @@ class LayerGradient:
     closed: bool = False
     copier: GradientCopier | None = None
     copied_whole: bool = False
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes room for this rank's own gradient."""
+        self.local = local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+        self.parts = [local[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
+        self.written = [False] * len(self.parts)
+        self.copied_whole = True
+
+    def release(self) -> torch.Tensor | None:
+        """Hands ``local`` over; nothing here refers to it any more."""
+        local, self.local = self.local, None
+        self.parts = []
+        return local
 
     @property
     def squares(self) -> torch.Tensor | None:
@@ -216,27 +231,32 @@ class GradientCollector:
     def _hook(
         self, layer: LayerGradient, index: int, slot: ParameterSlot
     ) -> Callable[[nn.Parameter], None]:
+        # It runs for every parameter of every micro-batch: where those are small, what it takes
+        # the host is what they take.
         def hook(parameter: torch.Tensor) -> None:
-            self._on_gradient(layer, index, slot, parameter)
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            if not self.in_backward:
+                self._on_begin()
+            if layer.final or layer.closed:
+                if self._takes_back:
+                    self._take_back(layer)
+                else:
+                    self._refuse_late(layer, index, slot)
+            if torch.is_grad_enabled():  # create_graph
+                with torch.no_grad():
+                    self._take(layer, index, gradient)
+            else:
+                self._take(layer, index, gradient)
+            # zero_grad() and create_graph must not reach a gradient that is on its way.
+            parameter.grad = None
+            self._count(layer, index)
 
         return hook
 
-    def _on_gradient(
-        self, layer: LayerGradient, index: int, slot: ParameterSlot, parameter: torch.Tensor
-    ) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if not self.in_backward:
-            self._on_begin()
-        if layer.final or layer.closed:
-            if self._takes_back:
-                self._take_back(layer)
-            else:
-                self._refuse_late(layer, index, slot)
-        self._take(layer, index, slot, gradient)
-        # zero_grad() and create_graph must not reach a gradient that is on its way.
-        parameter.grad = None
+    def _count(self, layer: LayerGradient, index: int) -> None:
+        """A gradient has been taken; the layer is consumed with its last one."""
         layer.fired[index] += 1
         self._clock += 1
         self._firings += 1
@@ -260,25 +280,21 @@ class GradientCollector:
         layer.closed = False
         layer.remaining = -1
 
-    def _take(
-        self, layer: LayerGradient, index: int, slot: ParameterSlot, gradient: torch.Tensor
-    ) -> None:
+    def _take(self, layer: LayerGradient, index: int, gradient: torch.Tensor) -> None:
         if layer.local is None:
-            layer.local = torch.empty(layer.layout.size, dtype=layer.dtype, device=self._device)
-            layer.written = [False] * len(layer.written)
-            layer.copied_whole = True
-        view = layer.local[slot.offset : slot.offset + slot.numel]
-        with torch.no_grad():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if layer.written[index]:
-                view.view(gradient.shape).add_(gradient)
-                layer.copied_whole = False
-            elif layer.copier is not None:
-                # The first gradient is taken over: nothing is zeroed only to be added to.
-                layer.copier.copy(index, gradient.detach(), view)
-            else:
-                view.view(gradient.shape).copy_(gradient)
+            layer.allocate(self._device)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if layer.written[index]:
+            layer.parts[index].add_(gradient)
+            layer.copied_whole = False
+            return
+        # The first gradient is taken over: nothing is zeroed only to be added to.
+        layer.parts[index] = part = layer.parts[index].view(gradient.shape)
+        if layer.copier is not None:
+            layer.copier.copy(index, gradient.detach(), part)
+        else:
+            part.copy_(gradient)
         layer.written[index] = True
 
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
@@ -421,7 +437,7 @@ class GradientCollector:
         self.in_backward = False
         self.open = False
         for layer in self.layers:
-            layer.local = None
+            layer.release()
             layer.held = None
             layer.closed = False
             layer.final = False

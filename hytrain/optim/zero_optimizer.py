@@ -250,7 +250,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def _consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
         state = self.pipeline.layers[gradient.layout.index]
-        local, gradient.local = gradient.local, None
+        local = gradient.release()
         assert local is not None
         with self.pipeline.reducing():
             shard = self.pipeline.reduce(state, local)
