@@ -319,11 +319,22 @@ class Bench:
         counts = torch.cuda.memory_stats(self.device)
         return {name: counts.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
 
+    def _bare(self, model: torch.nn.Module, sizes: Sequence[int]) -> Json | None:
+        """A micro-batch of the bare model: whether host and GPU are as fast as in the profile."""
+        if not sizes:
+            return None
+        passes = Passes(model, self.device)
+        found = passes_of_size(passes, self.batch(sizes[0]))
+        passes.drop_gradients()
+        self.clean()
+        return {"samples": sizes[0], **found}
+
     def _train(self, config: Json, sizes: Sequence[int], job: DataParallel, steps: int) -> Json:
         """Warm-up steps, then timed ones with nothing in between."""
         begin = time.perf_counter()
         before = host_memory()
         model = self.build()
+        bare = self._bare(model, sizes) if "plan" in config["hytrain"] else None
         reset_gpu_peak(self.ranks.device)
         engine, _, _, _ = hytrain.initialize(
             model=model, model_parameters=model.parameters(), config=config, mpu=job
@@ -349,6 +360,7 @@ class Bench:
             "step_seconds": seconds,
             "build_seconds": built,
             "plan_report": report,
+            "bare": bare,
             **steps_of(rows),
             "allocator": grown,
             "losses": [float(loss) for loss in losses],

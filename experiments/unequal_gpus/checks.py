@@ -81,6 +81,27 @@ def prediction_error(case: Json) -> float | None:
     return None if error is None else error - 1.0
 
 
+def bare_over_profile(case: Json) -> list[float] | None:
+    """For each rank: a bare micro-batch before the planned run over the profile's; 0 without one.
+
+    A host that starts kernels more slowly than minutes before makes small micro-batches longer.
+    """
+    ranks, measured = result_of(case, "profile"), result_of(case, "planned")
+    if ranks is None or measured is None or not all("bare" in rank for rank in measured):
+        return None
+    profile = file_of(ranks)
+    found: list[float] = []
+    for rank, bare in enumerate(each["bare"] for each in measured):
+        known = {p.samples: p for p in passes_of(profile, rank)}
+        if bare is None or bare["samples"] not in known:
+            found.append(0.0)
+            continue
+        expected = known[bare["samples"]]
+        seconds = bare["forward"] + bare["backward"]
+        found.append(seconds / (expected.forward + expected.backward))
+    return found
+
+
 def slowdowns(case: Json) -> list[tuple[float, float, float]] | None:
     """For each rank: stated speed, that of forward, that of backward, the first rank's being 1; at
     the largest micro-batch that all ranks have measured."""

@@ -90,6 +90,9 @@ def _planned_words(case: Json, ranks: Sequence[Json]) -> str:
         predicted = checks.judged_prediction(case)
         if predicted is not None:
             words += f" (predicted {predicted:.4f} s)"
+    again = checks.bare_over_profile(case)
+    if again is not None:
+        words += f", bare passes {_numbers(again, 2)} of the profile's"
     allocators = [rank.get("allocator", {}) for rank in ranks]
     if all("num_alloc_retries" in allocator for allocator in allocators):
         words += f", retries {[allocator['num_alloc_retries'] for allocator in allocators]}"

@@ -93,6 +93,17 @@ def test_the_prediction_is_judged_at_the_share_of_clipped_steps(
     assert line.endswith(f", {share:.0%} clipped (predicted {predicted:.4f} s), retries [2, 2]")
 
 
+def test_a_host_that_became_slower_shows_beside_the_profile() -> None:
+    made = speed_case(95.0, 40.0)
+    assert checks.bare_over_profile(made) is None
+    first, second = made["results"]["planned"]["ranks"]
+    # Of 8 samples: 6 and 12 ms a sample and 0.2 and 0.3 outside, at speed 1.
+    first["bare"] = {"samples": 8, "forward": 0.0964, "backward": 0.1926}
+    second["bare"] = None  # computes nothing
+    assert checks.bare_over_profile(made) == [pytest.approx(2.0, rel=1e-3), 0.0]
+    assert "bare passes 2.00 0.00 of the profile's" in report.text_of([made])
+
+
 def test_an_old_plan_has_one_prediction_whatever_was_clipped() -> None:
     made = speed_case(95.0, 40.0)
     for rank in made["results"]["planned"]["ranks"]:
