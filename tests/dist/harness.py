@@ -1,6 +1,7 @@
 """Runs a function on several ranks, as processes on this machine that talk over gloo.
 
-Starting a rank costs about ten seconds (it imports torch, DeepSpeed and hytrain), so a pool keeps
+What a rank imports (torch, DeepSpeed, transformers) takes it ten seconds on a busy machine. So
+ranks are forked from one process that has imported all that and done nothing else, and a pool keeps
 its processes and runs one case after another in them:
 
     def train(case: str) -> list[float]:          # at module level: it is pickled by name
@@ -19,6 +20,9 @@ its processes and runs one case after another in them:
 - A call that is not over within ``timeout`` seconds fails with the stack of every rank's threads.
 - ``run_each(function, [arguments of rank 0, arguments of rank 1, ...])`` gives each rank its own.
 
+On a machine with a GPU, or with variables of a pool's own, each rank imports for itself: a process
+that has looked at a GPU cannot be forked, and variables are read by what is imported.
+
 Outside pytest, or for a process that is meant to die: ``with RankPool(2) as pool: pool.run(...)``.
 Nothing here needs a free port to be guessed: the parent holds the store that the ranks meet at.
 """
@@ -36,6 +40,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,7 +50,23 @@ from typing import Any
 START_SECONDS = 120.0
 """Most seconds for the start of the processes, on a busy machine."""
 SETTLE_SECONDS = 6.0
-"""How long other ranks may take to report their own exception after the first one."""
+"""How long other ranks may take to report their own exception after the first one, as a rule."""
+
+
+_IMPORTED = (
+    "hytrain.engine",
+    "hytrain.optim.build",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.vit.modeling_vit",
+)
+"""What ranks find imported; importing starts no thread, so that forking is safe."""
+_SETTINGS = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of every rank; read by what it imports."""
 
 
 class RankError(AssertionError):
@@ -68,15 +89,18 @@ class RankPool:
         environment: dict[str, str] | None = None,
         *,
         with_deepspeed: bool = True,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         """
         Args:
             num_ranks: processes; all on this machine.
             environment: further environment variables of the ranks.
             with_deepspeed: False: cases need torch only, which starts faster.
+            settle_seconds: see :data:`SETTLE_SECONDS`.
         """
         self.num_ranks = num_ranks
         self._with_deepspeed = with_deepspeed
+        self._settle_seconds = settle_seconds
         self._environment = dict(environment or {})
         self._ranks: list[_Rank] = []
         self._store: Any = None
@@ -145,7 +169,7 @@ class RankPool:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
-        context = multiprocessing.get_context("spawn")
+        context = _context(bool(self._environment))
         for number in range(self.num_ranks):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name) / f"rank{number}.txt"
@@ -176,7 +200,7 @@ class RankPool:
                 number = number_of[pipe]
                 failure, results[number] = self._receive(number)
                 if failure and not failures:
-                    deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + self._settle_seconds)
                 failures.extend([failure] if failure else [])
         if not failures and len(results) < self.num_ranks:
             failures.append(self._describe_hang(timeout, set(results)))
@@ -238,16 +262,33 @@ class RankPools:
             self._pool = None
 
 
+def _context(has_own_environment: bool) -> Any:
+    if has_own_environment or Path("/dev/nvidiactl").exists():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    # The server is started here, by the first pool, and imports with this environment.
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
 def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
     return {
+        **_SETTINGS,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         # The parent holds the store: ranks join it as clients.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

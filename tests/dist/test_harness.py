@@ -35,7 +35,7 @@ def _die_on(rank: int) -> None:
 
 
 def test_results_come_back_in_rank_order_and_a_failed_pool_starts_again() -> None:
-    with RankPool(2, with_deepspeed=False) as pool:
+    with RankPool(2, with_deepspeed=False, settle_seconds=0.5) as pool:
         assert pool.run(_sum_of_ranks, 1) == [3.0, 3.0]
         assert pool.run_each(_sum_of_ranks, [(1,), (2,)]) == [5.0, 5.0]
         with pytest.raises(RankError, match=r"(?s)rank 1 failed.*KeyError: 'only here'"):
