@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 100)
 @pytest.mark.parametrize(
     ("slots", "local_ranks"),
     [
-        ((2, 2), "0101"),
+        pytest.param((2, 2), "0101", marks=pytest.mark.parity_full),
         ((1, 2), "010"),
         pytest.param((2, 1), "010", marks=pytest.mark.parity_full),
     ],

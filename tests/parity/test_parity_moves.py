@@ -17,6 +17,7 @@ from support.engines import device, environment
 from support.parity import Case, expected_outcomes, torch_states, train
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(300)]
+full = pytest.mark.parity_full
 
 CASES = [
     Case("llama", 0.5, "never", 1, "bf16"),
@@ -54,13 +55,13 @@ def check_moves(case: Case, seed: int, share: float) -> None:
     assert_close_to_torch(run, torch_states(run))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=full)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_that_move(case: Case, seed: int) -> None:
     check_moves(case, seed, 0.4)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=full) for seed in (2, 3))])
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_layers_that_move_with_delays(case: Case, seed: int) -> None:
     with environment("HYTRAIN_DELAYS", f"{seed}:400"):

@@ -30,7 +30,9 @@ def test_every_combination(case: Case) -> None:
     check_parity(case)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.parity_full) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 def test_with_delays_at_every_hand_off(case: Case, seed: int) -> None:
     with environment("HYTRAIN_DELAYS", f"{seed}:400"):

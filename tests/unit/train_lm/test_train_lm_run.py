@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,40 @@ def test_user_error_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.fixture
-def arguments(tmp_path: Path, text_files: list[Path]) -> list[str]:
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory, shared_text_files: list[Path]) -> list[str]:
     """A run of six tiny steps, half of the layers updated apart from the CPU worker."""
+    cache = tmp_path_factory.mktemp("cache")
     small = "--model llama-3m --seq-len 32 --micro-batch 1 --global-batch 2 --eval-sequences 2"
-    data = ["--data", *map(str, text_files), "--cache-dir", str(tmp_path / "cache")]
+    data = ["--data", *map(str, shared_text_files), "--cache-dir", str(cache)]
     return [*small.split(), *data, "--steps", "6", "--gpu-fraction", "0.5"]
 
 
-def test_train(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    result = _run(tmp_path, *arguments)
+@dataclass(frozen=True)
+class Trained:
+    """A run with a checkpoint half-way."""
+
+    out: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> Trained:
+    out = tmp_path_factory.mktemp("trained")
+    result = _run(out, *arguments, "--save-every", "3")
     assert result.returncode == 0, result.stderr
-    assert "share of update time hidden" in result.stdout
-    assert (tmp_path / "loss.png").exists()
-    steps = [r for r in metrics.read_metrics(tmp_path / "metrics.jsonl") if "step_s" in r]
+    return Trained(out, result.stdout)
+
+
+def test_train(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "share of update time hidden" in trained.printed
+    assert (trained.out / "loss.png").exists()
+    steps = [r for r in metrics.read_metrics(trained.out / "metrics.jsonl") if "step_s" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     assert all(r["k"] == pytest.approx(0.5, abs=0.1) for r in steps)
     assert all(0.0 <= r["hidden_share"] <= 1.0 for r in steps)
     assert all(r["grad_norm"] > 0.0 for r in steps)
-    assert "Reason: gpu_fraction is 0.5." in _explained(tmp_path, capsys)
+    assert "Reason: gpu_fraction is 0.5." in _explained(trained.out, capsys)
 
 
 def test_solved_run_can_be_explained(
@@ -103,10 +119,10 @@ def test_plain_deepspeed_records_no_decisions(tmp_path: Path, arguments: list[st
     assert not any("placement" in r for r in metrics.read_metrics(tmp_path / "metrics.jsonl"))
 
 
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, arguments: list[str]) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    result = _run(first, *arguments, "--save-every", "3")
-    assert result.returncode == 0, result.stderr
+def test_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, arguments: list[str], trained: Trained
+) -> None:
+    first, second = trained.out, tmp_path
     shutil.copytree(first / "checkpoints", second / "checkpoints")
     shutil.copy(first / "metrics.jsonl", second / "metrics.jsonl")
     result = _run(second, *arguments, "--resume", "step3")
