@@ -109,7 +109,8 @@ class UpdatePipeline:
         """
         if self._collectives.world_size == 1:
             return flat
-        shard = self._collectives.reduce_scatter(flat, layer.sizes)
+        shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
+        self._collectives.reduce_scatter(flat, layer.sizes, shard)
         self.streams.used_on_communication(flat)
         return shard
 

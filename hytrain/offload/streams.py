@@ -24,6 +24,7 @@ class Streams:
             # Updates and collectives are short and hold up the next forward: they go first.
             self.update = torch.cuda.Stream(device, priority=-1)
             self.communication = torch.cuda.Stream(device, priority=-1)
+            self._compute = torch.cuda.current_stream(device)
 
     def new_event(self) -> torch.cuda.Event | None:
         """An event with a handle (torch creates it at the first record); None on a CPU."""
@@ -49,12 +50,31 @@ class Streams:
         if not self.is_cuda:
             yield
             return
+        current = torch.cuda.current_stream(self.device)
+        if current != self.communication:
+            self._compute = current
         if after is not None:
             self.communication.wait_event(after)
         else:
-            self.communication.wait_stream(torch.cuda.current_stream(self.device))
+            self.communication.wait_stream(current)
         with torch.cuda.stream(self.communication):
             yield
+
+    def empty_on_communication(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what the communication stream makes; within :meth:`on_communication`.
+
+        It is the compute stream's: the allocator keeps what a stream has freed for that stream
+        alone, and shards of gradients would take the GPU's memory twice, once as what backward no
+        longer needs, and once more here. What used the memory before was queued on the compute
+        stream before the communication stream began to wait for it.
+        """
+        if not self.is_cuda:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        with torch.cuda.stream(self._compute):
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        # Whoever drops it: it is not reused while communication may still write to it.
+        tensor.record_stream(self.communication)
+        return tensor
 
     def compute_waits_for_communication(self) -> None:
         """What the compute stream runs from now on comes after all communication so far."""

@@ -131,22 +131,22 @@ class ShardCollectives:
         """The global rank of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def reduce_scatter(self, flat: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Sums ``flat`` over the ranks and returns this rank's shard.
+    def reduce_scatter(self, flat: torch.Tensor, sizes: Sequence[int], shard: torch.Tensor) -> None:
+        """Sums ``flat`` over the ranks into this rank's shard.
 
         Args:
             flat: 1-D, sum(sizes) elements, on every rank; not changed.
             sizes: elements of each rank's shard.
+            shard: 1-D, this rank's elements, of the same dtype; overwritten.
         """
         if self.world_size == 1:
-            return flat
-        shard = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
+            shard.copy_(flat)
+            return
         what = f"the reduce-scatter of {flat.numel()} elements"
         if len(set(sizes)) == 1:
             self._run(what, _reduce_scatter_even, shard, flat)
         else:
             self._run(what, dist.reduce_scatter, shard, list(flat.split(list(sizes))))
-        return shard
 
     def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> None:
         """Fills ``flat`` in place from every rank's own shard of it.

@@ -60,13 +60,15 @@ def collective_samples(
         uneven = uneven_sizes(per_rank * ranks.world_size, ranks.world_size)
         flat = torch.zeros(sum(even), dtype=dtype, device=device)
         less = flat[: sum(uneven)]
+        mine = torch.empty(even[ranks.rank], dtype=dtype, device=device)
+        part = torch.empty(uneven[ranks.rank], dtype=dtype, device=device)
         # Unequal shards are those of a layer a little smaller: the time is scaled to its size.
         scale = sum(even) / sum(uneven)
         runs: list[Callable[[], object]] = [
             lambda f=flat, s=even: collectives.all_gather(f, s),
-            lambda f=flat, s=even: collectives.reduce_scatter(f, s),
+            lambda f=flat, s=even, m=mine: collectives.reduce_scatter(f, s, m),
             lambda f=less, s=uneven: collectives.all_gather(f, s),
-            lambda f=less, s=uneven: collectives.reduce_scatter(f, s),
+            lambda f=less, s=uneven, m=part: collectives.reduce_scatter(f, s, m),
         ]
         times = [_seconds(run, device, ranks) for run in runs]
         samples.append(

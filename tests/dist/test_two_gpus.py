@@ -135,6 +135,35 @@ def sharded_on_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def memory_on_rank(rank: int, port: int) -> None:
+    """What one stream has freed the allocator gives to no other: nothing large may be another's."""
+    enter_rank(rank, port)
+    from support.engines import built, make_config
+    from support.sharded import llama
+
+    tokens = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(rank)).cuda()
+    with built(llama(), make_config(gpu_fraction=0.5)) as engine:
+        for _ in range(4):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.synchronize()
+        streams = engine.optimizer.pipeline.streams
+        shards = sum(2 * layer.shard_size for layer in engine.optimizer.pipeline.layers)
+        others = {
+            name: getattr(streams, name).cuda_stream
+            for name in ("communication", "update", "to_host", "to_device")
+        }
+        for name, stream in others.items():
+            segments = [s for s in torch.cuda.memory_snapshot() if s["stream"] == stream]
+            cached = sum(segment["total_size"] for segment in segments)
+            assert cached < 0.25 * shards, f"{name}: {cached} bytes, shards have {shards}"
+    dist.destroy_process_group()
+
+
+def test_streams_share_the_memory_of_gradients() -> None:
+    multiprocessing.spawn(memory_on_rank, args=(free_port(),), nprocs=2)
+
+
 def test_zero3_is_zero2_on_two_gpus() -> None:
     multiprocessing.spawn(sharded_on_rank, args=(free_port(),), nprocs=2)
 
