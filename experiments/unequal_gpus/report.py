@@ -116,6 +116,17 @@ def text_of(cases: Sequence[Json]) -> str:
     return "\n".join([*lines, "claims:", *check_lines(checks.check_all(cases))])
 
 
+def run_line(run: Json) -> str:
+    """What was measured on, with what, and how."""
+    hardware = run["hardware"]
+    versions = ", ".join(f"{name} {value}" for name, value in hardware["versions"].items() if value)
+    return (
+        f"{hardware.get('gpus', '?')} x {hardware['gpu'] or 'no GPU'}, {hardware['cores']} cores of "
+        f"{hardware['cpu']}; {hardware['date']}; Python {hardware['python']}, {versions}; commit "
+        f"{hardware['commit']}: {run['command']}"
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Prints the table of the results; with --write, keeps it beside them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -127,6 +138,7 @@ def main(arguments: list[str]) -> int:
     text = text_of(cases)
     print(text)
     if options.write is not None:
+        text = "\n".join([*map(run_line, runs), "", text])
         records.write_json(options.write / "results.json", {"schema": 1, "runs": runs})
         (options.write / "table.md").write_text(f"```\n{text}\n```\n")
     return 0
