@@ -121,9 +121,9 @@ def run_line(run: Json) -> str:
     hardware = run["hardware"]
     versions = ", ".join(f"{name} {value}" for name, value in hardware["versions"].items() if value)
     return (
-        f"{hardware.get('gpus', '?')} x {hardware['gpu'] or 'no GPU'}, {hardware['cores']} cores of "
-        f"{hardware['cpu']}; {hardware['date']}; Python {hardware['python']}, {versions}; commit "
-        f"{hardware['commit']}: {run['command']}"
+        f"{hardware.get('gpus', '?')} x {hardware['gpu'] or 'no GPU'}, {hardware['cores']} cores "
+        f"of {hardware['cpu']}; {hardware['date']}; Python {hardware['python']}, {versions}; "
+        f"commit {hardware['commit']}: {run['command']}"
     )
 
 

@@ -310,7 +310,7 @@ def deepspeed_gathers_parameters() -> None:
 
 
 def layer_left_out_later(fractions: Sequence[float]) -> None:
-    """A layer that one rank leaves out: it takes part in its gathers, and reduces nothing for it."""
+    """A layer that one rank leaves out: it joins its gathers, and reduces nothing for it."""
     with built(Choosing(), config_for(fractions, stage=3, gpu_fraction=0.3)) as engine:
         shadow = RankShadow(engine)
         for number in range(6):

@@ -30,17 +30,22 @@ def _backward(engine: Any, number: int) -> None:
 
 
 def _engine(accumulation: int) -> Any:
-    import hytrain
     from support.engines import make_config
     from support.models import make_model
+
+    import hytrain
 
     section = {"shard_fractions": [0.6, 0.4]}
     config = make_config(gpu_fraction=0.5, accumulation=accumulation, hytrain=section)
     model = make_model("llama")
-    engine, *_ = hytrain.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
+
+
+def _train(engine: Any, numbers: range) -> None:
+    for number in numbers:
+        _backward(engine, number)
+        engine.step()
 
 
 def fails_in_backward(rank: int, port: int, folder: str) -> None:
@@ -68,9 +73,7 @@ def fails_in_backward(rank: int, port: int, folder: str) -> None:
         time.sleep(4 * watch.PATIENCE_SECONDS)  # it lives on and does not come back
     else:
         with pytest.raises(RankFailedError, match="injected into layer 2"):
-            for number in range(3, 10):
-                _backward(engine, number)
-                engine.step()
+            _train(engine, range(3, 10))
     assert time.monotonic() - begin < SECONDS
     Path(folder, f"rank{rank}").touch()
     os._exit(0)  # the group is broken: its destructor would wait

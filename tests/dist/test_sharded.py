@@ -1,4 +1,4 @@
-"""ZeRO-3 on two to three ranks: the numbers of ZeRO-2, bit for bit, with layers gathered for use."""
+"""ZeRO-3 on two to three ranks: ZeRO-2's numbers, bit for bit, with layers gathered for use."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_gathered_parameters_of_deepspeed(ranks: RankPools) -> None:
 
 
 @pytest.mark.parametrize("fractions", [EVEN, UNEVEN], ids=str)
-def test_a_layer_that_one_rank_leaves_out(
-    ranks: RankPools, fractions: tuple[float, ...]
-) -> None:
+def test_a_layer_that_one_rank_leaves_out(ranks: RankPools, fractions: tuple[float, ...]) -> None:
     ranks(2).run(cases.layer_left_out_later, fractions)
 
 
