@@ -6,7 +6,7 @@ unequal lengths: the rest of each is padded, masked and left out of the mean.
 The bound. Ranks add the same products as one process, in another order: a reduced gradient differs
 by at most ``_GRADIENT`` of the layer's largest. Adam turns a gradient g into a step of at most
 lr * |g| / (sqrt(v) + eps); with an eps as large as the gradients are here, a difference d in g
-makes at most lr * d * (2 / eps) in a step (m and v both move). So after n steps no weight may differ
+makes at most lr * d * (2 / eps) in a step (m and v both move). So after n steps no weight differs
 by more than n * lr * (2 / eps) * _GRADIENT * (largest gradient); and every element is compared.
 """
 
