@@ -13,6 +13,7 @@ from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
 from hytrain.placement.records import Decision
+from hytrain.profile.allocator_watch import AllocatorWatch, retries_of
 from hytrain.profile.cost_estimator import CostEstimator
 from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves
@@ -68,6 +69,7 @@ class PlacementManager:
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
+        self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
         self._probing = False
         self._limits: MemoryLimits | None = None
         self._steps = 0
@@ -169,6 +171,7 @@ class PlacementManager:
         self._steps += 1
         self.timer.end_step(measure_next=self._measures_next())
         controller.act(self._steps)
+        self._allocator.after_step(self._steps)
         if not controller.is_settled:
             self._limits = None
 

@@ -1,0 +1,61 @@
+"""Tells the user when the GPU's allocator works against the steps.
+
+Where no cached block fits and the driver has no more, torch's allocator waits for the device, gives
+everything back that it had cached, and asks again: a retry. It costs tens of milliseconds, and a
+job whose blocks do not fit into each other's gaps pays that in every step, in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+EVERY = 10
+"""Steps between two looks: asking takes a tenth of a millisecond."""
+
+
+def retries_of(device: torch.device) -> Callable[[], int] | None:
+    """How often the device's allocator has retried so far; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+class AllocatorWatch:
+    """Warns once, when there were retries between two looks and again before the next one.
+
+    Layers that move, and sequences that become longer, may cost a retry each, which is no harm.
+    """
+
+    def __init__(self, retries: Callable[[], int] | None) -> None:
+        """
+        Args:
+            retries: counts them; None: there is nothing to watch.
+        """
+        self._retries = retries
+        self._known: int | None = None
+        self._before = 0
+
+    def after_step(self, step: int) -> None:
+        """To be called after every step, with its number."""
+        if self._retries is None or step % EVERY != 0:
+            return
+        now = self._retries()
+        grown = 0 if self._known is None else now - self._known
+        self._known = now
+        if grown and self._before:
+            logger.warning(
+                "the GPU's allocator gave cached memory back and took it anew %d times in the last "
+                "%d steps: each time the GPU stands still. Set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or let more memory stay free: a "
+                'larger "hytrain.solver.gpu_memory_reserve_bytes", or a smaller micro-batch or '
+                "gpu_fraction",
+                grown + self._before,
+                2 * EVERY,
+            )
+            self._retries = None
+        self._before = grown

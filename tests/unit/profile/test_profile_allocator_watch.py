@@ -1,0 +1,64 @@
+"""Retries of the allocator are told once, where they go on."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from hytrain.profile.allocator_watch import EVERY, AllocatorWatch, retries_of
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str]:
+    """What is said where a look at every tenth step sees these counts."""
+    looks = iter(counts)
+    watch = AllocatorWatch(lambda: next(looks))
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, EVERY * len(counts) + 1):
+            watch.after_step(step)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_goes_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (text,) = warnings_of(caplog, [4, 9, 12])
+    assert "8 times in the last 20 steps" in text
+    assert "expandable_segments:True" in text
+    assert "hytrain.solver.gpu_memory_reserve_bytes" in text
+
+
+def test_nobody_counts_after_it_was_told(caplog: pytest.LogCaptureFixture) -> None:
+    looks = iter([0, 1, 2])
+    watch = AllocatorWatch(lambda: next(looks))
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 20 * EVERY):
+            watch.after_step(step)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[7, 7, 7, 7], [0, 3, 3, 5, 5, 6, 6], [5, 6]],
+    ids=["before the first look", "now and then", "only once"],
+)
+def test_a_retry_now_and_then_is_no_harm(
+    caplog: pytest.LogCaptureFixture, counts: list[int]
+) -> None:
+    assert warnings_of(caplog, counts) == []
+
+
+def test_without_a_gpu_there_is_nothing_to_watch(caplog: pytest.LogCaptureFixture) -> None:
+    assert retries_of(torch.device("cpu")) is None
+    watch = AllocatorWatch(None)
+    for step in range(100):
+        watch.after_step(step)
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_counts() -> None:
+    count = retries_of(torch.device("cuda", torch.cuda.current_device()))
+    assert count is not None
+    torch.zeros(1, device="cuda")
+    assert count() >= 0
