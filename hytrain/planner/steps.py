@@ -9,10 +9,11 @@ time from one decision on clipping to the next:
   further micro-batches, the last one's backward (layer-major: all micro-batches, layer by layer).
 - Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
   longer of its update and its copies, its first chunk must have come and its last one go back.
-- Where the decision, at 0, is that the step is clipped: a layer whose job began before it was only
-  committed, and is ready for a second job, its preview, from 0 on; its weights go back after that.
-  A layer whose job begins later is done in one. Both kinds compete, lowest layer first. The kernels
-  are bound by memory bandwidth, so a commit and a preview are to an update as the bytes they move.
+- Where the decision, at 0, is that the step is clipped: what a job that began before it previewed
+  was in vain, and the layer is ready for a second job, another preview, from 0 on; its weights go
+  back after that. A layer whose job begins later is done in one. Both kinds compete, lowest layer
+  first. The first job takes a whole update: the worker leaves the preview out only once its own
+  rank's norm exceeds the limit, which may be late.
 
 In stage 3 the ranks gather each layer together, in every micro-batch: all take as long as the
 slowest one, and a rank with fewer micro-batches waits for its first.
@@ -43,8 +44,13 @@ from hytrain.planner.loads import (
     micro_sizes,
     outside_seconds,
 )
-from hytrain.planner.problem import STATE_BYTES, GpuProfile, Host, PlanProblem
+from hytrain.planner.problem import GpuProfile, Host, PlanProblem
 
+# A preview as a share of an update. By the bytes that they move it would be 0.53. On the host of an
+# H200 it was 0.67 to 0.93 (experiments/solve_k: median 0.80 of 14 windows with every step clipped,
+# 0.67 and 0.70 for two large models). Workers of two H200 were busy 1.7 times as long in clipped
+# steps as in others (median of four, experiments/unequal_gpus, case half).
+_PREVIEW = 0.8
 _ROUNDS = 4
 _SETTLED = 1e-6
 # Elements of a chunk, the default of "hytrain.offload.chunk_elements".
@@ -66,7 +72,6 @@ class _Rank:
         gpu_layers: K.
         gpu_update: of one layer's shard.
         cpu_update: of one layer's shard in one pass, copies beside it.
-        cpu_commit: of the first of two passes, its gradient's copy beside it.
         cpu_preview: of the second one, the weights' copy beside it.
         chunk: of its first chunk's way to the host, and of its last one's back.
     """
@@ -78,7 +83,6 @@ class _Rank:
     gpu_layers: int
     gpu_update: float
     cpu_update: float
-    cpu_commit: float
     cpu_preview: float
     chunk: float
 
@@ -263,8 +267,8 @@ def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[floa
     updated = [(number + 1) * rank.gpu_update for number in range(rank.gpu_layers)]
     updated += [0.0] * (rank.layers - rank.gpu_layers)
     ready: list[int] = []
-    held: list[int] = []  # committed, not to be previewed before the decision
-    committed = [False] * rank.layers
+    held: list[int] = []  # previewed in vain, to be previewed anew after the decision
+    is_second = [False] * rank.layers
     coming = rank.layers - 1  # gradients become final from the last layer down
     now = final[-1]
     left = rank.layers - rank.gpu_layers
@@ -281,11 +285,11 @@ def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[floa
         layer = heapq.heappop(ready)
         begin = max(now, final[layer] + rank.chunk)
         if clipped and begin < 0.0:
-            now = begin + rank.cpu_commit
-            committed[layer] = True
+            now = begin + rank.cpu_update
+            is_second[layer] = True
             held.append(layer)
             continue
-        now = begin + (rank.cpu_preview if committed[layer] else rank.cpu_update)
+        now = begin + (rank.cpu_preview if is_second[layer] else rank.cpu_update)
         updated[layer] = now + rank.chunk
         left -= 1
     return updated
@@ -311,7 +315,6 @@ def _rank(
     shard = share.fraction * model.parameters / model.num_layers
     copied = model.itemsize * shard / gpu.copy_rate
     update = shard / rate
-    commit, preview = _passes_of_update(model.itemsize)
     first, middle, last = _passes(problem, gpu, collectives, work)
     return _Rank(
         first=first,
@@ -321,21 +324,9 @@ def _rank(
         gpu_layers=share.gpu_layers,
         gpu_update=shard / gpu.update_rate,
         cpu_update=max(update, copied),
-        cpu_commit=max(commit * update, copied),
-        cpu_preview=max(preview * update, copied),
+        cpu_preview=max(_PREVIEW * update, copied),
         chunk=copied * min(1.0, _CHUNK / max(shard, 1.0)),
     )
-
-
-def _passes_of_update(itemsize: int) -> tuple[float, float]:
-    """A commit and a preview, as shares of an update: of the bytes that it moves a parameter.
-
-    An update commits the step before's gradient and previews this one's: it reads and writes the
-    state, reads both gradients, writes the new weights; beside it a gradient comes and weights go.
-    A commit has no weights, a preview writes no state, and each has one gradient.
-    """
-    update = 2 * STATE_BYTES + 5 * itemsize
-    return (2 * STATE_BYTES + 2 * itemsize) / update, (STATE_BYTES + 3 * itemsize) / update
 
 
 def _passes(
