@@ -65,13 +65,14 @@ class Streams:
 
         It is the compute stream's: the allocator keeps what a stream has freed for that stream
         alone, and shards of gradients would take the GPU's memory twice, once as what backward no
-        longer needs, and once more here. What used the memory before was queued on the compute
-        stream before the communication stream began to wait for it.
+        longer needs, and once more here. The communication stream comes after whatever used the
+        memory before.
         """
         if not self.is_cuda:
             return torch.empty(numel, dtype=dtype, device=self.device)
         with torch.cuda.stream(self._compute):
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self.communication.wait_stream(self._compute)
         # Whoever drops it: it is not reused while communication may still write to it.
         tensor.record_stream(self.communication)
         return tensor
