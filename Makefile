@@ -1,11 +1,13 @@
 # Everything sets itself up: `make demo` and `make test` work in a fresh clone.
 # Variables: PYTHON (default python3), TORCH (a pip requirement), TEST_ARGS (passed to pytest),
-# TEST_SECONDS (the most that a target's tests may take in all; each test has 5 minutes at most).
+# TEST_SECONDS (the most that a target's tests may take in all; each test has 5 minutes at most),
+# TEST_WORKERS (processes that share the tests of `test` and `test-parity`, a file at a time; 0: none).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_ARGS ?=
 TEST_SECONDS ?= 1800
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +26,9 @@ endif
 
 # Every test belongs to one of the three targets: test, test-parity, test-gpu.
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
+# Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. Tests of one
+# GPU would be in each other's way.
+BESIDE = -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: all install demo test test-parity test-gpu test-configs lint format bench sanitize clean
 
@@ -52,11 +57,11 @@ demo: install
 	    experiments/train_lm/train.py --demo
 
 test: install sanitize
-	$(PYTEST) -m 'not parity_full and not gpu' $(TEST_ARGS) tests
+	$(PYTEST) $(BESIDE) -m 'not parity_full and not gpu' $(TEST_ARGS) tests
 
 test-parity: TEST_SECONDS = 7200
 test-parity: install
-	$(PYTEST) -m 'parity_full and not gpu' $(TEST_ARGS) tests
+	$(PYTEST) $(BESIDE) -m 'parity_full and not gpu' $(TEST_ARGS) tests
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install
