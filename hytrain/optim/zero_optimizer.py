@@ -1,7 +1,7 @@
 """The optimizer that DeepSpeed's engine talks to.
 
 It holds no algorithm of its own: gradients come from the collector, updates run in the pipeline,
-the norm decides; this class keeps the order of a step and DeepSpeed's interface.
+the norm decides; this class keeps the order of a step. What DeepSpeed reads is its base class's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from hytrain._deepspeed import ZeROOptimizer
 from hytrain.errors import (
     AbortedBackwardError,
     ConfigError,
@@ -22,6 +21,7 @@ from hytrain.errors import (
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.deepspeed_interface import DeepSpeedInterface
 from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.firing_order import late_policy
 from hytrain.optim.gradients import GradientCollector, LayerGradient
@@ -41,7 +41,7 @@ def _graph_task() -> int:
     return int(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
 
 
-class HyTrainZeroOptimizer(ZeROOptimizer):
+class HyTrainZeroOptimizer(DeepSpeedInterface):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     def __init__(
@@ -66,10 +66,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             placement: measures steps and moves layers.
             weights: makes the training copy ready for forward and backward.
         """
-        super().__init__()
-        self.optimizer = basic_optimizer
-        self.pipeline = pipeline
-        self.collectives = collectives
+        super().__init__(basic_optimizer, pipeline, collectives)
         self.settings = settings
         self.placement = placement
         self.weights = weights
@@ -110,45 +107,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
         if collectives.world_size > 1:
             weights.pace(self.collector, self.collector.set_pace)
-
-    # -- what DeepSpeed reads ------------------------------------------------------------------
-
-    custom_loss_scaler = False
-    external_loss_scale = None
-    torch_autocast_gradscaler = None
-    dynamic_loss_scale = False
-    loss_scaler = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The basic optimizer's own list: schedulers write there."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """Empty: the state is in the layers (see ``engine.fp32_state_dict``)."""
-        return self.optimizer.state
-
-    @property
-    def bit16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The trained parameters of each group; DeepSpeed's checkpoints list shapes by it."""
-        trained = {id(slot.parameter) for layer in self.layer_states for slot in layer.layout.slots}
-        return [[p for p in group["params"] if id(p) in trained] for group in self.param_groups]
-
-    @property
-    def round_robin_bit16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """As :attr:`bit16_groups`: the name that DeepSpeed looks for first, in every stage."""
-        return self.bit16_groups
-
-    @property
-    def layer_states(self) -> list[LayerState]:
-        """The layers in forward order."""
-        return self.pipeline.layers
-
-    @property
-    def dp_process_group(self) -> Any:
-        """The ranks that share the state."""
-        return self.collectives.group
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -236,16 +194,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """DeepSpeed's end of backward."""
         del kwargs
         self.end_backward()
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Nothing: layers are reduced as they become final, the rest in step()."""
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Nothing: see above."""
-        del pipeline_parallel
-
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing: step() completes whatever the backward passes left."""
 
     def _consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
