@@ -160,7 +160,7 @@ def measure_entry(job: Job, remaining: float, folder: Path) -> Json:
 
 
 def has_failed(part: Json, entry: Entry) -> str | None:
-    """The smaller model of the same search that did not fit."""
+    """The smaller model of the same search that did not train."""
     search = entry.options.get("search")
     for record in part["records"]:
         done = record["entry"]
@@ -200,7 +200,7 @@ def run_part(options: argparse.Namespace, entries: list[Entry], command: str) ->
     }
     for job in jobs:
         if (smaller := has_failed(part, job.entry)) is not None:
-            print(f"{job.entry.label}: left out, {smaller} did not fit", flush=True)
+            print(f"{job.entry.label}: left out, {smaller} did not train", flush=True)
             continue
         remaining = options.budget_seconds - CLOSING_SECONDS - (time.monotonic() - begin)
         folder = options.out / f"{options.part}_{job.entry.label.replace(' ', '_')}"

@@ -114,6 +114,12 @@ def record_lines(record: Json) -> list[str]:
     worst = largest_error(found)
     if worst is not None:
         lines.append(f"  largest prediction error {worst[1]:+.1%} at {worst[0]} GPU layers")
+    if "trained" in result:
+        trained = result["trained"]
+        lines.append(
+            f"  trained      {trained['step_seconds']:.2f} s, {trained['tflops']:.0f} TFLOP/s, "
+            f"host {trained['host_rss_bytes'] / GIB:.1f} GiB"
+        )
     if record["log"]:
         lines.append(f"  last words: {record['log'][-1]}")
     return lines

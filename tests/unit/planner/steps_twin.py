@@ -16,7 +16,6 @@ class TwinRank:
     gpu_layers: int
     gpu_update: float
     update: float
-    commit: float
     preview: float
     chunk: float
 
@@ -49,7 +48,7 @@ class _Worker:
         events = [(self.final[layer], f"gradient {layer}") for layer in layers]
         events.append((self.decision, "decision"))
         ready: set[int] = set()
-        committed: set[int] = set()
+        in_vain: set[int] = set()
         weights: dict[int, float] = {}
         busy_until = -1e300
         while len(weights) < len(layers):
@@ -60,19 +59,19 @@ class _Worker:
                 if what.startswith("gradient"):
                     ready.add(int(what.split()[1]))
                 elif what == "decision":
-                    ready |= committed
+                    ready |= in_vain
             if not ready or now < busy_until:
                 continue
             layer = min(ready)
             ready.remove(layer)
-            if layer in committed:
+            if layer in in_vain:
                 busy_until = now + self.rank.preview
                 weights[layer] = busy_until + self.rank.chunk
             else:
                 begin = max(now, self.final[layer] + self.rank.chunk)
                 if self.clipped and begin < self.decision:
-                    busy_until = begin + self.rank.commit
-                    committed.add(layer)
+                    busy_until = begin + self.rank.update
+                    in_vain.add(layer)
                 else:
                     busy_until = begin + self.rank.update
                     weights[layer] = busy_until + self.rank.chunk

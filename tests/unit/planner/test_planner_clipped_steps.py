@@ -80,7 +80,6 @@ def twins(steps: Steps) -> list[TwinRank]:
             gpu_layers=rank.gpu_layers,
             gpu_update=rank.gpu_update,
             update=rank.cpu_update,
-            commit=rank.cpu_update,
             preview=rank.cpu_preview,
             chunk=rank.chunk,
         )
@@ -156,14 +155,12 @@ def test_the_share_weighs_both_steps() -> None:
             assert steps.seconds(clipped_share=share) == pytest.approx(expected)
 
 
-def test_a_clipped_step_is_not_shorter_by_more_than_a_layers_update() -> None:
-    """Strictly it may be shorter: a commit ends earlier than an update, and the worker then finds a
-    layer's gradient that forward needs sooner. Half as many bytes again are moved in the end."""
+def test_a_clipped_step_is_not_shorter() -> None:
+    """The first passes are those of an unclipped step; second ones come on top."""
     longer = 0
     for steps in cases(seed=5, number=400, most_layers=12):
-        most = max(rank.cpu_update for rank in steps._ranks)
         clipped, unclipped = (steps.seconds(clipped_share=share) for share in (1.0, 0.0))
-        assert clipped >= unclipped - most
+        assert clipped >= unclipped * (1.0 - 1e-9)
         longer += clipped > unclipped * 1.01
     assert longer > 100
 

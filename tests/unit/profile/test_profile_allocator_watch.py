@@ -58,7 +58,19 @@ def test_without_a_gpu_there_is_nothing_to_watch(caplog: pytest.LogCaptureFixtur
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_counts() -> None:
-    count = retries_of(torch.device("cuda", torch.cuda.current_device()))
+    """A block that fits only once what is cached has been given back."""
+    mib = 2**20
+    device = torch.device("cuda", torch.cuda.current_device())
+    count = retries_of(device)
     assert count is not None
-    torch.zeros(1, device="cuda")
-    assert count() >= 0
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved(device) + 600 * mib
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    try:
+        before = count()
+        for size in (400, 500):
+            torch.empty(size * mib, dtype=torch.uint8, device=device)
+        assert count() == before + 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
