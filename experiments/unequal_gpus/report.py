@@ -120,10 +120,11 @@ def run_line(run: Json) -> str:
     """What was measured on, with what, and how."""
     hardware = run["hardware"]
     versions = ", ".join(f"{name} {value}" for name, value in hardware["versions"].items() if value)
+    nccl = "".join(f"{name}={value} " for name, value in hardware.get("nccl", {}).items())
     return (
         f"{hardware.get('gpus', '?')} x {hardware['gpu'] or 'no GPU'}, {hardware['cores']} cores "
         f"of {hardware['cpu']}; {hardware['date']}; Python {hardware['python']}, {versions}; "
-        f"commit {hardware['commit']}: {run['command']}"
+        f"commit {hardware['commit']}: {nccl}{run['command']}"
     )
 
 

@@ -14,7 +14,7 @@ from experiments.offload_step.records import Json
 from experiments.unequal_gpus import checks, run
 from experiments.unequal_gpus.cases import cases_of
 from experiments.unequal_gpus.group import Place, allocator_settings, environment
-from experiments.unequal_gpus.report import text_of
+from experiments.unequal_gpus.report import run_line, text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
 
@@ -24,7 +24,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Json:
     out = tmp_path_factory.mktemp("unequal")
     arguments = ["--part", "memory", "--out", str(out), *TOY, "--batch-scale", "0.2"]
     options = run.parse([*arguments, "--only", "offload", "--budget-seconds", "200"])
-    returned = run.measure(options, run.chosen(options), "a command")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_MAX_CTAS", "8")
+        returned = run.measure(options, run.chosen(options), "a command")
     written = records.read_json(out / "result.json")
     assert written == json.loads(json.dumps(returned))
     return written
@@ -34,6 +36,8 @@ def test_the_machine_is_in_the_result(result: Json) -> None:
     assert result["hardware"]["gpus"] == 2
     assert "expandable_segments:True" not in result["hardware"]["allocator"].values()
     assert result["hardware"]["cores"] >= 1
+    assert result["hardware"]["nccl"]["NCCL_MAX_CTAS"] == "8"
+    assert "NCCL_MAX_CTAS=8 " in run_line(result)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
