@@ -19,7 +19,6 @@ from hytrain.errors import (
     AbortedBackwardError,
     ConfigError,
     HyTrainError,
-    UnsupportedError,
 )
 from hytrain.kernels.norm import ClipSettings
 from hytrain.layers.guards import LayerGuards
@@ -300,14 +299,7 @@ class HyTrainEngine(CheckpointEngine):
         count = steps if shares is None else len(shares.micro_batches(rank))
         most = count
         if shares is not None and int(self.zero_optimization_stage()) == 3:
-            counts = [len(shares.micro_batches(r)) for r in range(len(shares.sizes))]
-            most = max(counts)
-            if min(counts) == 0 and self.hytrain_config.accumulation == "layer_major":
-                raise UnsupportedError(
-                    f"the ranks have {counts} micro-batches in a step, and with ZeRO-3 they can go "
-                    "through the layers together only if each has one at least: change "
-                    '"hytrain.batch_sizes", or set "hytrain.accumulation" to "micro_batch_major"'
-                )
+            most = max(len(shares.micro_batches(each)) for each in range(len(shares.sizes)))
         self._in_train_batch = optimizer.sums_over_ranks = True
         try:
             with optimizer.collectives.telling():

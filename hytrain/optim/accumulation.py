@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -92,7 +93,8 @@ class LayerMajor:
             UnsupportedError: the model has become one that cannot be computed so, and was noticed
                 to be when some of its layers had been sent.
         """
-        by_layer = self.refusal is None and bool(share.batches)
+        # A rank without samples has no layers to go through, but others may need its shards.
+        by_layer = self.refusal is None and (bool(share.batches) or self._passes.needs_all)
         with (
             training_switches(self._model, self._calls.blocks if by_layer else ()),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
@@ -102,7 +104,10 @@ class LayerMajor:
                 return micro_batch_major(self._engine, share, randomness)
             trial = self._begin_trial(share, randomness) if self._passes.is_first else None
             mean = share.mean()
-            reason = self._try(self._step(share, mean, randomness, trial), trial)
+            run = self._passes.join
+            if share.batches:
+                run = self._step(share, mean, randomness, trial).run
+            reason = self._try(run, trial)
             if reason is None:
                 return mean
             randomness.restart()
@@ -150,11 +155,11 @@ class LayerMajor:
             trial,
         )
 
-    def _try(self, step: LayerMajorStep, trial: Trial | None) -> str | None:
+    def _try(self, run: Callable[[], None], trial: Trial | None) -> str | None:
         """Runs the step; returns why it cannot be run so, with everything as before it."""
         self._engine.set_gradient_accumulation_boundary(True)
         try:
-            step.run()
+            run()
             if trial is not None:
                 self._passes.agree(trial.check)
             return None
@@ -176,17 +181,32 @@ class LayerMajor:
         except BaseException:
             self._give_up()
             raise
-        self._give_up()
-        if trial is None and self._passes.has_sent:
-            raise UnsupportedError(
-                f"this model could be computed layer by layer until now, but {reason}. Some layers "
-                'of this step have been sent already: set "hytrain.accumulation" to '
-                '"micro_batch_major"'
-            )
         if trial is not None:
+            self._passes.fail()
+        self._give_up()
+        if trial is None:
+            self._refuse_late(reason)
+        else:
             trial.undo()
         self._passes.drop()
         return reason
+
+    def _refuse_late(self, reason: str) -> None:
+        """A step that is not the first can be begun anew only while it is this rank's own affair.
+
+        Raises:
+            UnsupportedError: it is not.
+        """
+        if self._passes.has_sent:
+            why = "Some layers of this step have been sent already"
+        elif self._passes.needs_all:
+            why = "With ZeRO-3 the other ranks are on their way through the layers"
+        else:
+            return
+        raise UnsupportedError(
+            f"this model could be computed layer by layer until now, but {reason}. {why}: set "
+            '"hytrain.accumulation" to "micro_batch_major"'
+        )
 
     def _give_up(self) -> None:
         self._passes.leave()

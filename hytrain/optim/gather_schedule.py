@@ -14,7 +14,7 @@ is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -34,6 +34,8 @@ PassKind = Literal["train", "eval", "backward", "layers"]
 by layer."""
 
 _END = -1
+_TURN = -2
+_FAILED = -3
 _HOLD = 1 << 32
 """Added to a layer's number where ranks agree to hold it."""
 
@@ -64,6 +66,8 @@ class _Pass:
     at: int = 0
     uses: list[int] = field(default_factory=list)
     in_use: int | None = None
+    turn: int = 0
+    """Uses before its backward begins, where it is forward and backward in one."""
     is_over: bool = False
     """It has ended but for gradients that are missing."""
     extra: set[int] = field(default_factory=set)
@@ -98,6 +102,7 @@ class GatherSchedule:
         self._collectives = collectives
         self._traces: dict[PassKind, tuple[int, ...]] = {}
         self._reduces: dict[PassKind, dict[int, tuple[int, ...]]] = {}
+        self._turn = 0  # uses before it in the recorded pass "layers"
         self._pass: _Pass | None = None
         self._reducer: Reducer | None = None
 
@@ -176,6 +181,9 @@ class GatherSchedule:
         if current is None:
             self._use_alone(index)
             return
+        if current.operations is None and current.turn and index in self._held:
+            self._gatherer.use(self._layers[index])  # how often differs from rank to rank
+            return
         if index != current.in_use:
             if current.operations is None:
                 self._agree(index)
@@ -192,6 +200,29 @@ class GatherSchedule:
         """The computation is queued: gathers that had to wait for an update may wait now."""
         self._gatherer.start_held()
 
+    def turn(self) -> None:
+        """The backward of a pass that is forward and backward in one begins."""
+        current = self._pass
+        if current is not None and current.operations is None:
+            self._agree(_TURN)
+            self._turn_recorded(current)
+
+    def _turn_recorded(self, current: _Pass) -> None:
+        """Some ranks will go through what lies behind the last block more often than others."""
+        current.turn = len(current.uses)
+        last = max(layer.index for layer in self._layers if layer.layout.block is not None)
+        behind = current.uses[::-1]
+        behind = set(behind[: behind.index(last)] if last in behind else behind)
+        if len(behind) > 1:  # they take turns (tied embeddings): all of them stay
+            for index in sorted(behind & self._sharded):
+                self._add_held(index)
+
+    def fail(self) -> None:
+        """A pass that is being recorded ends here, on all ranks that make it."""
+        current = self._pass
+        if current is not None and current.operations is None:
+            self._agree(_FAILED)
+
     def end(self) -> None:
         """The pass is over: layers are released, but for what the next one uses at once."""
         current = self._pass
@@ -199,7 +230,7 @@ class GatherSchedule:
             return
         if current.operations is None:
             self._agree(_END)
-            self._traces[current.kind] = tuple(current.uses)
+            self._remember(current)
             self._release(self._gatherer.live)
             self._pass = None
             return
@@ -212,19 +243,44 @@ class GatherSchedule:
             self._close(current)
         self._gatherer.start_held()
 
-    def follow(self, kind: PassKind) -> None:
-        """A pass that other ranks make and this one has no batch for, from begin to end."""
+    def _remember(self, recorded: _Pass) -> None:
+        self._traces[recorded.kind] = tuple(recorded.uses)
+        if recorded.kind == "layers":
+            self._turn = recorded.turn
+
+    def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
+        """A pass that other ranks make and this one has no batch for, from begin to end.
+
+        Args:
+            kind: of the pass.
+            turned: called where its backward begins, if it is forward and backward in one.
+
+        Returns:
+            Whether it has come to its end; it may fail on the other ranks while it is recorded.
+        """
         self.begin(kind)
         current = self._pass
         assert current is not None
         if current.operations is not None:
+            if turned is not None:
+                self._force(current, self._turning_point(current.operations))
+                self._gatherer.start_held()  # before any reduction, as where layers are used
+                turned()
             self._force(current, len(current.operations))
             self._close(current)
-            return
+            return True
         while True:
             index = self._agree(None)
             if index == _END:
                 break
+            if index == _FAILED:
+                self.give_up()
+                return False
+            if index == _TURN:
+                self._turn_recorded(current)
+                if turned is not None:
+                    turned()
+                continue
             if index >= _HOLD:
                 self._add_held(index - _HOLD)
                 continue
@@ -232,8 +288,21 @@ class GatherSchedule:
             current.uses.append(index)
             current.in_use = index
             self._only(index)
-        self._traces[kind] = tuple(current.uses)
+        self._remember(current)
         self.give_up()
+        return True
+
+    def _turning_point(self, operations: Sequence[Operation]) -> int:
+        """Where the backward of "layers" has begun at the latest: its first use or reduction."""
+        uses = 0
+        for place, operation in enumerate(operations):
+            if operation.action is Action.REDUCE:
+                return place
+            if operation.action is Action.USE:
+                uses += 1
+                if uses > self._turn:
+                    return place
+        return len(operations)
 
     def finish(self) -> None:
         """Walks the plan to its end: gradients that are missing still are taken as they are.

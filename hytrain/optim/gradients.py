@@ -330,6 +330,8 @@ class GradientCollector:
 
     def close_if_final(self, index: int) -> bool:
         """Consumes a layer's gradient if it is complete; whether it has been consumed."""
+        if not self.open:
+            return False  # in the forward of a pass that goes on to backward; marks are old ones
         layer = self.layers[index]
         if layer.final and not layer.closed:
             self._close(layer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.graph_cut import NotLayerMajor
@@ -24,12 +23,6 @@ class LayerPasses:
     def begin_layers(self) -> None:
         """Several forwards begin, which go through the layers together."""
         self._optimizer.begin_layers()
-
-    @contextmanager
-    def using_layer(self, block: int, following: int | None) -> Generator[None]:
-        """All micro-batches need the weights of a block, and then those of the following one."""
-        del block, following
-        yield
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""
@@ -60,6 +53,21 @@ class LayerPasses:
         """The update of some layers has begun."""
         return any(state.sent for state in self._optimizer.layer_states)
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether ranks without samples take part, and all compute in one manner (ZeRO-3)."""
+        optimizer = self._optimizer
+        return optimizer.weights.active is not None and optimizer.collectives.world_size > 1
+
+    def join(self) -> None:
+        """Takes part in a step that other ranks compute layer by layer (ZeRO-3).
+
+        Raises:
+            NotLayerMajor: they cannot.
+        """
+        if not self._optimizer.join_layers():
+            raise NotLayerMajor("other ranks cannot compute it so")
+
     def join_plain_forward(self) -> None:
         """Takes part in a forward without gradients that other ranks make (ZeRO-3)."""
         self._optimizer.join_forward()
@@ -81,6 +89,10 @@ class LayerPasses:
                 failure = NotLayerMajor("another rank cannot compute it so")
         if failure is not None:
             raise failure
+
+    def fail(self) -> None:
+        """The model's first step cannot be computed so, on this rank or the whole job."""
+        self._optimizer.fail_layers()
 
     def leave(self) -> None:
         """What follows is one forward or backward at a time; what is open counts as aborted."""

@@ -296,6 +296,11 @@ class HyTrainZeroOptimizer(DeepSpeedInterface):
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""
+        if self.weights.active is not None:
+            self.weights.active.turn()
+        self._turn(micro_batches)
+
+    def _turn(self, micro_batches: int) -> None:
         self.timer.end_forward()
         if not self.collector.knows(by_layer=True):
             self.timer.invalidate()  # layers leave at other times
@@ -309,6 +314,11 @@ class HyTrainZeroOptimizer(DeepSpeedInterface):
     def leave_layers(self) -> None:
         """What follows is one forward or backward at a time; what is open counts as aborted."""
         self._by_layer = False
+
+    def fail_layers(self) -> None:
+        """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
+        if self.weights.active is not None:
+            self.weights.active.fail()
 
     def drop_layers(self) -> None:
         """Nothing of what was begun counts: the step's micro-batches are computed anew."""
@@ -324,6 +334,22 @@ class HyTrainZeroOptimizer(DeepSpeedInterface):
         self._begin_backward(follows=True)
         schedule.follow("backward")
         self.end_backward()
+
+    def join_layers(self) -> bool:
+        """Takes part in a step that other ranks compute layer by layer, with no samples (ZeRO-3).
+
+        Returns:
+            Whether they could.
+        """
+        schedule = self.weights.active
+        assert schedule is not None
+        self.begin_forward()
+        self._by_layer = True
+        done = schedule.follow("layers", lambda: self._turn(0))
+        self.leave_layers()
+        if done:
+            self.end_backward()
+        return done
 
     def join_forward(self, kind: Literal["train", "eval"] = "eval") -> None:
         """Takes part in the gathers of a forward that other ranks make."""

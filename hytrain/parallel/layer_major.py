@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,10 +55,6 @@ class LayerMajorOwner(Protocol):
 
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""
-        ...
-
-    def using_layer(self, block: int, following: int | None) -> AbstractContextManager[None]:
-        """While it lasts, all micro-batches need a block's weights; then the following one's."""
         ...
 
 
@@ -115,19 +109,16 @@ class LayerMajorStep:
         randomness: MicroBatchRandomness,
         device: torch.device,
         trial: Trial | None = None,
-        *,
-        walks_on: bool = False,
     ) -> None:
         """
         Args:
             calls: the model's blocks, in forward order.
-            work: the micro-batches.
+            work: the micro-batches, one at least.
             owner: is told where the step has got to.
             store: keeps the blocks' inputs.
             randomness: a stream for each micro-batch.
             device: of the model.
             trial: checks that what is computed again is what was computed first.
-            walks_on: after a failure the owner is told the rest all the same, before it is raised.
         """
         self._calls = calls
         self._work = list(work)
@@ -144,8 +135,6 @@ class LayerMajorStep:
         self._seen = [_SeenTensors() for _ in work]
         self._waiting: list[BlockCall] = []
         self._outputs: list[Any] = []
-        self._walks_on = walks_on
-        self._failure: Exception | None = None
 
     def run(self) -> None:
         """Forward and backward of all micro-batches.
@@ -159,38 +148,20 @@ class LayerMajorStep:
                 self._walk(blocks)
         finally:
             self._give_up()
-        if self._failure is not None:
-            raise self._failure
 
     def _walk(self, blocks: Sequence[Call]) -> None:
-        """Whatever becomes of the micro-batches, their owner is told the same on all ranks."""
         owner, last = self._owner, len(blocks) - 1
         owner.begin_layers()
-        self._attempt(self._start)
+        self._start()
         for index, block in enumerate(blocks):
-            with owner.using_layer(index, index + 1 if index < last else None):
-                self._attempt(partial(self._forward_through, index, block, index == last))
-        self._attempt(partial(self._finish, 0) if self._work else _nothing)
+            self._forward_through(index, block, index == last)
+        self._finish(0)
         owner.turn_back(len(self._work))
-        self._attempt(self._run_losses_back)
+        self._run_losses_back()
         for index in reversed(range(len(blocks))):
-            with owner.using_layer(index, index - 1 if index else None):
-                self._attempt(partial(self._back_through, index, blocks[index]))
+            self._back_through(index, blocks[index])
             owner.block_done(index)
         owner.end_layers()
-
-    def _attempt(self, part: Callable[[], None]) -> None:
-        if self._failure is not None:
-            return
-        if not self._walks_on:
-            part()
-            return
-        try:
-            part()
-        except Exception as error:
-            # The other ranks are on their way, too: they must find this one where they look for it.
-            self._failure = error
-            self._give_up()
 
     def _give_up(self) -> None:
         """Nothing is kept any more, whether the step is over or not."""
@@ -208,17 +179,22 @@ class LayerMajorStep:
         self._waiting = [self._advance(number, 0) for number in range(len(self._work))]
 
     def _forward_through(self, index: int, block: Call, is_last: bool) -> None:
-        """One block for all micro-batches; behind the last one none of them goes on."""
+        """One block for all micro-batches; behind the last one none of them goes on.
+
+        Then what lies behind it, for all of them: weights there are needed in one go as well.
+        """
         self._saved.append([])
+        waiting, self._waiting = self._waiting, []
         for number in range(len(self._work)):
-            output = self._compute(block, number, self._waiting[number])
-            if is_last:
-                self._outputs.append(output)
-            else:
-                self._waiting[number] = self._advance(number, index + 1, output)
-            del output
+            self._outputs.append(self._compute(block, number, waiting[number]))
+        waiting.clear()
         if is_last:
-            self._waiting.clear()
+            return
+        outputs, self._outputs = self._outputs, []
+        for number in range(len(self._work)):
+            output, outputs[number] = outputs[number], None
+            self._waiting.append(self._advance(number, index + 1, output))
+            del output
 
     def _advance(self, number: int, block: int, output: Any = None) -> BlockCall:
         """Lets a micro-batch's forward go on to the block, which must be the next."""
@@ -337,13 +313,14 @@ class LayerMajorStep:
             loss.backward()
 
     def _back_through(self, index: int, block: Call) -> None:
-        """One block for all micro-batches, with what lies between it and the block before it."""
+        """One block for all micro-batches, then what lies between it and the block before it."""
         number_of = len(self._work)
         for number in range(number_of):
             coming = range(number, number + 1 + PREFETCHED)
             self._expect([(index - at // number_of, at % number_of) for at in coming])
             self._compute_again(block, index, number)
-            self._graphs[number].run_back(index - 1)
+        for graph in self._graphs:
+            graph.run_back(index - 1)
 
     def _expect(self, items: Sequence[tuple[int, int]]) -> None:
         calls = [self._saved[index][number] for index, number in items if index >= 0]
@@ -376,10 +353,6 @@ class LayerMajorStep:
         targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
         del args, kwargs, output, found
         run_back([out for out, _ in targets], [target for _, target in targets])
-
-
-def _nothing() -> None:
-    """Of no micro-batch."""
 
 
 def _cut_inside(tensor: torch.Tensor) -> torch.Tensor:

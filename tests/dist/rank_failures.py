@@ -18,7 +18,7 @@ from rank_training import backward, config_for
 from support.engines import built
 from support.models import HIDDEN, make_batch, make_model
 
-from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.errors import OutOfStepError, RankFailedError, UnsupportedError
 from hytrain.parallel import watch
 
 SHARDS = [0.6, 0.4]
@@ -167,6 +167,43 @@ def data_ends_on_one_rank(short: int) -> str | None:
             return None
         with pytest.raises(RankFailedError, match="StopIteration") as raised:
             engine.train_batch(batches, num_valid=lambda _: 1)
+        assert time.monotonic() - begin < SECONDS
+        return str(raised.value)
+
+
+def layers_in_another_order_later(failing: int, sizes: tuple[int, ...]) -> str | None:
+    """Computed layer by layer under ZeRO-3, a model becomes one that cannot be, on one rank."""
+    impatient()
+    section = {"accumulation": "layer_major", "batch_sizes": list(sizes)}
+    section["micro_batch_sizes"] = [1] * len(sizes)
+    config = config_for(SHARDS, stage=3)
+    config["hytrain"].update(section)
+    model = make_model("mlp")
+    armed = [False]
+    blocks: Any = model.blocks
+
+    def again(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+        return (blocks[1](args[0]),) if armed[0] else None
+
+    model.get_submodule("head").register_forward_pre_hook(again)
+    rank = dist.get_rank()
+    with built(model, config) as engine:
+
+        def step() -> None:
+            batches = iter([{"inputs": torch.ones(1, HIDDEN)}] * sizes[rank])
+            engine.train_batch(batches, num_valid=lambda _: 1)
+
+        for _ in range(2):
+            step()
+        armed[0] = rank == failing
+        begin = time.monotonic()
+        if rank == failing:
+            with pytest.raises(UnsupportedError, match="on their way through the layers"):
+                step()
+            time.sleep(3 * watch.PATIENCE_SECONDS)
+            return None
+        with pytest.raises(RankFailedError, match="micro_batch_major") as raised:
+            step()
         assert time.monotonic() - begin < SECONDS
         return str(raised.value)
 

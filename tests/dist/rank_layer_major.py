@@ -6,20 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_batches import STEPS, Shares, batches, dataset
+from support.comparisons import assert_same_bits
 from support.engines import built, make_config
-from support.models import make_model
+from support.models import make_batch, make_model
 from torch import nn
 
 from hytrain.config import BatchShares
 
+Outcome = tuple[list[float], list[dict[int, Any]], Any]
+"""Losses, each step's reduced gradients, and why it was not computed layer by layer."""
+
 
 def _train(
     case: Shares, model: nn.Module, watch: Callable[[Any], None] | None = None, **zero: Any
-) -> tuple[list[float], list[dict[int, Any]], Any]:
-    """Losses, each step's reduced gradients, and why it was not computed layer by layer."""
+) -> Outcome:
     rank = dist.get_rank()
     shares = BatchShares(case.sizes, case.micro_sizes)
     config = make_config(
@@ -51,7 +55,17 @@ def same_as_micro_batch_major(case: Shares) -> None:
     ours = _train(case, make_model("llama"))
     assert ours[2] is None
     plain = replace(case, accumulation="micro_batch_major", activations="keep")
-    theirs = _train(plain, make_model("llama"))
+    _assert_same(ours, _train(plain, make_model("llama")))
+
+
+def zero_3_is_zero_2(case: Shares) -> None:
+    """Bit by bit, and layers are reduced as early."""
+    ours = _train(case, make_model("llama"))
+    assert ours[2] is None
+    _assert_same(ours, _train(replace(case, stage=2), make_model("llama")))
+
+
+def _assert_same(ours: Outcome, theirs: Outcome) -> None:
     assert ours[0] == theirs[0]
     for one, other in zip(ours[1], theirs[1], strict=True):
         assert list(one) == list(other), "the layers were reduced in another order"
@@ -93,19 +107,21 @@ def one_gather_a_layer_and_pass(case: Shares) -> None:
 
     def watch(engine: Any) -> None:
         weights = engine.optimizer.weights
-        gather, begin = weights.gatherer.gather, engine.optimizer.begin_layers
+        gather = weights.gatherer.gather
+        begins = "begin_layers" if case.sizes[dist.get_rank()] else "join_layers"
+        begin = getattr(engine.optimizer, begins)
 
         def count(layer: Any, **keywords: Any) -> None:
             if counts:
                 counts[-1][layer.index] = counts[-1].get(layer.index, 0) + 1
             gather(layer, **keywords)
 
-        def begin_counting() -> None:
+        def begin_counting() -> Any:
             counts.append({})
-            begin()
+            return begin()
 
         weights.gatherer.gather = count
-        engine.optimizer.begin_layers = begin_counting
+        setattr(engine.optimizer, begins, begin_counting)
 
     keys = {
         "stage3_max_reuse_distance": 0,
@@ -122,15 +138,77 @@ def one_gather_a_layer_and_pass(case: Shares) -> None:
         assert found[5] == 1, found
 
 
-def all_ranks_fall_back(case: Shares) -> None:
-    """With ZeRO-3 they have to do so together."""
+def other_models(kind: str, sizes: tuple[int, ...]) -> None:
+    """ZeRO-3 is ZeRO-2, where what is before the blocks, or behind them, takes turns.
+
+    Bit by bit, but for tied weights: the first step reduces their two gradients one by one. With an
+    eps like the gradients a rounding of 1e-7 of them makes at most lr * 1e-7 * 2 / eps in a step.
+    """
+    outcomes: list[Any] = []
+    rank, rate, eps = dist.get_rank(), 1e-2, 1e-2
+    for stage in (3, 2):
+        section = {
+            "accumulation": "layer_major",
+            "batch_sizes": list(sizes),
+            "micro_batch_sizes": [1] * len(sizes),
+            "shard_fractions": [0.3, 0.7],
+        }
+        config = make_config(gpu_fraction=0.5, bf16=False, stage=stage, hytrain=section)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": rate, "eps": eps}}
+        with built(make_model(kind), config) as engine:
+            losses: list[float] = []
+            torch.manual_seed(rank)  # dropout
+            for step in range(STEPS):
+                numbers = [10 * step + 5 * rank + n for n in range(sizes[rank])]
+                batches_of = iter([make_batch(kind, number) for number in numbers])
+                losses.append(float(engine.train_batch(batches_of, num_valid=lambda _: 1)))
+            assert vars(engine._accumulation)["refusal"] is None
+            outcomes.append((losses, engine.fp32_state_dict()))
+    (losses, ours), (expected_losses, theirs) = outcomes
+    rel = 1e-6 if kind == "gpt2" else 0.0
+    assert losses == pytest.approx(expected_losses, rel=rel, abs=0.0)
+    assert set(ours) == set(theirs)
+    allowed = STEPS * rate * 1e-7 * 2 / eps
+    before = dict(make_model(kind).named_parameters())
+    for name, states in theirs.items():
+        if kind != "gpt2":
+            for which, expected in states.items():
+                assert_same_bits(f"{which} of {name}", ours[name][which], expected)
+            continue
+        assert float((states["fp32"] - before[name]).abs().max()) > 20 * allowed
+        torch.testing.assert_close(ours[name]["fp32"], states["fp32"], atol=allowed, rtol=1e-6)
+
+
+def spoiled_at_the_end() -> nn.Module:
+    """Its last block is called twice: seen while the layers are passed."""
+    model = make_model("llama")
+    model.model.norm.register_forward_pre_hook(lambda _m, args: (_again(model, args[0]),))
+    return model
+
+
+def spoiled_in_backward() -> nn.Module:
+    """What a block returns depends on how often a forward has called it: seen when all is over."""
+    model = make_model("llama")
+    calls = [0]
+
+    def count(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return output * (1.0 + 0.1 * calls[0])
+
+    model.register_forward_pre_hook(lambda _m, _args: calls.__setitem__(0, 0))
+    model.model.layers[1].register_forward_hook(count)
+    return model
+
+
+SPOILED = {"at_the_end": spoiled_at_the_end, "in_backward": spoiled_in_backward}
+
+
+def all_ranks_fall_back(case: Shares, kind: str) -> None:
+    """With ZeRO-3 they have to do so together, those without samples, too."""
     results = []
     for accumulation in ("layer_major", "micro_batch_major"):
-        model = make_model("llama")
-        model.model.norm.register_forward_pre_hook(
-            lambda _m, args, m=model: (_again(m, args[0]),),
-        )
-        results.append(_train(replace(case, accumulation=accumulation), model))
+        results.append(_train(replace(case, accumulation=accumulation), SPOILED[kind]()))
     assert results[0][2] is not None
     assert results[1][2] is None
     assert results[0][0] == results[1][0]

@@ -24,7 +24,6 @@ from support.engines import built, make_config
 from support.models import make_model
 
 from hytrain.config import BatchShares
-from hytrain.errors import UnsupportedError
 from hytrain.offload import threads
 
 STEPS = 3
@@ -68,11 +67,6 @@ class Case:
         offloads = self.accumulation.endswith("offload")
         return {"accumulation": "layer_major", "activations": "offload" if offloads else "keep"}
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether a rank without micro-batches has no part in that."""
-        return self.stage == 3 and bool(self.section) and self.batches == "idle"
-
     def shares(self) -> Shares:
         """As numbers."""
         n = self.ranks
@@ -102,10 +96,6 @@ VALUES: dict[str, Sequence[Any]] = {
 def trains_as_one_process(case: Case) -> dict[str, float]:
     """Trains and compares on rank 0; how close it came, as shares of what is allowed."""
     shares = case.shares()
-    if case.is_refused:
-        with pytest.raises(UnsupportedError, match="batch_sizes"):
-            _train_together(shares, case.section)
-        return {}
     losses, weights, collectives = _train_together(shares, case.section)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (losses, collectives))

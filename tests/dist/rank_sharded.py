@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import rank_batches
 import torch
 import torch.distributed as dist
 from rank_training import Choosing, RankShadow, assert_equal_on_all_ranks, backward, config_for
@@ -417,8 +416,3 @@ def zero_init_below_stage_3() -> None:
         built(model, config_for((0.5, 0.5))),
     ):
         pass
-
-
-def layer_major_is_refused(case: rank_batches.Shares) -> None:
-    with pytest.raises(UnsupportedError, match=r"\[4, 0\] micro-batches.*micro_batch_major"):
-        rank_batches.train_together(case)

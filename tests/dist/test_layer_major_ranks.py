@@ -17,16 +17,30 @@ TWO = [
     Shares((2, 5), (1, 2), (0.7, 0.3), 2, 0.5, (1.0, 0.0), "layer_major", "offload"),
     Shares((5, 0), (2, 1), (0.3, 0.7), 1, 0.5, (0.5, 0.5), "layer_major"),
     Shares((0, 3), (1, 1), (0.5, 0.5), 2, 0.05, (0.0, 1.0), "layer_major"),
+    Shares((3, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major"),
 ]
 THREE = [
     Shares((1, 4, 2), (1, 3, 1), (0.2, 0.5, 0.3), 2, 0.5, (0.0, 0.5, 1.0), "layer_major"),
     Shares((0, 2, 3), (1, 1, 2), (0.6, 0.2, 0.2), 1, 0.05, (0.5, 0.0, 0.0), "layer_major"),
+    Shares((0, 4, 0), (1, 2, 1), (0.2, 0.2, 0.6), 3, 0.05, (0.5, 0.0, 1.0), "layer_major"),
 ]
 
 
 @pytest.mark.parametrize("case", [*TWO, *THREE], ids=str)
 def test_the_same_as_one_micro_batch_after_another(ranks: RankPools, case: Shares) -> None:
     ranks(len(case.sizes)).run(cases.same_as_micro_batch_major, case)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (0, 3)], ids=str)
+def test_zero_3_is_zero_2(ranks: RankPools, sizes: tuple[int, int]) -> None:
+    case = Shares(sizes, (1, 1), (0.3, 0.7), 3, 0.05, (0.5, 0.0), "layer_major", "offload")
+    ranks(2).run(cases.zero_3_is_zero_2, case)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (0, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "mlp"])
+def test_zero_3_of_other_models(ranks: RankPools, kind: str, sizes: tuple[int, int]) -> None:
+    ranks(2).run(cases.other_models, kind, sizes)
 
 
 @pytest.mark.parametrize("case", [TWO[1], THREE[1]], ids=str)
@@ -41,12 +55,16 @@ def test_a_rank_that_falls_back(ranks: RankPools, stubborn: int, step: int) -> N
     ranks(2).run(cases.one_rank_falls_back, case, stubborn, step)
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (4, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 2), (3, 0)], ids=str)
 def test_zero_3_gathers_a_layer_once_a_pass(ranks: RankPools, sizes: tuple[int, int]) -> None:
     case = Shares(sizes, (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
     ranks(2).run(cases.one_gather_a_layer_and_pass, case)
 
 
-def test_zero_3_falls_back_on_all_ranks(ranks: RankPools) -> None:
-    case = Shares((4, 2), (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
-    ranks(2).run(cases.all_ranks_fall_back, case)
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("kind", cases.SPOILED)
+def test_zero_3_falls_back_on_all_ranks(
+    ranks: RankPools, sizes: tuple[int, int], kind: str
+) -> None:
+    case = Shares(sizes, (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
+    ranks(2).run(cases.all_ranks_fall_back, case, kind)

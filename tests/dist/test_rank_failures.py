@@ -44,6 +44,13 @@ def test_data_that_ends_on_one_rank() -> None:
     assert "rank 1 has failed" in run_alone(cases.data_ends_on_one_rank, 1)[0]
 
 
+@pytest.mark.parametrize("sizes", [(3, 0), pytest.param((2, 1), marks=full)], ids=str)
+def test_a_model_that_changes_its_order_of_layers(sizes: tuple[int, int]) -> None:
+    text = run_alone(cases.layers_in_another_order_later, 0, sizes)[1]
+    assert "rank 0 has failed" in text
+    assert "calls 'blocks.1' again" in text
+
+
 @full
 def test_a_build_that_fails_on_one_rank() -> None:
     assert "rank 0 has failed" in run_alone(cases.build_fails_on_one_rank, 0)[1]

@@ -114,18 +114,18 @@ LAYER_MAJOR = [
     Shares((3, 3), (1, 1), (0.5, 0.5), 3, 0.0, (1.0, 0.0), "layer_major", "offload"),
     Shares((4, 2), (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major"),
     Shares((1, 5), (1, 2), (0.5, 0.5), 3, 0.05, (0.5, 0.0), "layer_major", "offload"),
+    # The idle rank keeps what others compute with.
+    Shares((4, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major"),
+    Shares((0, 3), (1, 2), (0.5, 0.5), 3, 0.0, (0.0, 0.0), "layer_major", "offload"),
+    Shares((3, 0, 2), (1, 1, 2), (0.2, 0.5, 0.3), 3, 0.05, (0.0, 1.0, 0.5), "layer_major"),
 ]
 
 
 @pytest.mark.parametrize("case", LAYER_MAJOR, ids=str)
 def test_layer_by_layer(ranks: RankPools, case: Shares) -> None:
-    ranks(2).run(rank_batches.gradients_are_the_whole_batch, case)
-    ranks(2).run(rank_batches.train_and_compare, case)
-
-
-def test_layer_by_layer_with_a_rank_without_micro_batches(ranks: RankPools) -> None:
-    case = Shares((4, 0), (1, 1), (0.5, 0.5), 3, 0.5, (0.0, 0.0), "layer_major")
-    ranks(2).run(cases.layer_major_is_refused, case)
+    pool = ranks(len(case.sizes))
+    pool.run(rank_batches.gradients_are_the_whole_batch, case)
+    pool.run(rank_batches.train_and_compare, case)
 
 
 @pytest.mark.parametrize(
