@@ -4,7 +4,8 @@ The step's length T is bisected. Whether a T is possible is asked of frontier.py
 the outer one proves that no plan is faster than ``lower_bound``, the inner one finds loads, for
 which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap:
 it is at most that share longer than the best. Both are worked out for even shards, whose
-collectives are faster, and for unequal ones. The step that the plan promises is that of steps.py.
+collectives are faster, and for unequal ones; then polish.py moves single samples. The step that the
+plan promises is that of steps.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from hytrain.planner.baselines import best_rounds, samples_by_speed
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
+from hytrain.planner.polish import polish
 from hytrain.planner.problem import GpuProfile, PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
@@ -59,6 +61,7 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         best = _search(frontier, possible, math.inf if found is None else found.step)
         if best is not None and (found is None or best.step < found.step * (1.0 - TOLERANCE)):
             found = best
+    found = None if found is None else polish(problem, found)
     if simple is not None and (found is None or simple.step_seconds < found.step):
         return replace(simple, lower_bound=min(bound, simple.step_seconds))
     if found is None:
