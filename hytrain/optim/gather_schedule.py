@@ -427,7 +427,12 @@ class GatherSchedule:
     # -- recording and beside the plan ---------------------------------------------------------
 
     def _agree(self, index: int | None) -> int:
-        return self._collectives.agree_on_use(index)
+        return self._collectives.agree_on_use(index, self._words)
+
+    def _words(self, number: int) -> str:
+        """What ranks agree upon, for people."""
+        special = {_END: "its end", _TURN: "its backward", _FAILED: "an error"}
+        return special.get(number) or f"layer '{self._layers[number % _HOLD].name}'"
 
     def _leave_recorded(self, current: _Pass) -> None:
         """The first backward keeps no whole gradients either: all that is there is reduced."""

@@ -189,11 +189,12 @@ class ShardCollectives:
                 shards[self.rank].copy_(part)
             self.all_gather(flat, sizes)
 
-    def agree_on_use(self, index: int | None) -> int:
+    def agree_on_use(self, index: int | None, words: Callable[[int], str]) -> int:
         """What all ranks are about to do next, as one number; a collective that waits.
 
         Args:
             index: this rank's; None: it does what the others do.
+            words: what a number stands for.
 
         Raises:
             OutOfStepError: the ranks do not agree; on all of them.
@@ -209,10 +210,12 @@ class ShardCollectives:
         with self.waiting():
             largest, negated = (int(value) for value in seen.tolist())
         if largest != -negated:
+            own = "this rank has no samples" if index is None else f"this rank's is {words(index)}"
             raise OutOfStepError(
-                f"this rank's pass over the model needs layer {index}, others need layers from "
-                f"{-negated} to {largest}: under ZeRO-3 the first forward and backward must use "
-                "the same layers in the same order on all ranks; later ones may leave layers out"
+                "the ranks' passes over the model differ: where one of them has come to "
+                f"{words(-negated)}, another one has come to {words(largest)} ({own}). Under "
+                "ZeRO-3 the first forward and backward must use the same layers in the same order "
+                "on all ranks; later ones may leave layers out"
             )
         return largest
 

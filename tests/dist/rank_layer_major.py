@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rank_batches import STEPS, Shares, batches, dataset
 from support.comparisons import assert_same_bits
-from support.engines import built, make_config
+from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
 from torch import nn
 
@@ -156,7 +156,8 @@ def other_models(kind: str, sizes: tuple[int, ...]) -> None:
         config = make_config(gpu_fraction=0.5, bf16=False, stage=stage, hytrain=section)
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         config["optimizer"] = {"type": "AdamW", "params": {"lr": rate, "eps": eps}}
-        with built(make_model(kind), config) as engine:
+        delays = environment("HYTRAIN_DELAYS", f"{rank}:{300 * (stage == 3)}")
+        with delays, built(make_model(kind), config) as engine:
             losses: list[float] = []
             torch.manual_seed(rank)  # dropout
             for step in range(STEPS):
