@@ -47,7 +47,8 @@ class ShardCollectives:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self.is_nccl = dist.get_backend(group) == "nccl"
+        """Collectives run on the device, beside compute; otherwise by gloo, on the host."""
         self.watch: RankWatch | None = None
         """Sees that nobody waits for ever; None before :meth:`start_watch`."""
 
@@ -70,7 +71,7 @@ class ShardCollectives:
                 connect=connect,
                 abort=self._abort,
                 group=str(self.global_rank(0)),
-                can_interrupt=self._is_nccl,
+                can_interrupt=self.is_nccl,
             )
         except Exception as error:
             # A store of another kind (MPI has none) cannot be shared with a thread.
@@ -161,7 +162,7 @@ class ShardCollectives:
         what = f"the all-gather of {flat.numel()} elements"
         if len(set(sizes)) == 1:
             self._run(what, _all_gather_even, flat, shards[self.rank])
-        elif self._is_nccl:
+        elif self.is_nccl:
             self._run(what, dist.all_gather, shards, shards[self.rank])
         else:
             for rank, shard in enumerate(shards):
@@ -182,7 +183,7 @@ class ShardCollectives:
         what = f"the gather of a layer of {flat.numel()} elements"
         if len(set(sizes)) == 1:
             self._run(what, _all_gather_even, flat, part)
-        elif self._is_nccl:
+        elif self.is_nccl:
             self._run(what, dist.all_gather, shards, part)
         else:
             if part.data_ptr() != shards[self.rank].data_ptr():
@@ -230,7 +231,7 @@ class ShardCollectives:
             return [int(value) for value in table.tolist()]
 
     def _device(self) -> torch.device:
-        return torch.device("cuda" if self._is_nccl else "cpu")
+        return torch.device("cuda" if self.is_nccl else "cpu")
 
     def broadcast_from_first(self, tensor: torch.Tensor) -> None:
         """Rank 0's contents on all ranks, in place; of any dtype."""
@@ -257,7 +258,7 @@ class ShardCollectives:
         """
         if self.world_size == 1:
             return
-        if self._is_nccl:
+        if self.is_nccl:
             if self.watch is not None:
                 self.watch.issue(what)
             return
