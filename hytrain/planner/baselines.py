@@ -58,8 +58,10 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     batches = [(problem.batch + rank) // num_ranks for rank in reversed(range(num_ranks))]
     makes = _Loads(problem)
     tried: list[list[list[Load]]] = []
+    gpus = dict.fromkeys(gpu for _, gpu in problem.cluster.ranks)
+    common = set.intersection(*(set(gpu.micro_batches(batches[0])) for gpu in gpus))
     for policy in problem.activations:
-        for size in min((gpu.micro_sizes(batches[0]) for _, gpu in problem.cluster.ranks), key=len):
+        for size in sorted(common):
             if not all(fits_rounds(problem, batch, min(size, batch)) for batch in batches):
                 continue
             rows = zip(problem.cluster.ranks, batches, strict=True)
@@ -93,7 +95,7 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     for (_, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
         sizes = [
             size
-            for size in (gpu.micro_sizes(batch) if batch else range(1))
+            for size in (gpu.micro_batches(batch) if batch else range(1))
             if fits_rounds(problem, batch, size)
         ]
         if not sizes:
@@ -169,7 +171,7 @@ class _Loads:
         if gpu not in self._speeds:
             best = 0.0
             for policy in self._problem.activations:
-                for size in gpu.micro_sizes(self._problem.batch):
+                for size in gpu.micro_batches(self._problem.batch):
                     work = self.of(gpu, size, size, policy)
                     if work.room < 0.0:
                         break

@@ -97,7 +97,7 @@ class Menu:
             if idle.room >= 0.0:
                 inner, outer = [idle], [idle]
         for policy in problem.activations:
-            for below, size in itertools.pairwise((0, *gpu.micro_sizes(problem.batch))):
+            for below, size in itertools.pairwise((0, *gpu.micro_batches(problem.batch))):
                 for least, batch in _batches(problem.batch, size, below):
                     if not fits_rounds(problem, batch, size):
                         continue
@@ -137,7 +137,7 @@ def _growth(
     problem: PlanProblem, gpu: GpuProfile, collectives: Collectives, policy: Activations
 ) -> Floats:
     """See :class:`Menu`. Layer-major, waits hide some of it, the less the more micro-batches."""
-    largest = gpu.micro_sizes(problem.batch)[-1]
+    largest = gpu.micro_batches(problem.batch)[-1]
     seconds: list[float] = []
     for size in range(1, largest + 1):
         sizes = [(1, largest), (1, size)]

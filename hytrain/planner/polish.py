@@ -51,7 +51,7 @@ class _Loads:
         key = gpu, batch, policy
         if key not in self._known:
             problem = self._problem
-            sizes = gpu.micro_sizes(batch) if batch else (0,)
+            sizes = gpu.micro_batches(batch) if batch else (0,)
             made = (
                 load(problem, gpu, self._collectives, batch, size, policy)
                 for size in sizes

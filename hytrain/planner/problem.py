@@ -96,6 +96,17 @@ class GpuProfile:
             return range(1, most + 1)
         return tuple(size for size in self.sizes if size <= most)
 
+    def micro_batches(self, samples: int) -> Sequence[int]:
+        """In which a rank may compute so many samples: :meth:`micro_sizes`, or all at once.
+
+        All at once is what is left of a larger micro-batch, so that must be one to choose.
+        """
+        sizes = self.micro_sizes(samples)
+        largest = min(
+            samples if self.sizes is None else self.sizes[-1], self.most_samples or samples
+        )
+        return sizes if samples in sizes or samples > largest else (*sizes, samples)
+
     def __post_init__(self) -> None:
         _positive(
             self.name,

@@ -108,7 +108,7 @@ def best_step(problem: PlanProblem) -> float | None:
 
 def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
     """Micro-batches; all at once is one, which may be of any size below the largest."""
-    largest = gpu.micro_sizes(problem.batch)[-1]
+    largest = problem.batch if gpu.sizes is None else gpu.sizes[-1]
     return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
 
 

@@ -52,6 +52,26 @@ def test_the_even_split_runs_at_the_slowest() -> None:
     assert even.step_seconds > 2.0 * plan.step_seconds
 
 
+@pytest.mark.parametrize("batch", [6, 12, 16, 26, 48])
+def test_an_even_split_of_equal_gpus_is_as_good_as_the_plan(batch: int) -> None:
+    """Also where no micro-batch that was measured divides it: all at once is one, too."""
+    times = Table(((1.0, 5.0), (8.0, 12.0)))
+    one = replace(gpu("a", 80, 1.0), forward_ms=times, backward_ms=times, sizes=(1, 2, 4, 8))
+    given_problem = problem(one, one, batch=batch)
+    even, plan = even_split(given_problem), make_plan(given_problem)
+    assert isinstance(even, Plan)
+    assert isinstance(plan, Plan)
+    assert even.step_seconds == pytest.approx(plan.step_seconds, rel=1e-3)
+
+
+def test_micro_batches_of_an_even_split_are_those_that_all_may_use() -> None:
+    few = replace(gpu("few", 80, 1.0), sizes=(1, 2, 5))
+    many = replace(gpu("many", 80, 1.0), sizes=(1, 4, 8))
+    even = even_split(problem(few, many, batch=12))
+    assert isinstance(even, Plan)
+    assert [rank.microbatch_size for rank in even.ranks] == [1, 1]
+
+
 def test_a_batch_that_does_not_divide_gives_the_first_ranks_one_more() -> None:
     even = even_split(problem(*[gpu("a", 80, 1.0)] * 3))
     assert isinstance(even, Plan)

@@ -150,6 +150,14 @@ def test_micro_batches_are_chosen_of_those_that_were_measured() -> None:
     fast = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
     assert tuple(fast.micro_sizes(32)) == (1, 2, 4, 8)
     assert tuple(fast.micro_sizes(5)) == (1, 2, 4)
+    # All samples at once are what is left of 8.
+    assert [tuple(fast.micro_batches(n)) for n in (4, 5, 8, 9)] == [
+        (1, 2, 4),
+        (1, 2, 4, 5),
+        (1, 2, 4, 8),
+        (1, 2, 4, 8),
+    ]
+    assert tuple(replace(fast, sizes=None, most_samples=3).micro_batches(5)) == (1, 2, 3)
 
 
 def test_adding_gradients_takes_what_was_measured_of_a_layer_and_outside() -> None:
