@@ -91,7 +91,7 @@ class LayerMajor:
 
         Raises:
             UnsupportedError: the model has become one that cannot be computed so, and was noticed
-                to be when some of its layers had been sent.
+                to be when some of its layers had been sent, or other ranks compute it so (ZeRO-3).
         """
         # A rank without samples has no layers to go through, but others may need its shards.
         by_layer = self.refusal is None and (bool(share.batches) or self._passes.needs_all)

@@ -14,6 +14,7 @@ is taken as it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -211,8 +212,7 @@ class GatherSchedule:
         """Some ranks will go through what lies behind the last block more often than others."""
         current.turn = len(current.uses)
         last = max(layer.index for layer in self._layers if layer.layout.block is not None)
-        behind = current.uses[::-1]
-        behind = set(behind[: behind.index(last)] if last in behind else behind)
+        behind = set(itertools.takewhile(lambda index: index != last, reversed(current.uses)))
         if len(behind) > 1:  # they take turns (tied embeddings): all of them stay
             for index in sorted(behind & self._sharded):
                 self._add_held(index)
