@@ -343,8 +343,18 @@ void bind_offload(py::module_& m) {
 
 // ---- module -------------------------------------------------------------------------------------
 
+// A failure can come out of any call of the worker: it is given its Python type in one place.
+void translate_worker_error(std::exception_ptr thrown) {
+    try {
+        if (thrown) std::rethrow_exception(thrown);
+    } catch (const hytrain::WorkerError& error) {
+        py::set_error(py::module_::import("hytrain.errors").attr("WorkerError"), error.what());
+    }
+}
+
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Kernels of hytrain on addresses and sizes; hytrain.kernels.cpu_adam checks them.";
+    py::register_local_exception_translator(&translate_worker_error);
     bind_adam(m);
     bind_offload(m);
 }

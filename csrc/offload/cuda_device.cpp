@@ -2,7 +2,6 @@
 // nor torch. Streams and events come from torch as raw handles (cudaStream_t is CUstream).
 #include <dlfcn.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "hytrain/device.h"
@@ -25,8 +24,7 @@ class Driver {
     Driver() {
         library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
         if (library_ == nullptr) {
-            throw std::runtime_error(
-                "libcuda.so.1 cannot be opened: is the NVIDIA driver installed?");
+            throw WorkerError("libcuda.so.1 cannot be opened: is the NVIDIA driver installed?");
         }
         load(init, "cuInit");
         load(device_get, "cuDeviceGet");
@@ -49,8 +47,8 @@ class Driver {
         if (result == kSuccess) return;
         const char* name = nullptr;
         error_name(result, &name);
-        throw std::runtime_error(std::string(call) +
-                                 " failed: " + (name != nullptr ? name : std::to_string(result)));
+        throw WorkerError(std::string(call) +
+                          " failed: " + (name != nullptr ? name : std::to_string(result)));
     }
 
     CuResult (*init)(unsigned) = nullptr;
@@ -73,7 +71,7 @@ class Driver {
     void load(Function& function, const char* name) {
         function = reinterpret_cast<Function>(dlsym(library_, name));
         if (function == nullptr) {
-            throw std::runtime_error(std::string("libcuda.so.1 lacks ") + name);
+            throw WorkerError(std::string("libcuda.so.1 lacks ") + name);
         }
     }
 

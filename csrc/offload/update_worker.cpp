@@ -104,7 +104,7 @@ void UpdateWorker::close() noexcept {
 }
 
 void UpdateWorker::throw_if_failed() {
-    if (!error_.empty()) throw std::runtime_error(error_);
+    if (!error_.empty()) throw WorkerError(error_);
 }
 
 void UpdateWorker::check_error() {

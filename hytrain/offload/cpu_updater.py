@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from hytrain import _C
-from hytrain.errors import WorkerError
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.layers.layout import ChunkSpan
 from hytrain.layers.state import LayerState
 from hytrain.offload.pinned import PinnedMemory
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
-
-_Result = TypeVar("_Result")
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -132,7 +128,7 @@ class CpuUpdater:
 
     def begin_step(self, sum_limit: float) -> None:
         """A new step's gradients follow; previews stop past ``sum_limit`` (see ClipSettings)."""
-        self._call(lambda: self.worker.begin_step(sum_limit))
+        self.worker.begin_step(sum_limit)
 
     def send(
         self, layer: LayerState, sum_address: int, record: _C.StepRecord, *, direct: bool
@@ -140,42 +136,38 @@ class CpuUpdater:
         """Queues the update of a layer whose gradient (and event) are set."""
         gradient = layer.gradient
         assert gradient is not None
-        self._call(
-            lambda: self.worker.submit_update(
-                layer.worker_index,
-                gradient.data_ptr(),
-                event_handle(layer.gradient_ready),
-                sum_address,
-                record,
-                direct,
-            )
+        self.worker.submit_update(
+            layer.worker_index,
+            gradient.data_ptr(),
+            event_handle(layer.gradient_ready),
+            sum_address,
+            record,
+            direct,
         )
 
     def submit(self, layer: LayerState, job_pass: _C.Pass) -> None:
         """Queues a pass over a layer."""
-        self._call(lambda: self.worker.submit(layer.worker_index, job_pass))
+        self.worker.submit(layer.worker_index, job_pass)
 
     def submit_withdraw(self, layer: LayerState, destination: torch.Tensor) -> None:
         """Queues the return of a layer's gradient to the device and of its old weights.
 
         ``layer.gradient_ready`` must be recorded after ``destination`` was made.
         """
-        self._call(
-            lambda: self.worker.submit(
-                layer.worker_index,
-                _C.Pass.withdraw,
-                destination.data_ptr(),
-                event_handle(layer.gradient_ready),
-            )
+        self.worker.submit(
+            layer.worker_index,
+            _C.Pass.withdraw,
+            destination.data_ptr(),
+            event_handle(layer.gradient_ready),
         )
 
     def cancel(self, layer: LayerState) -> bool:
         """Takes a layer's update back if it has not begun; then its state is untouched."""
-        return self._call(lambda: self.worker.cancel_update(layer.worker_index))
+        return self.worker.cancel_update(layer.worker_index)
 
     def finalize(self, record: _C.StepRecord) -> int:
         """The step's outcome; returns how many layers are previewed once more."""
-        return self._call(lambda: self.worker.finalize(record))
+        return self.worker.finalize(record)
 
     def release_fetched(self) -> None:
         """Lets go of gradients that have left the device.
@@ -189,11 +181,11 @@ class CpuUpdater:
 
     def is_fetched(self, layer: LayerState) -> bool:
         """Whether the layer's gradient has left the device."""
-        return self._call(lambda: self.worker.is_fetched(layer.worker_index))
+        return self.worker.is_fetched(layer.worker_index)
 
     def has_pending(self, layer: LayerState) -> bool:
         """Whether a gradient of the layer is still to be committed."""
-        return self._call(lambda: self.worker.has_pending(layer.worker_index))
+        return self.worker.has_pending(layer.worker_index)
 
     # -- moves ---------------------------------------------------------------------------------
 
@@ -211,7 +203,7 @@ class CpuUpdater:
             free: whoever used that memory before is done with it.
         """
         handles = event_handle(free), event_handle(layer.state_ready)
-        self._call(lambda: self.worker.submit_leave(layer.worker_index, device, *handles))
+        self.worker.submit_leave(layer.worker_index, device, *handles)
 
     def submit_arrive(
         self,
@@ -231,15 +223,15 @@ class CpuUpdater:
             ready: the layer's last update on the device is done.
         """
         handle = event_handle(ready)
-        self._call(lambda: self.worker.submit_arrive(layer.worker_index, host, device, handle))
+        self.worker.submit_arrive(layer.worker_index, host, device, handle)
 
     def is_moving(self, layer: LayerState) -> bool:
         """Whether a move of the layer has not been finished by the worker."""
-        return self._call(lambda: self.worker.is_moving(layer.worker_index))
+        return self.worker.is_moving(layer.worker_index)
 
     def wait_moved(self, layer: LayerState) -> None:
         """Until the worker is done with the layer's moves: their last copies are queued."""
-        self._call(lambda: self.worker.wait_moved(layer.worker_index))
+        self.worker.wait_moved(layer.worker_index)
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -253,15 +245,15 @@ class CpuUpdater:
             by_compute: False: the caller makes another stream wait for ``layer.weights_ready``.
         """
         if self._streams.is_cuda:
-            self._call(lambda: self.worker.wait_issued(layer.worker_index))
+            self.worker.wait_issued(layer.worker_index)
             if by_compute:
                 self._streams.compute_waits(layer.weights_ready)
         else:
-            self._call(lambda: self.worker.wait_complete(layer.worker_index))
+            self.worker.wait_complete(layer.worker_index)
 
     def wait_all(self) -> None:
         """Until no job is left; copies back may still be in flight."""
-        self._call(self.worker.wait_all)
+        self.worker.wait_all()
 
     def commit_pending(self) -> None:
         """Applies every pending gradient, so that the state is that of the last step."""
@@ -280,12 +272,6 @@ class CpuUpdater:
         # A copy may still read or write the pinned memory.
         self._streams.synchronize()
         self.pinned.close()
-
-    def _call(self, function: Callable[[], _Result]) -> _Result:
-        try:
-            return function()
-        except RuntimeError as error:
-            raise WorkerError(str(error)) from None
 
 
 def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:

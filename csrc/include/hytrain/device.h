@@ -5,8 +5,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 
 namespace hytrain {
+
+/// A job, or a call of the device's driver, has failed: the worker cannot go on. Whatever of it is
+/// called afterwards throws it again; Python sees hytrain.errors.WorkerError.
+class WorkerError : public std::runtime_error {
+   public:
+    using std::runtime_error::runtime_error;
+};
 
 enum class Lane : int { kToHost = 0, kToDevice = 1 };
 

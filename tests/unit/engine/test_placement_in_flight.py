@@ -14,6 +14,7 @@ from support.resume import Run, assert_same, assert_same_state, engine_of, snaps
 from support.shadow import Shadow
 from training import backward, inputs
 
+from hytrain import _C
 from hytrain.errors import EngineClosedError, WorkerError
 from hytrain.layers.state import LayerState
 
@@ -90,6 +91,22 @@ def test_a_fault_in_a_move_is_raised_with_the_layers_name(fraction: float) -> No
 
         with pytest.raises(WorkerError, match=f"at layer '{name}': injected fault"):
             go_on()
+
+
+def test_a_fault_before_a_move_is_raised_by_it() -> None:
+    """The move asks the worker for room before it queues anything."""
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.set_gpu_fraction(0.5)
+        engine.synchronize()
+        worker = engine.optimizer.pipeline.cpu.worker
+        worker.fail_at(0)
+        worker.submit(0, _C.Pass.commit)
+        with pytest.raises(WorkerError, match="injected fault"):
+            worker.wait_all()
+        with pytest.raises(WorkerError, match="injected fault"):
+            engine.set_gpu_fraction(0.0)
 
 
 def test_weights_are_read_while_their_state_moves() -> None:

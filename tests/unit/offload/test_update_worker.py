@@ -11,6 +11,7 @@ import torch
 from support.comparisons import assert_same_bits
 
 from hytrain import _C
+from hytrain.errors import WorkerError
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 from hytrain.offload.arena import Arena
 
@@ -301,7 +302,7 @@ def test_a_step_that_is_not_final_cannot_leave() -> None:
         bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
     bench.worker.wait_all()
     bench.move(bench.layers[1])
-    with pytest.raises(RuntimeError, match=r"at layer 'layer 1': a step that is not final"):
+    with pytest.raises(WorkerError, match=r"at layer 'layer 1': a step that is not final"):
         bench.worker.wait_moved(1)
     bench.close()
 
@@ -313,7 +314,7 @@ def test_close_in_the_middle_of_moves() -> None:
             bench.move(layer)
             bench.move(layer)
         bench.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(WorkerError, match="closed"):
             bench.worker.is_moving(0)
 
 
@@ -321,8 +322,30 @@ def test_a_fault_in_a_move_names_the_layer() -> None:
     bench = MovingBench([CHUNK, CHUNK], 0, 0)
     bench.worker.fail_at(1)
     bench.move(bench.layers[1])
-    with pytest.raises(RuntimeError, match=r"at layer 'layer 1': injected fault"):
+    with pytest.raises(WorkerError, match=r"at layer 'layer 1': injected fault"):
         bench.worker.wait_moved(1)
+    bench.close()
+
+
+def test_whatever_is_called_after_a_fault_raises_it() -> None:
+    bench = MovingBench([CHUNK, CHUNK], 0, 0)
+    bench.worker.fail_at(1)
+    bench.move(bench.layers[1])
+    record = _C.StepRecord(1.0, [AdamHyper(lr=1e-3).native()])
+    for call in (
+        bench.worker.wait_all,
+        bench.worker.check_error,
+        lambda: bench.worker.add_slots(0, 0, 64, 1),
+        lambda: bench.worker.begin_step(math.inf),
+        lambda: bench.worker.finalize(record),
+        lambda: bench.worker.submit(0, _C.Pass.commit),
+        lambda: bench.worker.cancel_update(0),
+        lambda: bench.worker.is_moving(0),
+        lambda: bench.worker.is_fetched(0),
+        lambda: bench.worker.has_pending(0),
+    ):
+        with pytest.raises(WorkerError, match=r"at layer 'layer 1': injected fault"):
+            call()
     bench.close()
 
 
@@ -346,7 +369,7 @@ def test_close_in_the_middle_of_everything() -> None:
         for layer in bench.layers:
             bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
         bench.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(WorkerError, match="closed"):
             bench.worker.wait_all()
 
 
