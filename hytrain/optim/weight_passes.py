@@ -12,7 +12,8 @@ from hytrain.layers.state import LayerState
 from hytrain.offload.arena import Arena
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.optim.gather_schedule import GatherSchedule, Reducer
+from hytrain.optim.gather_context import Reducer
+from hytrain.optim.gather_schedule import GatherSchedule
 from hytrain.optim.weight_reads import WeightReads
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.gather_plan import GatherSettings
