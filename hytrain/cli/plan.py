@@ -18,6 +18,7 @@ _DESCRIPTION = (
 _GIB = 1024**3
 _SHEET_DTYPES = ("bf16", "fp32")
 _ACTIVATIONS = ("store", "recompute", "keep", "offload")
+_MANNERS = ("micro_batch_major", "layer_major")
 
 
 def add(plan: argparse.ArgumentParser) -> None:
@@ -76,7 +77,14 @@ def _add_choices(group: Any) -> None:
         default=_ACTIVATIONS,
         help="what may become of activations: stored or computed again, one micro-batch after "
         "another; layer by layer, with the layers' inputs kept on the GPU or offloaded (default: "
-        "any; leave the last two out for a model that cannot be computed layer by layer)",
+        "any)",
+    )
+    group.add_argument(
+        "--accumulation",
+        choices=_MANNERS,
+        help="only the activations of this manner: micro-batches one after another (store, "
+        "recompute; for a model that cannot be computed layer by layer), or layer by layer (keep, "
+        "offload); default: the better one, in stages 1 and 2 of each rank for itself",
     )
     group.add_argument(
         "--no-idle", action="store_true", help="every rank computes at least one sample"
@@ -275,12 +283,29 @@ def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool)
         gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
         host_reserve=lambda total: host_reserve(given(arguments.host_memory_reserve), total),
         stage=arguments.stage,
-        activations=tuple(dict.fromkeys(arguments.activations)),
+        activations=_policies(arguments),
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
         clipped_share=arguments.clipped_share,
     )
+
+
+def _policies(arguments: argparse.Namespace) -> Any:
+    """Of the activations those of the manner of accumulation that is asked for."""
+    from hytrain.planner.problem import MANNERS
+
+    asked = tuple(dict.fromkeys(arguments.activations))
+    if arguments.accumulation is None:
+        return asked
+    allowed = tuple(one for one in asked if one in MANNERS[arguments.accumulation])
+    if not allowed:
+        raise ConfigError(
+            f"--accumulation {arguments.accumulation} goes with --activations "
+            f"{' or '.join(MANNERS[arguments.accumulation])}, not with {' '.join(asked)}: leave "
+            "one of both options out"
+        )
+    return allowed
 
 
 # -- published cases ---------------------------------------------------------------------------

@@ -21,8 +21,15 @@ from hytrain.planner.loads import (
     largest_shards,
     load,
 )
-from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, Host, PlanProblem
-from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
+from hytrain.planner.problem import (
+    MANNERS,
+    Accumulation,
+    Activations,
+    GpuProfile,
+    Host,
+    PlanProblem,
+)
+from hytrain.planner.result import TOLERANCE, Found, OtherManner, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 
 _GIB = 1024**3
@@ -84,8 +91,8 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
-    if problem.stage == 3 and problem.rounds is None:
-        return best_rounds(problem, samples_by_speed)
+    if problem.needs_rounds:
+        return best_manner(problem, samples_by_speed)
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -107,31 +114,69 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
 
 
-def best_rounds(
+def best_manner(
     problem: PlanProblem, solve: Callable[[PlanProblem], Plan | Infeasible]
 ) -> Plan | Infeasible:
-    """The best solution in which all ranks make as many micro-batches, of some numbers of them.
+    """The best solution of stage 3, where all ranks use each layer as often, in the same order.
 
-    All ranks use each layer as often, in the same order: all store activations, or all compute
-    them again, or all go layer by layer.
+    Either one micro-batch after another: all ranks make as many, of some numbers of them, and all
+    store activations or all compute them again. Or all go layer by layer, with as many
+    micro-batches as each likes.
     """
-    best: Plan | Infeasible | None = None
-    for group in (("store",), ("recompute",), LAYER_MAJOR):
-        policies = tuple(policy for policy in problem.activations if policy in group)
+    found: dict[Accumulation, Plan | Infeasible] = {}
+    for manner, group in MANNERS.items():
+        policies: tuple[Activations, ...] = tuple(
+            policy for policy in problem.activations if policy in group
+        )
+        if not policies:
+            continue
+        if manner == "layer_major":
+            found[manner] = solve(replace(problem, activations=policies))
+        else:
+            found[manner] = _best_rounds(problem, policies, solve)
+    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    if not plans:
+        return _nearest([one for one in found.values() if isinstance(one, Infeasible)])
+    best = min(plans, key=lambda plan: plan.predicted_seconds)
+    others = [
+        OtherManner(manner, other if isinstance(other, Infeasible) else other.predicted_seconds)
+        for manner, other in found.items()
+        if other is not best
+    ]
+    return replace(best, other_manner=others[0] if others else None)
+
+
+def _best_rounds(
+    problem: PlanProblem,
+    policies: Sequence[Activations],
+    solve: Callable[[PlanProblem], Plan | Infeasible],
+) -> Plan | Infeasible:
+    """The best of one micro-batch after another, by the number of them and by policy."""
+    best: Plan | None = None
+    refusals: list[Infeasible] = []
+    for policy in policies:
         worse = 0
-        for rounds in _rounds(problem.batch) if policies else ():
-            found = solve(replace(problem, activations=policies, rounds=rounds))
+        for rounds in _rounds(problem.batch):
+            found = solve(replace(problem, activations=(policy,), rounds=rounds))
             if isinstance(found, Infeasible):
-                best = best or found
+                refusals.append(found)
                 continue
-            if not isinstance(best, Plan) or found.predicted_seconds < best.predicted_seconds:
+            if best is None or found.predicted_seconds < best.predicted_seconds:
                 best, worse = found, 0
             else:
                 worse += 1
             if worse == _WORSE:
                 break
-    assert best is not None, "there is a policy"
-    return best
+    return _nearest(refusals) if best is None else best
+
+
+def _nearest(refusals: Sequence[Infeasible]) -> Infeasible:
+    """The one that comes nearest to fitting."""
+    close = [refusal for refusal in refusals if refusal.is_close]
+    lacking = [refusal for refusal in refusals if refusal.missing > 0.0]
+    if close or not lacking:
+        return (close or refusals)[0]
+    return min(lacking, key=lambda refusal: refusal.missing)
 
 
 def _rounds(batch: int) -> Iterator[int]:

@@ -13,8 +13,9 @@ one's backward,
     forward   max(AG, f of the first + c AG) + sum of f of the others
     backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last + c RS)
 
-c being the share of a collective that compute beside it misses (in stage 3 each micro-batch waits
-for its own AG in forward and AG + RS in backward, and misses c of both); on the GPU, that makes
+c being the share of a collective that compute beside it misses (in stage 3, one by one, each
+micro-batch waits for its own AG in forward and AG + RS in backward, and misses c of both); on the
+GPU, that makes
 
     compute   L (forward + backward) + sum of what is outside of the layers
 

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hytrain.planner.baselines import best_rounds, samples_by_speed
+from hytrain.planner.baselines import best_manner, samples_by_speed
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.polish import polish
-from hytrain.planner.problem import GpuProfile, PlanProblem
+from hytrain.planner.problem import MANNERS, Activations, GpuProfile, PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 
@@ -33,8 +33,8 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     Args:
         problem: what is to be dealt to whom.
     """
-    if problem.stage == 3 and problem.rounds is None and problem.cluster.num_ranks > 1:
-        return _in_rounds(problem)
+    if problem.needs_rounds:
+        return _of_one_manner(problem)
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
         return Infeasible(
@@ -69,15 +69,22 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     return to_plan(problem, found, min(bound, found.step))
 
 
-def _in_rounds(problem: PlanProblem) -> Plan | Infeasible:
-    """Stage 3: the best plan in which all ranks make as many micro-batches."""
-    found = best_rounds(problem, make_plan)
+def _of_one_manner(problem: PlanProblem) -> Plan | Infeasible:
+    """Stage 3: the best plan in which all ranks use each layer together."""
+    found = best_manner(problem, make_plan)
     if isinstance(found, Infeasible):
         return found
     # Ranks that need not wait for each other are no slower: their bound is all plans' bound.
-    bounds = [_lower_bound(Frontier(problem, even=even)) for even in (True, False)]
-    bound = min((one for one in bounds if one is not None), default=found.lower_bound)
-    return replace(found, lower_bound=min(bound, found.step_seconds))
+    bounds: list[float] = [found.step_seconds]
+    for group in MANNERS.values():
+        policies: tuple[Activations, ...] = tuple(
+            policy for policy in problem.activations if policy in group
+        )
+        if policies:
+            free = replace(problem, activations=policies)
+            both = (_lower_bound(Frontier(free, even=even)) for even in (True, False))
+            bounds += [bound for bound in both if bound is not None]
+    return replace(found, lower_bound=min(bounds))
 
 
 def _lower_bound(frontier: Frontier) -> float | None:
@@ -195,7 +202,8 @@ def _missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> I
     if is_bounded:
         return Infeasible(
             "the state fits only if layers are split between GPU and host, or by less than a "
-            "thousandth of it: no plan was found; a little more memory would help"
+            "thousandth of it: no plan was found; a little more memory would help",
+            is_close=True,
         )
     return Infeasible(
         f"the GPUs and hosts can hold {held:.1%} of the model's optimizer state together: memory "

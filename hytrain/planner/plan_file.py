@@ -25,7 +25,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hytrain.planner.errors import PlanError
-from hytrain.planner.problem import Activations, PlanProblem
+from hytrain.planner.problem import LAYER_MAJOR, Activations, PlanProblem
 from hytrain.planner.result import Plan
 
 VERSION = 1
@@ -110,6 +110,12 @@ class PlanFile(_Record):
         fractions = math.fsum(rank.shard_fraction for rank in self.ranks)
         if not math.isclose(fractions, 1.0, abs_tol=1e-6):
             raise ValueError(f"the ranks' shard fractions sum to {fractions}, not to 1")
+        manners = {rank.activations in LAYER_MAJOR for rank in self.ranks}
+        if self.stage == 3 and len(manners) > 1:
+            raise ValueError(
+                "in stage 3 all ranks use each layer together, but the activations of some are of "
+                "layer by layer (keep, offload), of others of one micro-batch after another"
+            )
         for number, rank in enumerate(self.ranks):
             if not (rank.microbatch_size <= rank.batch_size and rank.gpu_layers <= self.layers):
                 raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from hytrain.planner.baselines import Baseline, own_speeds
 from hytrain.planner.plan_file import plan_file
-from hytrain.planner.problem import GpuProfile, PlanProblem
+from hytrain.planner.problem import Accumulation, GpuProfile, PlanProblem
 from hytrain.planner.report import align
 from hytrain.planner.result import Plan, RankPlan
 from hytrain.planner.uneven import Infeasible
@@ -35,7 +35,7 @@ def plan_text(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> s
     parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
-    parts += _clipped_words(plan)
+    parts += _clipped_words(plan) + _manner_words(plan)
     for other in others:
         parts += ["", other.name]
         if isinstance(other.result, Infeasible):
@@ -95,13 +95,47 @@ def _clipped_words(plan: Plan) -> list[str]:
     ]
 
 
+_MANNER_WORDS: dict[Accumulation, str] = {
+    "micro_batch_major": "one micro-batch after another",
+    "layer_major": "layer by layer",
+}
+_WHY: dict[Accumulation, str] = {
+    "micro_batch_major": "each micro-batch gathers all layers, which need not be computed again",
+    "layer_major": "a layer is gathered once a pass for all micro-batches, and computed again",
+}
+
+
+def _manner_words(plan: Plan) -> list[str]:
+    """A line about the manner of accumulation, where all ranks had to be of one."""
+    other, chosen = plan.other_manner, plan.accumulation
+    if other is None or chosen is None:
+        return []
+    words = f"{_MANNER_WORDS[chosen]} ({_WHY[chosen]}): {_MANNER_WORDS[other.accumulation]}"
+    if isinstance(other.result, Infeasible):
+        return [f"{words} nothing fits: {other.result.reason}"]
+    return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
+
+
 def plan_json(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> dict[str, Any]:
     """The plan as its file has it, and the others' steps; null and why where one does not fit."""
     record = plan_file(problem, plan).model_dump(mode="json")
     record["samples_per_second"] = problem.batch / plan.predicted_seconds
     record["own_samples_per_second"] = own_speeds(problem)
+    record["accumulation"] = plan.accumulation
+    record["other_accumulation"] = _other_manner_json(plan)
     record["compared_with"] = [_other_json(other) for other in others]
     return record
+
+
+def _other_manner_json(plan: Plan) -> dict[str, Any] | None:
+    other = plan.other_manner
+    if other is None:
+        return None
+    if isinstance(other.result, Infeasible):
+        why: dict[str, Any] = {"step_seconds": None, "reason": other.result.reason}
+    else:
+        why = {"step_seconds": other.result}
+    return {"accumulation": other.accumulation, **why}
 
 
 def _other_json(other: Baseline) -> dict[str, Any]:

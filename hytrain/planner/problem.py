@@ -31,6 +31,15 @@ UNEVEN_FACTOR = 1.25
 
 LAYER_MAJOR: tuple[Activations, ...] = ("keep", "offload")
 
+Accumulation = Literal["micro_batch_major", "layer_major"]
+"""How a step's micro-batches are computed, as the configuration says it."""
+
+MANNERS: dict[Accumulation, tuple[Activations, ...]] = {
+    "micro_batch_major": ("store", "recompute"),
+    "layer_major": LAYER_MAJOR,
+}
+"""The policies of each. In stage 3 all ranks are of one manner: they use each layer together."""
+
 STATE_BYTES = 12
 """Of a parameter: its fp32 master copy and two moments."""
 
@@ -249,8 +258,10 @@ class PlanProblem:
         host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
         allow_idle: whether a rank may compute nothing and only hold state.
-        rounds: micro-batches that every rank with samples makes; None: any number. In stage 3 the
-            ranks gather each layer together, so one with fewer waits for those with more.
+        rounds: micro-batches that every rank with samples makes; None: any number. In stage 3,
+            where micro-batches pass through the model one by one, each of them gathers every layer
+            on all ranks: one with fewer waits for those with more. Layer by layer a layer is
+            gathered once a pass, and ranks may differ.
         clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
             chosen and the step is predicted for it. By default all of them, so that a plan holds
             also at the beginning of a training.
@@ -269,6 +280,12 @@ class PlanProblem:
     allow_idle: bool = True
     rounds: int | None = None
     clipped_share: float = 1.0
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether :attr:`rounds`, and one manner for all ranks, are still to be decided on."""
+        is_open = self.rounds is None and not set(self.activations) <= set(LAYER_MAJOR)
+        return is_open and self.stage == 3 and self.cluster.num_ranks > 1
 
     @property
     def sharded_bytes(self) -> int:

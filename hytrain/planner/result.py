@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share, allocate
 from hytrain.planner.loads import Lines, Load, gpu_bytes, host_bytes, lines, traffic
-from hytrain.planner.problem import Activations, PlanProblem
+from hytrain.planner.problem import LAYER_MAJOR, Accumulation, Activations, PlanProblem
 from hytrain.planner.steps import Steps
+from hytrain.planner.uneven import Infeasible
 
 TOLERANCE = 1e-4
 """Bisection ends where the step is known to this share."""
@@ -47,6 +48,19 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherManner:
+    """What the best plan of the manner of accumulation that was not chosen takes (stage 3).
+
+    Attributes:
+        accumulation: that manner.
+        result: its predicted step in seconds, or why nothing fits.
+    """
+
+    accumulation: Accumulation
+    result: float | Infeasible
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A plan and how good it is.
 
@@ -58,6 +72,8 @@ class Plan:
         unclipped_seconds: a step that is not clipped, by the finer model of steps.py.
         clipped_seconds: one that is.
         clipped_share: that was planned for.
+        other_manner: what it was chosen over; None where there was no choice, or each rank has its
+            own.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -67,6 +83,17 @@ class Plan:
     unclipped_seconds: float
     clipped_seconds: float
     clipped_share: float
+    other_manner: OtherManner | None = None
+
+    @property
+    def accumulation(self) -> Accumulation | None:
+        """The manner of all ranks with samples; None where they differ."""
+        manners: set[Accumulation] = {
+            "layer_major" if rank.activations in LAYER_MAJOR else "micro_batch_major"
+            for rank in self.ranks
+            if rank.batch_size
+        }
+        return manners.pop() if len(manners) == 1 else None
 
     @property
     def predicted_seconds(self) -> float:

@@ -15,8 +15,10 @@ time from one decision on clipping to the next:
   first. The first job takes a whole update: the worker leaves the preview out only once its own
   rank's norm exceeds the limit, which may be late.
 
-In stage 3 the ranks gather each layer together, in every micro-batch: all take as long as the
-slowest one, and a rank with fewer micro-batches waits for its first.
+In stage 3 the ranks gather each layer together. Where micro-batches pass through the model one by
+one, they do so in every one of them: all take as long as the slowest one, and a rank with fewer
+micro-batches waits for its first. Layer by layer they meet once a layer and pass, however many
+micro-batches each has.
 
 Every layer's forward waits for that layer's weights, so the worker has nothing left when forward
 has ended: one walk after another with the weights' times of the one before is the steady state.
@@ -42,7 +44,7 @@ from hytrain.planner.loads import (
     micro_sizes,
     outside_seconds,
 )
-from hytrain.planner.problem import GpuProfile, Host, PlanProblem
+from hytrain.planner.problem import LAYER_MAJOR, GpuProfile, Host, PlanProblem
 
 # A preview as a share of an update. By the bytes that they move it would be 0.53. On the host of an
 # H200 it was 0.67 to 0.93 (experiments/solve_k: median 0.80 of 14 windows with every step clipped,
@@ -127,7 +129,10 @@ class Steps:
                     _rank(problem, gpu, self._collectives, loads[rank], shares[rank], rate)
                 )
         if problem.stage == 3:
-            self._ranks = _in_rounds(problem, self._ranks, loads)
+            if all(work.activations in LAYER_MAJOR for work in loads if work.batch):
+                self._ranks = _layer_by_layer(self._ranks)
+            else:
+                self._ranks = _in_rounds(problem, self._ranks, loads)
 
     def seconds(
         self, gpu_layers: Sequence[int] | None = None, *, clipped_share: float | None = None
@@ -233,6 +238,16 @@ def _is_same(one: _Walked, other: _Walked) -> bool:
     if abs(one.seconds - other.seconds) > allowed:
         return False
     return all(abs(a - b) <= allowed for a, b in zip(one.final, other.final, strict=True))
+
+
+def _layer_by_layer(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """The ranks with the passes of the slowest in each layer, which all of them wait for."""
+    first, last = max(rank.first for rank in ranks), max(rank.last for rank in ranks)
+    middle = max(rank.middle for rank in ranks)
+    return [
+        replace(rank, first=first, middle=middle, last=last) if rank.last > 0.0 else rank
+        for rank in ranks
+    ]
 
 
 def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Load]) -> list[_Rank]:

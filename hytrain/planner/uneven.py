@@ -133,11 +133,13 @@ class Infeasible:
         reason: for people; names what is missing, and where.
         missing: GiB; 0 where it is not memory that is missing.
         gpu: the first GPU that lacks it; None where all together do.
+        is_close: it is not proven that nothing fits, but nothing was found.
     """
 
     reason: str
     missing: float = 0.0
     gpu: int | None = None
+    is_close: bool = False
 
 
 @dataclass(frozen=True, slots=True)

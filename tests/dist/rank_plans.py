@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,46 @@ def as_with_the_keys(case: Planned, folder: Path) -> None:
     assert weights.keys() == expected.keys()
     for name, value in weights.items():
         assert torch.equal(value, expected[name]), name
+
+
+def as_one_process_with_the_whole_batch(
+    case: Planned, policies: Sequence[str], folder: Path
+) -> None:
+    """ZeRO-3, layer by layer: losses and weights of plain torch in one process."""
+    plan = _plan(case)
+    ranks = [
+        rank.model_copy(update={"activations": policy})
+        for rank, policy in zip(plan.ranks, policies, strict=True)
+    ]
+    if dist.get_rank() == 0:
+        write_a_plan(folder, plan.model_copy(update={"ranks": tuple(ranks)}))
+    dist.barrier()
+    gathers: list[int] = []
+    config = _config({"plan": str(folder / "plan.json")}, stage=case.stage)
+    with built(make_model("llama"), config) as engine:
+        gatherer = engine.optimizer.weights.gatherer
+        gather = gatherer.gather
+
+        def count(layer: Any, **keywords: Any) -> None:
+            gathers[-1] += 1
+            gather(layer, **keywords)
+
+        gatherer.gather = count
+        shares = BatchShares(case.batches, tuple(max(1, size) for size in case.micro))
+        samples = rank_batches.dataset(rank_batches.STEPS * shares.global_batch)
+        data = rank_batches.batches(shares, dist.get_rank(), samples)
+        losses: list[float] = []
+        for _ in range(rank_batches.STEPS):
+            gathers.append(0)
+            losses.append(float(engine.train_batch(data)))
+        assert vars(engine._accumulation)["refusal"] is None
+        state = engine.fp32_state_dict()
+    # Six layers, forward and backward, but for those that are still there at the turn; the first
+    # step is a trial. However many micro-batches a rank has, or the others.
+    assert gathers[1] == gathers[-1] <= 12
+    if dist.get_rank() == 0:
+        trained = rank_batches.Shares(case.batches, case.micro, case.fractions, 3, 1.0, ())
+        rank_batches.assert_as_alone(trained, losses, {n: t["fp32"] for n, t in state.items()})
 
 
 def each_rank_treats_activations_its_own_way(case: Planned, folder: Path) -> None:

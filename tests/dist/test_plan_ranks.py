@@ -28,6 +28,19 @@ def test_each_rank_treats_activations_its_own_way(ranks: RankPools, tmp_path: Pa
     ranks(3).run(cases.each_rank_treats_activations_its_own_way, THREE, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("batches", "policies"),
+    [((4, 1), ("keep", "offload")), ((3, 0), ("keep", "keep"))],
+    ids=str,
+)
+def test_layer_by_layer_ranks_make_as_many_micro_batches_as_each_likes(
+    ranks: RankPools, tmp_path: Path, batches: tuple[int, int], policies: tuple[str, str]
+) -> None:
+    sizes = tuple(min(1, batch) for batch in batches)
+    case = Planned(batches, sizes, (0.3, 0.7), (1, 0), stage=3)
+    ranks(2).run(cases.as_one_process_with_the_whole_batch, case, policies, tmp_path)
+
+
 def test_each_rank_begins_with_its_own_k(ranks: RankPools, tmp_path: Path) -> None:
     ranks(3).run(cases.k_begins_as_planned, THREE, tmp_path)
 

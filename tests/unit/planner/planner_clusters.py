@@ -5,12 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from hytrain.planner.curves import Table
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.planner.problem import Activations, Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import (
+    LAYER_MAJOR,
+    Activations,
+    Cluster,
+    GpuProfile,
+    Host,
+    Model,
+    PlanProblem,
+)
 
 PARAMETERS = 1_000_000_000
 _POLICIES: tuple[tuple[Activations, ...], ...] = (
@@ -18,6 +27,8 @@ _POLICIES: tuple[tuple[Activations, ...], ...] = (
     ("keep", "offload"),
     ("store",),
     ("store", "recompute"),
+    ("store", "keep"),
+    ("recompute", "keep", "offload"),
 )
 
 
@@ -69,13 +80,19 @@ def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
 @st.composite
 def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProblem:
     stage = draw(st.sampled_from((2, 3)))
+    activations = draw(st.sampled_from(_POLICIES))
+    # One manner of some rounds, or both with whatever number; layer by layer there are none.
+    is_mixed = len({policy in LAYER_MAJOR for policy in activations}) > 1
+    rounds = None
+    if stage == 3 and not is_mixed:
+        rounds = draw(st.sampled_from((None, None, 1, 2)))
     return PlanProblem(
         cluster=draw(clusters(most_ranks)),
         model=Model("tiny", draw(st.integers(1, 3)), PARAMETERS, draw(st.sampled_from((0, 10**8)))),
         batch=draw(st.integers(1, most_batch)),
         stage=stage,
-        rounds=draw(st.integers(1, 2)) if stage == 3 else None,
-        activations=draw(st.sampled_from(_POLICIES)),
+        rounds=rounds,
+        activations=activations,
         accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
         gradient_bytes=draw(st.sampled_from((0, 2))),
         allow_idle=draw(st.booleans()),
@@ -87,6 +104,19 @@ def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProb
 
 def best_step(problem: PlanProblem) -> float | None:
     """The shortest step that any loads, layers and shards allow, to a millionth."""
+    if not problem.needs_rounds:
+        return _best_step(problem)
+    # One by one all ranks make as many micro-batches; layer by layer as many as each likes.
+    policies = problem.activations
+    by_layer = tuple(policy for policy in policies if policy in LAYER_MAJOR)
+    found = [_best_step(replace(problem, activations=by_layer))] if by_layer else []
+    for policy in set(policies) - set(by_layer):
+        for rounds in range(1, problem.batch + 1):
+            found.append(_best_step(replace(problem, activations=(policy,), rounds=rounds)))
+    return min((step for step in found if step is not None), default=None)
+
+
+def _best_step(problem: PlanProblem) -> float | None:
     best: float | None = None
     for even in (True, False):
         for loads in _all_loads(problem, even=even):

@@ -18,6 +18,7 @@ from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_report import plan_text
 from hytrain.planner.problem import (
     LAYER_MAJOR,
+    Activations,
     Cluster,
     GpuProfile,
     Host,
@@ -250,6 +251,113 @@ def test_stage_3_ranks_make_as_many_micro_batches() -> None:
     assert plan.lower_bound <= plan.step_seconds
     # In stage 2 nobody waits within a step, and the fewest micro-batches are as good.
     assert planned(replace(given_problem, stage=2)).step_seconds <= plan.step_seconds * 1.001
+
+
+def _launching(name: str, ms: float, most: int) -> GpuProfile:
+    """Many samples at once are faster: 20 ms of a layer's forward, however few there are."""
+    times = Table(((1.0, 20.0 + ms), (2.0, 20.0 + 2.0 * ms)))
+    stored = Table(((1.0, 2e9), (2.0, 3e9)))
+    return replace(gpu(name, 80, ms), forward_ms=times, most_samples=most, stored_bytes=stored)
+
+
+def test_layer_by_layer_stage_3_ranks_make_as_many_micro_batches_as_each_likes() -> None:
+    ranks = _launching("fast", 1.0, 16), _launching("slow", 2.0, 2)
+    given_problem = problem(host(*ranks), batch=20, stage=3, activations=("keep",))
+    plan = planned(given_problem)
+    check(given_problem, plan)
+    # As many samples at once as each can.
+    assert [(rank.batch_size, rank.microbatch_size) for rank in plan.ranks] == [(16, 16), (4, 2)]
+    assert plan.gap < 0.01
+    # The finer model has the slowest of each pass: the slow rank's forward, the other's backward.
+    assert plan.predicted_seconds == pytest.approx(24 * 0.116, rel=0.01)
+    # Were they to make as many, the fast one would launch more often, or the slow one idle.
+    together = [make_plan(replace(given_problem, rounds=number)) for number in range(1, 9)]
+    steps = [one.predicted_seconds for one in together if isinstance(one, Plan)]
+    assert steps
+    assert plan.predicted_seconds < 0.9 * min(steps)
+    # With both manners to choose from it is the same plan.
+    either = planned(replace(given_problem, activations=("recompute", "keep")))
+    assert either.ranks == plan.ranks
+
+
+def test_a_rank_without_samples_is_of_the_others_manner() -> None:
+    snail = replace(gpu("snail", 80, 10_000.0), stored_bytes=Table(((1.0, 2e9),)))
+    fast = replace(gpu("fast", 12, 1.0), stored_bytes=Table(((1.0, 2e9),)))
+    given_problem = problem(host(fast, snail, gigabytes=0), stage=3, activations=("store", "keep"))
+    policies: tuple[Activations, ...] = ("store", "keep")
+    for policy in policies:
+        plan = planned(replace(given_problem, activations=(policy,)))
+        assert [rank.batch_size for rank in plan.ranks] == [12, 0]
+        assert {rank.activations for rank in plan.ranks} == {policy}
+        assert plan.other_manner is None
+    assert len({rank.activations for rank in planned(given_problem).ranks}) == 1
+
+
+def test_the_better_manner_is_chosen_and_told() -> None:
+    stored = Table(((1.0, 2e9), (2.0, 3e9)))
+    ranks = [replace(gpu("a", 80, 1.0), most_samples=1, stored_bytes=stored)] * 2
+    given_problem = problem(host(*ranks), batch=16, stage=3, activations=("store", "keep"))
+    alone = {
+        policy: planned(replace(given_problem, activations=(policy,))).predicted_seconds
+        for policy in ("store", "keep")
+    }
+    # Of 250 MB 20 ms a layer take longer than to compute a sample: to gather once for all gains.
+    gathering = planned(given_problem)
+    assert gathering.accumulation == "layer_major"
+    assert gathering.predicted_seconds == alone["keep"] < alone["store"]
+    # The bound is that of both, not only of the one that was not chosen, and is slower.
+    assert gathering.lower_bound < gathering.step_seconds
+    assert gathering.other_manner is not None
+    assert gathering.other_manner.result == alone["store"]
+    text = plan_text(given_problem, gathering, ())
+    expected = f"after another the step would take {1e3 * alone['store']:.1f} ms"
+    assert "layer by layer (a layer is gathered once a pass" in text
+    assert expected in text
+    # Where gathering is free, nothing is worth to be computed again.
+    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    computing = planned(replace(given_problem, cluster=free))
+    assert computing.accumulation == "micro_batch_major"
+    assert computing.other_manner is not None
+    assert computing.other_manner.accumulation == "layer_major"
+    assert "one micro-batch after another (" in plan_text(given_problem, computing, ())
+    # In stage 2 each rank has its own manner, and nothing is to be told.
+    assert planned(replace(given_problem, stage=2)).other_manner is None
+
+
+def test_a_manner_of_which_nothing_fits_is_told() -> None:
+    # 3 GB a sample on 4 GB beside the shards: with all activations stored not even one fits.
+    stored = Table(((1.0, 40e9), (2.0, 80e9)))
+    ranks = [replace(gpu("a", 30, 1.0), stored_bytes=stored)] * 2
+    given_problem = problem(host(*ranks), stage=3, activations=("store", "keep"), allow_idle=False)
+    plan = planned(given_problem)
+    assert plan.accumulation == "layer_major"
+    assert plan.other_manner is not None
+    assert isinstance(plan.other_manner.result, Infeasible)
+    assert "one micro-batch after another nothing fits: rank 0 (a) has" in plan_text(
+        given_problem, plan, ()
+    )
+
+
+def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
+    fast, slow = gpu("fast", 80, 1.0), gpu("slow", 80, 2.0)
+    given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("keep",))
+    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    given_problem = replace(given_problem, cluster=free)
+    share = Share(0.5, 24)
+
+    def step(batches: tuple[int, int], *sizes: int) -> float:
+        rows = zip(given_problem.cluster.ranks, batches, sizes, strict=True)
+        works = [
+            load(given_problem, one, Collectives(0.0, 0.0), batch, size, "keep")
+            for (_, one), batch, size in rows
+        ]
+        return Steps(given_problem, works, [share, share], even=True).seconds()
+
+    together = step((16, 8), 4, 2)
+    assert step((16, 8), 16, 2) == pytest.approx(together)
+    assert step((16, 8), 1, 8) == pytest.approx(together)
+    # But each layer of the slowest, in each pass: twice as much for it is twice the step.
+    assert step((16, 16), 16, 2) == pytest.approx(2.0 * together, rel=0.05)
 
 
 def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:

@@ -132,6 +132,19 @@ def test_a_bad_rank_is_refused(
         read_plan(path)
 
 
+def test_ranks_of_two_manners_are_refused_in_stage_3(plan: PlanFile, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    record = plan.model_dump(mode="json")
+    record["ranks"][0]["activations"] = "store"
+    for number in (1, 2):
+        record["ranks"][number]["activations"] = "keep"
+    path.write_text(json.dumps(record))
+    read_plan(path)
+    path.write_text(json.dumps(record | {"stage": 3}))
+    with pytest.raises(PlanError, match="in stage 3 all ranks use each layer together"):
+        read_plan(path)
+
+
 def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read"):
         read_plan(tmp_path / "plan.json")
