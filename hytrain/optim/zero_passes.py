@@ -1,0 +1,399 @@
+"""Forward and backward passes as the optimizer sees them: which gradients count, and for what.
+
+What a step does with the gradients is in :mod:`hytrain.optim.zero_optimizer`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from hytrain.errors import AbortedBackwardError, EngineClosedError
+from hytrain.layers.state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.autograd_engine import call_at_end, graph_task
+from hytrain.optim.deepspeed_interface import DeepSpeedInterface
+from hytrain.optim.engine_view import EngineView, StepSettings
+from hytrain.optim.firing_order import late_policy
+from hytrain.optim.gradients import GradientCollector, LayerGradient
+from hytrain.optim.hyper import HyperReader
+from hytrain.optim.placement import PlacementManager
+from hytrain.optim.weight_passes import WeightPasses
+from hytrain.parallel.collectives import ShardCollectives
+
+logger = logging.getLogger(__name__)
+
+
+class PassTracker(DeepSpeedInterface):
+    """Follows the passes between two steps, and hands gradients on as they become final."""
+
+    def __init__(
+        self,
+        basic_optimizer: torch.optim.Optimizer,
+        pipeline: UpdatePipeline,
+        collectives: ShardCollectives,
+        hyper: HyperReader,
+        settings: StepSettings,
+        engine: EngineView,
+        placement: PlacementManager,
+        weights: WeightPasses,
+    ) -> None:
+        """
+        Args:
+            basic_optimizer: the user's Adam or AdamW; its ``param_groups`` are read every step.
+            pipeline: the update pipeline over this rank's layers.
+            collectives: the ranks that share the state.
+            hyper: reader of hyper-parameters.
+            settings: see :class:`StepSettings`.
+            engine: see :class:`EngineView`.
+            placement: measures steps and moves layers.
+            weights: makes the training copy ready for forward and backward.
+        """
+        super().__init__(basic_optimizer, pipeline, collectives)
+        self.settings = settings
+        self.placement = placement
+        self.weights = weights
+        self.timer = placement.timer
+        self._hyper = hyper
+        self._engine = engine
+        self.steps = [0] * len(basic_optimizer.param_groups)
+        """Steps that each parameter group has made; skipped ones do not count."""
+        self._step_begun = False
+        self._is_reducing = False  # the current backward hands layers on as they become final
+        self._was_reduced = False  # one of the backward passes since the last step did
+        self.sums_over_ranks = False
+        """Gradients of this step are summed over ranks, however they are averaged otherwise: the
+        losses are weighted."""
+        self._was_aborted = False  # the last backward did not finish, and no other has begun since
+        self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
+        self._by_layer = False  # a step's micro-batches go through the layers together
+        self._closed = False
+        self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
+        """Observer of every final reduced gradient shard, for tests and tools."""
+        layers = pipeline.layers
+        self.collector = GradientCollector(
+            [layer.layout for layer in layers],
+            [layer.gradient_dtype for layer in layers],
+            pipeline.streams.device,
+            consume=self._consume,
+            consume_part=self._consume_part,
+            agree=lambda order, early, has_seen: collectives.agree_on_order(
+                order, early, pipeline.streams.device, has_seen=has_seen
+            ),
+            on_begin=self.begin_unannounced,
+            recall=self._recall if self._may_recall else None,
+            late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
+            sums_squares=collectives.world_size == 1 and not pipeline.norm.settings.direct,
+        )
+        if collectives.world_size > 1:
+            weights.pace(self.collector, self.collector.set_pace)
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def backward_prologue(self) -> None:
+        """The engine's forward output receives its gradient: a backward has begun."""
+        if self.collector.in_backward and self._graph_task not in (-1, graph_task()):
+            self._drop_aborted()
+        self._begin_backward()
+        self._graph_task = graph_task()
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """engine.backward() is about to run; there is no loss scale."""
+        self._clean_up_aborted()
+        self._begin_backward()
+        return value
+
+    def begin_unannounced(self) -> None:
+        """A backward that went past the engine, seen in a hook. Its end must be seen too."""
+        self._begin_backward()
+        call_at_end(self.end_backward)
+
+    def _begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
+        self._check_open()
+        collector = self.collector
+        if collector.in_backward:
+            return  # announced twice: by engine.backward and by the output's hook
+        self._end_micro_batch()
+        for state in self.pipeline.layers:
+            if state.sent:
+                self._withdraw(state)
+        # Layers that no forward has waited for: their last gradient must have left before the
+        # next one takes its place, and other ranks gather them now.
+        self.pipeline.wait_all()
+        self._graph_task = -1
+        self._was_aborted = False
+        is_shared = self.collectives.world_size > 1
+        is_boundary = self._engine.is_boundary()
+        self._is_reducing = self._engine.is_reducing() and (
+            is_boundary or (self.settings.reduce_every_backward and is_shared)
+        )
+        self._was_reduced |= self._is_reducing
+        if self._is_reducing and is_boundary:
+            self._begin_step(by_layer=by_layer is not None)
+            self.placement.begin_backward()
+        if self._is_reducing:
+            self._meet_in_backward()
+        collector.begin(early=self._is_reducing, by_layer=by_layer)
+        if self.weights.active is not None and not follows and by_layer is None:
+            self.weights.active.begin("backward")
+
+    def _meet_in_backward(self) -> None:
+        # In train_batch ranks reduce once a step, however many micro-batches they have.
+        if self.settings.reduce_every_backward and not self.sums_over_ranks:
+            self.collectives.meet("the reduction of a backward pass's gradients")
+
+    def _begin_step(self, *, by_layer: bool = False) -> None:
+        """Snapshots the hyper-parameters that this step's updates begin with."""
+        self._step_begun = True
+        # A first backward may send layers too early; what it sends must overwrite no weights.
+        self.pipeline.begin_step(
+            1.0 if self.sums_over_ranks else self.settings.unscale,
+            self._read_hyper(),
+            hold=self._may_recall and not self.collector.knows(by_layer=by_layer),
+        )
+
+    def _read_hyper(self) -> tuple[Any, ...]:
+        return self._hyper.read(self.param_groups, [step + 1 for step in self.steps])
+
+    def _end_micro_batch(self) -> None:
+        """A backward that was not followed by a step is over.
+
+        What it began to reduce it must reduce whole: the other ranks do.
+        """
+        self.collector.complete(consume=self._is_reducing and self.collectives.world_size > 1)
+
+    def end_backward(self) -> None:
+        """The autograd engine has finished; more gradients belong to another backward."""
+        self.collector.in_backward = False
+        if self.weights.active is not None:
+            self.weights.active.end()
+
+    def backward_epilogue(self, **kwargs: Any) -> None:
+        """DeepSpeed's end of backward."""
+        del kwargs
+        self.end_backward()
+
+    def _consume_part(self, gradient: LayerGradient) -> None:
+        """What there is of a layer's gradient is reduced into ``held``."""
+        state = self.pipeline.layers[gradient.layout.index]
+        local = gradient.release()
+        assert local is not None
+        with self.pipeline.reducing():
+            shard = self.pipeline.reduce(state, local)
+            if gradient.held is not None:
+                self.pipeline.add(shard, gradient.held)
+            gradient.held = shard
+
+    def _consume(self, gradient: LayerGradient) -> None:
+        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+        state = self.pipeline.layers[gradient.layout.index]
+        squares = gradient.squares if gradient.held is None else None
+        with self.pipeline.reducing():
+            if gradient.local is not None:
+                self._consume_part(gradient)
+            shard, gradient.held = gradient.held, None
+            assert shard is not None
+            if self._step_begun:
+                self._send(state, shard, squares)
+            else:
+                gradient.held = shard
+        if self._step_begun:
+            self.placement.gradient(state.index)
+
+    def _send(
+        self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
+    ) -> None:
+        if self.on_reduced_gradient is not None:
+            self.on_reduced_gradient(state, shard)
+        self.pipeline.send(state, shard, squares)
+
+    @property
+    def _may_recall(self) -> bool:
+        """Whether a first backward may send layers that it may have to take back."""
+        # Other ranks would have to recall the same ones; a direct commit cannot be taken back.
+        return self.collectives.world_size == 1 and not self.pipeline.norm.settings.direct
+
+    def _recall(self, gradient: LayerGradient) -> None:
+        state = self.pipeline.layers[gradient.layout.index]
+        if state.sent:
+            self.timer.invalidate()
+            self._withdraw(state)
+
+    def _withdraw(self, state: LayerState) -> None:
+        self.collector.layers[state.index].held = self.pipeline.withdraw(state)
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def before_use(self, state: LayerState) -> None:
+        """The layer's weights are about to be read."""
+        self._clean_up_aborted()
+        if state.sent and not self.collector.in_backward:
+            self.timer.invalidate()
+            self._withdraw(state)
+        self.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+        self.pipeline.wait(state)
+        self.timer.wait_ends(state.index)
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether autograd is running here: a forward now is a recomputation."""
+        return self.collector.in_backward and graph_task() != -1
+
+    def begin_forward(self) -> None:
+        """The model's forward begins: an aborted backward is cleaned up."""
+        self._check_open()
+        if self._by_layer:
+            return  # one of several, which count as one
+        self._clean_up_aborted()
+        self.timer.begin_forward()
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        if not self._by_layer:
+            self.timer.end_forward()
+
+    # -- all micro-batches of a step, layer by layer ---------------------------------------------
+
+    @property
+    def is_by_layer(self) -> bool:
+        """Several forwards, or the backward passes of several micro-batches, count as one."""
+        return self._by_layer
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Nothing is kept for the next step, and none is under way."""
+        idle = not self.collector.open and not any(s.sent for s in self.pipeline.layers)
+        return idle and self.collector.is_empty
+
+    def begin_layers(self) -> None:
+        """Several forwards begin, which go through the layers together."""
+        self.begin_forward()
+        self._by_layer = True
+        if self.weights.active is not None:
+            self.weights.active.begin("layers")
+
+    def turn_back(self, micro_batches: int) -> None:
+        """The micro-batches have passed the last block: their backward begins, as one."""
+        if self.weights.active is not None:
+            self.weights.active.turn()
+        self._turn(micro_batches)
+
+    def _turn(self, micro_batches: int) -> None:
+        self.timer.end_forward()
+        if not self.collector.knows(by_layer=True):
+            self.timer.invalidate()  # layers leave at other times
+        self._begin_backward(by_layer=micro_batches)
+
+    def end_layers(self) -> None:
+        """The last micro-batch is back at the first layer."""
+        self.leave_layers()
+        self.end_backward()
+
+    def leave_layers(self) -> None:
+        """What follows is one forward or backward at a time; what is open counts as aborted."""
+        self._by_layer = False
+
+    def fail_layers(self) -> None:
+        """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
+        if self.weights.active is not None:
+            self.weights.active.fail()
+
+    def drop_layers(self) -> None:
+        """Nothing of what was begun counts: the step's micro-batches are computed anew."""
+        self.timer.invalidate()
+        self.discard_gradients()
+
+    def join_micro_batch(self) -> None:
+        """Takes part in the gathers of a micro-batch that other ranks have and this one has not."""
+        schedule = self.weights.active
+        if schedule is None:
+            return
+        self.join_forward("train")
+        self._begin_backward(follows=True)
+        schedule.follow("backward")
+        self.end_backward()
+
+    def join_layers(self) -> bool:
+        """Takes part in a step that other ranks compute layer by layer, with no samples (ZeRO-3).
+
+        Returns:
+            Whether they could.
+        """
+        schedule = self.weights.active
+        assert schedule is not None
+        self.begin_forward()
+        self._by_layer = True
+        done = schedule.follow("layers", lambda: self._turn(0))
+        self.leave_layers()
+        if done:
+            self.end_backward()
+        return done
+
+    def join_forward(self, kind: Literal["train", "eval"] = "eval") -> None:
+        """Takes part in the gathers of a forward that other ranks make."""
+        if self.weights.active is not None:
+            self.begin_forward()
+            self.weights.active.follow(kind)
+            for state in self.pipeline.layers:
+                self.before_use(state)
+
+    def _clean_up_aborted(self) -> None:
+        """Drops what a backward left that an exception of the user's model or hooks has ended.
+
+        It never said that it was over; but it is, where no autograd graph is being run.
+        """
+        if self._by_layer:
+            return  # between two of the graphs that make one backward
+        is_open = self.collector.in_backward or self._backward_active_depth > 0
+        if is_open and graph_task() == -1:
+            self._drop_aborted()
+
+    def _drop_aborted(self) -> None:
+        if self.pipeline.is_partly_committed:
+            raise AbortedBackwardError(
+                "the last backward did not finish, but without clipping and overflow check updates "
+                "are committed during backward: some layers have made this step and the others "
+                "have not. Load a checkpoint with engine.load_checkpoint before training goes on; "
+                'with "gradient_clipping" or "check_grad_overflow" set, such a step is taken back'
+            )
+        logger.warning("the last backward did not finish: the gradients of this step are discarded")
+        self.discard_gradients()
+        self._was_aborted = True
+
+    def refuse_aborted(self) -> None:
+        """Drops what an aborted backward left; there is no step before another backward.
+
+        Raises:
+            AbortedBackwardError: the last backward ended with an exception.
+        """
+        self._clean_up_aborted()
+        if self._was_aborted:
+            raise AbortedBackwardError(
+                "the last backward did not finish, so there is no step to take: its gradients, and "
+                "those of the step's earlier micro-batches, were discarded; weights and optimizer "
+                "state are those of the last step. Repeat the step from the forward of its first "
+                "micro-batch"
+            )
+
+    def discard_gradients(self) -> None:
+        """Forgets all gradients since the last step; weights and state are those of that step."""
+        for state in self.pipeline.layers:
+            if state.sent:
+                self.pipeline.discard(state)
+        self.collector.discard()
+        self.weights.forget()
+        # DeepSpeed would take an aborted backward's depth and callback for the next one's.
+        self._backward_active_depth = 0
+        self.clear_backward_seen_flag()
+        self._was_aborted = False
+        self._step_begun = False
+        self._was_reduced = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(
+                "the engine was used after destroy(): build a new one with hytrain.initialize"
+            )
