@@ -160,6 +160,7 @@ class HyTrainEngine(CheckpointEngine):
         group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
         collectives = self._collectives = ShardCollectives(group)
         collectives.start_watch()
+        collectives.start_gate(torch.device(cast(Any, self.device)))
         with collectives.telling():
             return self._build_optimizer(optimizer, collectives)
 

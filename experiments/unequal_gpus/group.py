@@ -74,9 +74,11 @@ def allocator_settings(device: str) -> dict[str, str]:
     return {ALLOCATOR: EXPANDABLE}
 
 
-def nccl_settings() -> dict[str, str]:
-    """NCCL's variables in the environment, which the processes inherit."""
-    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+def communication_settings() -> dict[str, str]:
+    """What the environment says of NCCL and of hytrain, which the processes inherit."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "HYTRAIN_"))
+    }
 
 
 def environment(place: Place, rank: int, ports: tuple[int, int]) -> dict[str, str]:
@@ -114,7 +116,11 @@ def describe_beside(result: Json, device: str, gpus: int) -> threading.Thread:
     Returns:
         The thread, to be joined before the result is used.
     """
-    beside = {"gpus": gpus, "allocator": allocator_settings(device), "nccl": nccl_settings()}
+    beside = {
+        "gpus": gpus,
+        "allocator": allocator_settings(device),
+        "nccl": communication_settings(),
+    }
     result["hardware"] = beside
 
     def describe() -> None:

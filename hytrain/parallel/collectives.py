@@ -8,6 +8,7 @@ needs no padding copies either.
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,11 +21,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hytrain.errors import HyTrainError, OutOfStepError
+from hytrain.parallel.stream_gate import CudaGateStream, StreamGate, open_gate
 from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
 
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=20)
+
+GATE_VARIABLE = "HYTRAIN_WAIT_IN_STREAM"
+"""Set to 1, the ranks of a host wait for each other in front of NCCL's kernels (a trial)."""
 
 # Renamed in torch 2.13; the old names warn there and the new ones are missing before.
 _names = vars(dist)
@@ -51,6 +56,7 @@ class ShardCollectives:
         """Collectives run on the device, beside compute; otherwise by gloo, on the host."""
         self.watch: RankWatch | None = None
         """Sees that nobody waits for ever; None before :meth:`start_watch`."""
+        self._gate: StreamGate | None = None
 
     def start_watch(self) -> None:
         """From now on the ranks tell each other of failures. All ranks call it."""
@@ -77,6 +83,17 @@ class ShardCollectives:
             # A store of another kind (MPI has none) cannot be shared with a thread.
             logger.warning("a failed rank will be noticed at the timeout only: %s", error)
 
+    def start_gate(self, device: torch.device) -> None:
+        """From now on NCCL's kernels start when all ranks of this host have come to them.
+
+        Nothing without :data:`GATE_VARIABLE`, which must be set alike on all ranks; they all call
+        it.
+        """
+        if os.environ.get(GATE_VARIABLE) == "1" and self.is_nccl and self.world_size > 1:
+            self._gate = open_gate(
+                self.rank, self.world_size, self.group, lambda: CudaGateStream(device)
+            )
+
     def leave(self) -> None:
         """This rank's process ends: others that wait for it are told."""
         if self.watch is not None:
@@ -84,10 +101,13 @@ class ShardCollectives:
             self.watch.tell(error, final=False)
 
     def close(self) -> None:
-        """Ends what :meth:`start_watch` has started. May be called twice."""
+        """Ends what :meth:`start_watch` and :meth:`start_gate` began. May be called twice."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     @contextmanager
     def telling(self) -> Generator[None]:
@@ -108,6 +128,8 @@ class ShardCollectives:
         return nullcontext() if self.watch is None else self.watch.waiting()
 
     def _abort(self) -> None:
+        if self._gate is not None:
+            self._gate.open_for_good()
         group = self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
         group._get_backend(torch.device("cuda")).abort()  # pyright: ignore[reportPrivateUsage]
 
@@ -122,10 +144,13 @@ class ShardCollectives:
             arguments, named: its own, without the group.
         """
         watch = self.watch
+        if watch is not None:
+            watch.issue(what)
+        if self._gate is not None:
+            self._gate.arrive()
         if watch is None:
             collective(*arguments, **named, group=self.group)
             return
-        watch.issue(what)
         watch.run(partial(collective, *arguments, **named, group=self.group))
 
     def global_rank(self, rank: int) -> int:

@@ -12,6 +12,8 @@ import torch
 import torch.multiprocessing as multiprocessing
 from test_two_gpus import enter_rank, free_port
 
+from hytrain.parallel.collectives import GATE_VARIABLE
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -105,6 +107,11 @@ def fewer_micro_batches(rank: int, port: int, folder: str) -> None:
     Path(folder, f"rank{rank}").write_text(text)
     time.sleep(10)  # the store is rank 0's: the other one asks it until then
     os._exit(0)
+
+
+@pytest.fixture(params=["0", "1"], ids=["in kernels", "in streams"], autouse=True)
+def _waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE_VARIABLE, request.param)
 
 
 def test_an_exception_in_one_ranks_backward(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from hytrain.parallel.collectives import GATE_VARIABLE
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -135,6 +137,40 @@ def sharded_on_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def gate_on_rank(rank: int, port: int) -> None:
+    """No rank is in NCCL's kernel before the other one has come to it."""
+    enter_rank(rank, port)
+    from hytrain.parallel.collectives import ShardCollectives
+
+    device = torch.device("cuda", rank)
+    collectives = ShardCollectives(None)
+    collectives.start_gate(device)
+    assert collectives._gate is not None
+    flat = torch.ones(1 << 24, device=device)
+    collectives.all_reduce(flat)  # makes the communicator
+    seconds: list[float] = []
+    for _ in range(5):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            begin.record()
+            if rank == 1:
+                torch.cuda._sleep(400_000_000)  # clock cycles: 0.2 s or more
+            collectives.all_reduce(flat)
+            end.record()
+            torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if "nccl" in e.name.lower()]
+        seconds.append(sum(e.device_time_total for e in kernels) / 1e6)
+        assert begin.elapsed_time(end) > 100.0, "the ranks were not apart: nothing is shown"
+        assert kernels
+    assert float(flat[0]) == 2.0**6
+    print(f"rank {rank}: NCCL's kernels took {[f'{1e3 * s:.2f} ms' for s in seconds]}", flush=True)
+    assert max(seconds) < 0.05
+    collectives.close()
+    dist.destroy_process_group()
+
+
 def memory_on_rank(rank: int, port: int) -> None:
     """What one stream has freed the allocator gives to no other: nothing large may be another's."""
     enter_rank(rank, port)
@@ -164,7 +200,14 @@ def test_streams_share_the_memory_of_gradients() -> None:
     multiprocessing.spawn(memory_on_rank, args=(free_port(),), nprocs=2)
 
 
-def test_zero3_is_zero2_on_two_gpus() -> None:
+def test_ranks_wait_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE_VARIABLE, "1")
+    multiprocessing.spawn(gate_on_rank, args=(free_port(),), nprocs=2)
+
+
+@pytest.mark.parametrize("waits_in_stream", ["0", "1"])
+def test_zero3_is_zero2_on_two_gpus(monkeypatch: pytest.MonkeyPatch, waits_in_stream: str) -> None:
+    monkeypatch.setenv(GATE_VARIABLE, waits_in_stream)
     multiprocessing.spawn(sharded_on_rank, args=(free_port(),), nprocs=2)
 
 

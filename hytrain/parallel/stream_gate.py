@@ -1,0 +1,271 @@
+"""Ranks of a host wait for each other in a stream, instead of inside a collective's kernel.
+
+NCCL's kernel waits for the other ranks while it holds multiprocessors, and what computes beside it
+is slower for as long (up to half as fast, see experiments/unequal_gpus). A gate in front of every
+collective takes that wait out of the kernel: each rank's stream says in memory that all of them see
+that it has come to collective number n, and goes on when all others have. Such a wait is done by
+what feeds the stream and takes no multiprocessor; the kernels behind it then start together.
+
+Ranks of other hosts have no such memory: for them the kernel waits as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_LINE = 128
+"""Bytes from one rank's flag to the next: no two share what a device reads at once."""
+_NUMBERS = 1 << 32
+_FOR_GOOD = 1 << 30
+"""Ahead of any number that is waited for: comparisons are cyclic."""
+_BEHIND = (1 << 31) + 1
+"""From here on a number is behind the first that is waited for."""
+_MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+class GateStream(Protocol):
+    """A stream of the gate's own: numbers go through it in order, whoever waits behind it."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Makes host memory known to the device; returns its address for the device.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Ends :meth:`register`, with the host's address; nothing may be queued."""
+        ...
+
+    def follow(self) -> None:
+        """What is queued from now on comes after all that the current stream has queued."""
+        ...
+
+    def lead(self) -> None:
+        """What the current stream queues from now on comes after all that is queued here."""
+        ...
+
+    def set(self, address: int, value: int) -> None:
+        """Queues the writing of a 32-bit number, after all that came before is done."""
+        ...
+
+    def wait(self, address: int, value: int) -> None:
+        """Queues the wait until the number there is not behind ``value`` (cyclically)."""
+        ...
+
+
+class CudaGateStream:
+    """On a CUDA device, by its driver's stream memory operations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._driver, name)(*arguments)
+        if result != 0:
+            raise RuntimeError(f"{name} failed with CUDA error {result}")
+
+    def register(self, address: int, num_bytes: int) -> int:
+        runtime = cast(Any, torch.cuda.cudart())
+        portable, mapped = 1, 2
+        result = int(runtime.cudaHostRegister(address, num_bytes, portable | mapped))
+        if result != 0:
+            raise RuntimeError(f"cudaHostRegister failed with CUDA error {result}")
+        found = ctypes.c_uint64()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
+        return found.value
+
+    def unregister(self, address: int) -> None:
+        self._stream.synchronize()
+        cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def lead(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def set(self, address: int, value: int) -> None:
+        self._queue("cuStreamWriteValue32_v2", address, value)
+
+    def wait(self, address: int, value: int) -> None:
+        self._queue("cuStreamWaitValue32_v2", address, value)  # flags 0: greater or equal, cyclic
+
+    def _queue(self, name: str, address: int, value: int) -> None:
+        self._call(
+            name,
+            ctypes.c_void_p(self._stream.cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(0),
+        )
+
+
+class SharedFlags:
+    """One number a rank, in a file that lives in memory and that all ranks of a host map."""
+
+    def __init__(self, path: str, num_ranks: int) -> None:
+        """
+        Args:
+            path: of the file; whoever comes first makes it.
+            num_ranks: flags.
+
+        Raises:
+            OSError: it cannot be made or mapped.
+        """
+        self.num_bytes = -(-num_ranks * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, self.num_bytes)
+            self._mapping = mmap.mmap(descriptor, self.num_bytes)
+        finally:
+            os.close(descriptor)
+        self._bytes = (ctypes.c_char * self.num_bytes).from_buffer(self._mapping)
+        self.address = ctypes.addressof(self._bytes)
+
+    def _flag(self, rank: int) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self.address + rank * _LINE)
+
+    def get(self, rank: int) -> int:
+        """A rank's number."""
+        return self._flag(rank).value
+
+    def set(self, rank: int, value: int) -> None:
+        """Sets a rank's number from the host."""
+        self._flag(rank).value = value
+
+    def close(self) -> None:
+        """Unmaps it; nobody may use an address of it any more."""
+        del self._bytes
+        self._mapping.close()
+
+
+class StreamGate:
+    """Stands in front of collectives; see the module's description."""
+
+    def __init__(
+        self, flags: SharedFlags, stream: GateStream, base: int, rank: int, others: list[int]
+    ) -> None:
+        """
+        Args:
+            flags: shared by the ranks below.
+            stream: the gate's own.
+            base: address of the flags for the stream.
+            rank: this rank.
+            others: ranks that it waits for; they wait for this one.
+        """
+        self._flags = flags
+        self._stream = stream
+        self._base = base
+        self._rank = rank
+        self._others = others
+        self._number = 0
+        self._is_open = False
+
+    def arrive(self) -> None:
+        """The current stream goes on when the others' have come to as many collectives.
+
+        All ranks must call it before the same collectives, from whichever streams: the numbers go
+        through the gate's own, in the order of the calls.
+        """
+        if self._is_open:
+            return
+        self._number = (self._number + 1) % _NUMBERS
+        self._stream.follow()
+        self._stream.set(self._base + self._rank * _LINE, self._number)
+        for other in self._others:
+            self._stream.wait(self._base + other * _LINE, self._number)
+        self._stream.lead()
+
+    def open_for_good(self) -> None:
+        """Nobody is waited for any more, by any rank: one of them has failed. From any thread."""
+        self._is_open = True
+        for rank in (self._rank, *self._others):
+            self._flags.set(rank, (self._number + _FOR_GOOD) % _NUMBERS)
+
+    def close(self) -> None:
+        """Gives the memory back, when the stream has done all that it was given."""
+        self._is_open = True
+        self._stream.unregister(self._flags.address)
+        self._flags.close()
+
+
+def open_gate(
+    rank: int,
+    world_size: int,
+    group: dist.ProcessGroup | None,
+    make_stream: Callable[[], GateStream],
+) -> StreamGate | None:
+    """Makes a gate with the ranks of this host; a collective.
+
+    Args:
+        rank: of this process, in the group.
+        world_size: of the group.
+        group: of all ranks; on several hosts each has a gate of its own.
+        make_stream: makes the gate's stream.
+
+    Returns:
+        The gate; None where this rank shares memory with no other.
+    """
+    names: list[str] = [""] * world_size
+    dist.all_gather_object(names, secrets.token_hex(16), group=group)
+    # One name for all; on another host, or where a container has a /dev/shm of its own, it is
+    # another file. Who shares one is seen by what they have written there.
+    path = os.path.join(_MEMORY_FOLDER, f"hytrain-gate-{names[0]}")
+    token = _BEHIND + secrets.randbelow(_NUMBERS - _BEHIND)
+    made = _make(path, world_size, make_stream)
+    if made is not None:
+        made.flags.set(rank, token)
+    tokens: list[int | None] = [None] * world_size
+    dist.all_gather_object(tokens, None if made is None else token, group=group)
+    with suppress(OSError):
+        os.unlink(path)  # all who will have it have it
+    if made is None:
+        return None
+    others = [
+        other
+        for other, written in enumerate(tokens)
+        if other != rank and written is not None and written == made.flags.get(other)
+    ]
+    if not others:
+        made.stream.unregister(made.flags.address)
+        made.flags.close()
+        return None
+    return StreamGate(made.flags, made.stream, made.base, rank, others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    flags: SharedFlags
+    stream: GateStream
+    base: int
+
+
+def _make(path: str, num_ranks: int, make_stream: Callable[[], GateStream]) -> _Made | None:
+    flags: SharedFlags | None = None
+    try:
+        flags = SharedFlags(path, num_ranks)
+        stream = make_stream()
+        return _Made(flags, stream, stream.register(flags.address, flags.num_bytes))
+    except (OSError, RuntimeError, AttributeError) as error:  # no /dev/shm, no such driver call
+        logger.warning("ranks wait for each other in NCCL's kernels: %s", error)
+        if flags is not None:
+            flags.close()
+        return None

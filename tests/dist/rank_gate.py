@@ -1,0 +1,185 @@
+"""Cases of test_stream_gate.py: streams are threads here, and memory is the host's."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch.distributed as dist
+
+from hytrain.parallel import stream_gate
+from hytrain.parallel.stream_gate import SharedFlags, StreamGate, open_gate
+
+COLLECTIVES = 60
+SECONDS = 20.0
+
+
+class HostStream:
+    """Does one thing after another, in a thread."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def put(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
+
+    def wait_stream(self, other: HostStream) -> None:
+        done = threading.Event()
+        other.put(done.set)
+        self.put(done.wait)
+
+    def synchronize(self, seconds: float = SECONDS) -> bool:
+        done = threading.Event()
+        self.put(done.set)
+        return done.wait(seconds)
+
+
+class HostGateStream:
+    """The gate's stream; ``current`` is what the caller computes on."""
+
+    def __init__(self) -> None:
+        self.stream = HostStream()
+        self.current = self.stream
+
+    def register(self, address: int, num_bytes: int) -> int:
+        assert num_bytes
+        return address
+
+    def unregister(self, address: int) -> None:
+        assert address
+        self.stream.synchronize()
+
+    def follow(self) -> None:
+        self.stream.wait_stream(self.current)
+
+    def lead(self) -> None:
+        self.current.wait_stream(self.stream)
+
+    def set(self, address: int, value: int) -> None:
+        def write() -> None:
+            ctypes.c_uint32.from_address(address).value = value
+
+        self.stream.put(write)
+
+    def wait(self, address: int, value: int) -> None:
+        def poll() -> None:
+            number = ctypes.c_uint32.from_address(address)
+            while (number.value - value) % (1 << 32) >= 1 << 31:
+                time.sleep(1e-4)
+
+        self.stream.put(poll)
+
+
+class Bench:
+    """A rank with two streams whose collectives go through one more, as NCCL's do."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.gate_stream = HostGateStream()
+        with mock.patch.object(stream_gate, "_MEMORY_FOLDER", folder or stream_gate._MEMORY_FOLDER):
+            self.gate = open_gate(self.rank, self.size, None, lambda: self.gate_stream)
+        self.streams = [HostStream(), HostStream()]
+        self.kernels = HostStream()
+
+    def close(self) -> None:
+        if self.gate is not None:
+            self.gate.close()
+
+
+def early_starts(bench: Bench, path: str, *, gated: bool) -> int:
+    """Collectives that started on this rank while another one had not come to them."""
+    ready = SharedFlags(path, bench.size)
+    dist.barrier()
+    delays = random.Random(bench.rank)
+    early: list[int] = []
+
+    def start(number: int) -> None:
+        if any(ready.get(rank) < number for rank in range(bench.size)):
+            early.append(number)
+
+    last = HostStream()
+    for number in range(1, COLLECTIVES + 1):
+        stream = bench.gate_stream.current = bench.streams[delays.randrange(2)]
+        delay = delays.choice([0.0, 0.0, 0.004])
+        stream.put(lambda delay=delay: time.sleep(delay))
+        # Streams come to their collectives out of order; what is ready is ready in order.
+        last.wait_stream(stream)
+        last.put(lambda number=number: ready.set(bench.rank, number))
+        stream.wait_stream(last)
+        if gated and bench.gate is not None:
+            bench.gate.arrive()
+        bench.kernels.wait_stream(stream)
+        bench.kernels.put(lambda number=number: start(number))
+    assert bench.kernels.synchronize(), "the ranks wait for each other for ever"
+    dist.barrier()
+    ready.close()
+    return len(early)
+
+
+def nobody_starts_early(path: str) -> tuple[int, int]:
+    """(with the gate, without it)."""
+    bench = Bench()
+    assert bench.gate is not None
+    found = early_starts(bench, f"{path}-a", gated=True), early_starts(bench, path, gated=False)
+    bench.close()
+    return found
+
+
+def numbers_may_wrap(path: str) -> int:
+    bench = Bench()
+    gate = bench.gate
+    assert gate is not None
+    gate._number = (1 << 32) - COLLECTIVES // 2
+    gate._flags.set(bench.rank, gate._number)
+    dist.barrier()
+    found = early_starts(bench, path, gated=True)
+    assert gate._number < COLLECTIVES
+    bench.close()
+    return found
+
+
+def two_of_three_share_memory(path: str, elsewhere: str) -> tuple[list[int], int]:
+    """(ranks that this one waits for, collectives of theirs that it came to too early)."""
+    rank = dist.get_rank()
+    bench = Bench(elsewhere if rank == 1 else None)
+    others = [] if bench.gate is None else bench.gate._others
+    early = early_starts(bench, path, gated=True)
+    bench.close()
+    return others, early
+
+
+def a_rank_never_comes() -> float:
+    """Seconds until this rank's stream goes on when it has been told."""
+    bench = Bench()
+    gate = bench.gate
+    assert isinstance(gate, StreamGate)
+    seconds = 0.0
+    if bench.rank == 0:
+        bench.gate_stream.current = bench.streams[0]
+        gate.arrive()
+        assert not bench.streams[0].synchronize(0.3), "nobody was waited for"
+        begin = time.monotonic()
+        gate.open_for_good()
+        assert bench.streams[0].synchronize()
+        seconds = time.monotonic() - begin
+        gate.arrive()  # of no effect from now on
+        assert bench.streams[0].synchronize()
+    dist.barrier()
+    bench.close()
+    return seconds
+
+
+def no_such_memory() -> bool:
+    """Where one of two cannot map it, none has a gate."""
+    folder = "/does/not/exist" if dist.get_rank() == 1 else None
+    return Bench(folder).gate is None
