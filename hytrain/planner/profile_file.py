@@ -159,6 +159,11 @@ class UpdateRate(_Record):
     """Of each rank."""
 
     rate: float = Field(gt=0.0)
+    """With nothing beside it."""
+
+    in_training: float | None = Field(gt=0.0, default=None)
+    """With a training's copies and launching thread beside it; None where it was not measured (data
+    sheets, profiles before November 22, 2026)."""
 
 
 class HostProfile(_Record):

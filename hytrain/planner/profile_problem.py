@@ -38,8 +38,8 @@ _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
-# Of a CPU update measured alone, what is left beside copies both ways and the launching thread
-# (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
+# Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
+# and the launching thread (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
 _BESIDE_TRAINING = 0.87
 # In stage 3, layers whose training copy is gathered at once: one in use, the others on their way.
 _GATHERED_LAYERS = 3
@@ -284,9 +284,14 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions) -> int:
 
 
 def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
-    rates = Table(tuple((float(row.threads), _BESIDE_TRAINING * row.rate) for row in host.updates))
+    rates = [row.in_training or _BESIDE_TRAINING * row.rate for row in host.updates]
+    # Training takes the best number of threads, which may leave cores to others.
+    best = itertools.accumulate(rates, max)
+    table = Table(
+        tuple((float(row.threads), rate) for row, rate in zip(host.updates, best, strict=True))
+    )
     memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
-    return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, rates)
+    return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, table)
 
 
 # -- collectives -------------------------------------------------------------------------------

@@ -38,12 +38,13 @@ def _rate(num_bytes: int, ms: float) -> str:
 
 
 def _host_lines(host: HostProfile) -> list[str]:
-    best = max(host.updates, key=lambda row: row.rate)
+    best = max(host.updates, key=lambda row: row.in_training or row.rate)
+    beside = "" if best.in_training is None else f", {best.in_training / 1e9:.2f} beside a training"
     return [
         f"host {host.host}: {host.cores} cores of {host.cpu or 'a CPU'}, "
         f"{host.memory_bytes / _GIB:.1f} GiB, {host.bandwidth / 1e9:.0f} GB/s",
-        f"  CPU update: {best.rate / 1e9:.2f} G parameters/s a rank with {best.threads} threads, "
-        f"{len(host.ranks)} rank{'s' if len(host.ranks) > 1 else ''} at once",
+        f"  CPU update: {best.rate / 1e9:.2f} G parameters/s a rank with {best.threads} threads"
+        f"{beside}, {len(host.ranks)} rank{'s' if len(host.ranks) > 1 else ''} at once",
     ]
 
 

@@ -220,6 +220,7 @@ def _measure(
     progress.show(0.7, "update on the CPU")
     counts = [rates.thread_counts(rank.cores) for rank in everybody]
     cpu = rates.cpu_rates(
+        device,
         counts[ranks.rank],
         max(len(each) for each in counts),
         ranks,
@@ -307,7 +308,12 @@ class _Groups:
             memory_bytes=sum(rank.memory_bytes for rank in ranks),
             bandwidth=max(sum(one.sweeps[t] for one in cpu) for t in threads),
             updates=tuple(
-                UpdateRate(threads=t, rate=min(one.updates[t] for one in cpu)) for t in threads
+                UpdateRate(
+                    threads=t,
+                    rate=min(one.updates[t] for one in cpu),
+                    in_training=min(one.in_training[t] for one in cpu),
+                )
+                for t in threads
             ),
             cpu=ranks[0].cpu,
             measured=self.now,

@@ -19,6 +19,7 @@ from hytrain.kernels.host_memory import host_zeros
 from hytrain.planner.profile_file import CopyRates
 from hytrain.profile.machine import available_host_bytes, last_level_cache_bytes
 from hytrain.profile.ranks import Ranks
+from hytrain.profile.training_load import TrainingLoad
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 4
@@ -121,11 +122,13 @@ class CpuRates:
     """What one rank reached while all of its host's ranks did the same.
 
     Attributes:
-        updates: parameters/s of an update against threads.
+        updates: parameters/s of an update against threads, with nothing beside it.
+        in_training: the same with a training's copies and launching thread beside it.
         sweeps: bytes/s of a loop over the state that computes nothing, against threads.
     """
 
     updates: dict[int, float]
+    in_training: dict[int, float]
     sweeps: dict[int, float]
 
 
@@ -136,6 +139,7 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def cpu_rates(
+    device: torch.device,
     counts: Sequence[int],
     rounds: int,
     ranks: Ranks,
@@ -147,6 +151,7 @@ def cpu_rates(
     """Rates of the kernel that training runs, and of its host's memory.
 
     Args:
+        device: whose gradients come and whose weights leave beside an update.
         counts: of threads, of this rank.
         rounds: the length of the longest list of counts of all ranks: each begins at a barrier.
         ranks: all measure at once.
@@ -171,14 +176,19 @@ def cpu_rates(
         _C.read_write(p.data_ptr(), m.data_ptr(), v.data_ptr(), n, threads)
         return time.perf_counter() - begin
 
+    load = TrainingLoad(device, n * out.itemsize)
     updates: dict[int, float] = {}
+    in_training: dict[int, float] = {}
     sweeps: dict[int, float] = {}
     for number in range(rounds):
         # A host with fewer counts than another repeats its last one, so that barriers meet.
         threads = counts[min(number, len(counts) - 1)]
         updates[threads] = n / _repeat(lambda t=threads: update(t), ranks, seconds)
+        with load:
+            loaded = _repeat(lambda t=threads: load.beside(lambda: update(t)), ranks, seconds)
+        in_training[threads] = n / loaded
         sweeps[threads] = _SWEEP_BYTES * n / _repeat(lambda t=threads: sweep(t), ranks, seconds)
-    return CpuRates(updates, sweeps)
+    return CpuRates(updates, in_training, sweeps)
 
 
 def _elements(ranks_on_host: int) -> int:

@@ -10,7 +10,7 @@ from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collec
 
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
-from hytrain.planner.profile_file import ProfileFile, merge_profiles
+from hytrain.planner.profile_file import ProfileFile, UpdateRate, merge_profiles
 from hytrain.planner.profile_problem import PlanOptions, isotonic, problem_from, times
 from hytrain.planner.result import Plan
 
@@ -197,3 +197,23 @@ def test_noise_does_not_make_more_samples_cheaper() -> None:
     given = profile.model_copy(update={"devices": (noisy, *profile.devices[1:])})
     forward = problem_from(given, options()).cluster.hosts[0].gpus[0].forward_ms
     assert [forward.at(size) for size in (1, 2, 8)] == [2.625, 2.625, 2.625]  # their mean
+
+
+def _update_rates(*rows: tuple[int, float, float | None]) -> list[float]:
+    profile = a_profile()
+    updates = tuple(UpdateRate(threads=t, rate=r, in_training=i) for t, r, i in rows)
+    host = profile.hosts[0].model_copy(update={"updates": updates})
+    problem = problem_from(profile.model_copy(update={"hosts": (host,)}), options())
+    return [rate for _, rate in problem.cluster.hosts[0].update_rates.points]
+
+
+def test_the_rate_of_a_cpu_update_is_that_beside_a_training() -> None:
+    assert _update_rates((4, 2e9, 1.9e9), (16, 4e9, 3e9)) == [1.9e9, 3e9]
+    # Old profiles and data sheets have the other one only.
+    assert _update_rates((4, 2e9, None), (16, 4e9, None)) == [0.87 * 2e9, 0.87 * 4e9]
+    # All cores are too many where another thread wants one: training uses fewer.
+    assert _update_rates((8, 3e9, 2.8e9), (15, 4e9, 3.6e9), (16, 4.1e9, 2e9)) == [
+        2.8e9,
+        3.6e9,
+        3.6e9,
+    ]

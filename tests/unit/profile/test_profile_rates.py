@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hytrain.profile import rates
+from hytrain.profile import rates, training_load
 from hytrain.profile.collective_profile import collective_samples, uneven_sizes
 from hytrain.profile.ranks import Ranks
+from hytrain.profile.training_load import TrainingLoad
 
 CPU = torch.device("cpu")
 ALONE = Ranks(alone=True)
@@ -46,14 +50,26 @@ def test_updates_and_sweeps_against_threads(monkeypatch: pytest.MonkeyPatch) -> 
         runs.append(("sweep", threads))
         clock.take(0.4 / threads)
 
+    class Load(TrainingLoad):
+        """What is beside an update makes it half as fast again."""
+
+        def beside(self, run: Callable[[], float]) -> float:
+            assert self._launcher is not None
+            assert self._launcher.is_alive()
+            taken = run()
+            clock.take(0.5 * taken)
+            return 1.5 * taken
+
+    monkeypatch.setattr(rates, "TrainingLoad", Load)
     monkeypatch.setattr(rates, "commit_then_preview", update)
     monkeypatch.setattr(rates._C, "read_write", sweep)
-    found = rates.cpu_rates([1, 2, 4], 4, ALONE, seconds=1.0, elements=1000)
+    found = rates.cpu_rates(CPU, [1, 2, 4], 4, ALONE, seconds=1.0, elements=1000)
     assert found.updates == pytest.approx({1: 1250.0, 2: 2500.0, 4: 5000.0})
+    assert found.in_training == pytest.approx({1: 1250.0 / 1.5, 2: 2500.0 / 1.5, 4: 5000.0 / 1.5})
     assert found.sweeps == pytest.approx({1: 60e3, 2: 120e3, 4: 240e3})
     # Another host has a fourth count: this one measures its last once more, and meets it.
-    assert runs.count(("update", 4)) >= 2 * 4
-    assert runs.count(("update", 1)) == 1 + 3  # one untimed; three, though the time is up
+    assert runs.count(("update", 4)) >= 4 * 4
+    assert runs.count(("update", 1)) == 2 * (1 + 3)  # one untimed; three, though the time is up
 
 
 def test_the_median_counts_and_the_first_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +85,32 @@ def test_the_median_counts_and_the_first_run_does_not(monkeypatch: pytest.Monkey
 
 
 def test_the_real_kernel_and_copies_have_rates() -> None:
-    found = rates.cpu_rates([1], 1, ALONE, seconds=0.01, elements=1 << 14)
+    found = rates.cpu_rates(CPU, [1], 1, ALONE, seconds=0.01, elements=1 << 14)
     assert found.updates[1] > 0.0
+    assert found.in_training[1] > 0.0
     assert found.sweeps[1] > 0.0
     copies = rates.copy_rates(CPU, ALONE, seconds=0.01, num_bytes=1 << 16)
     assert min(copies.model_dump().values()) > 0.0
+
+
+def test_a_trainings_load() -> None:
+    """A core is busy and all bytes are copied both ways, each time, and nothing is left behind."""
+    before = threading.active_count()
+    load = TrainingLoad(CPU, 3 * training_load._BUFFER_BYTES - 5)
+    assert load._times == 3
+    for number in (1, 2):
+        for _, source in load._ways:
+            source.fill_(number)
+        with load:
+            began = time.thread_time(), time.process_time()
+            busy = time.perf_counter() + 0.2
+            while time.perf_counter() < busy:
+                time.sleep(0.01)
+            others = time.process_time() - began[1] - (time.thread_time() - began[0])
+            assert others > 0.05, "nothing runs beside"
+            assert load.beside(lambda: 7.0) == 7.0
+            assert all(int(target.min()) == number for target, _ in load._ways)
+        assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 64])

@@ -50,7 +50,11 @@ def measured(slowness: float, sizes: tuple[int, ...]) -> profile_run._Measured:
         ),
         update_rate=8.0 / slowness,
         copies=CopyRates(to_host=4.0, from_host=5.0 / slowness, to_host_both=3.0, from_host_both=2),
-        cpu=CpuRates({1: 10.0 / slowness, 2: 16.0}, {1: 100.0, 2: 170.0 / slowness}),
+        cpu=CpuRates(
+            {1: 10.0 / slowness, 2: 16.0},
+            {1: 8.0 / slowness, 2: 12.0},
+            {1: 100.0, 2: 170.0 / slowness},
+        ),
         accumulation=0.5 * slowness,
     )
 
@@ -98,7 +102,10 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     assert one.ranks == (large.label, small.label, large.label)
     assert (one.cores, two.cores) == (8, 2)
     assert one.bandwidth == pytest.approx(170.0 + 170.0 + 85.0)  # with two threads each
-    assert [(row.threads, row.rate) for row in one.updates] == [(1, 5.0), (2, 16.0)]
+    assert [(row.threads, row.rate, row.in_training) for row in one.updates] == [
+        (1, 5.0, 4.0),
+        (2, 16.0, 12.0),
+    ]
     assert (one.memory_bytes, two.memory_bytes) == (150 * GIB, 50 * GIB)
 
 
