@@ -12,7 +12,7 @@ from paced_model import PacedModel, paced_build
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.profile import layer_profile
+from hytrain.profile import layer_bench, layer_profile
 from hytrain.profile.layer_profile import (
     LayerOptions,
     LayerProfile,
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 @pytest.fixture(autouse=True)
 def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_profile, "_MOST_PASSES", 6)
+    monkeypatch.setattr(layer_bench, "_MOST_PASSES", 6)
 
 
 def subject_of(build: Callable[..., Any], seq_len: int = 4) -> Subject:
@@ -331,7 +331,7 @@ def test_every_mark_is_given_back_once(
     clock: FakeDevice, monkeypatch: pytest.MonkeyPatch, has_embedding: bool
 ) -> None:
     marks = NumberedClock()  # which notices a second time
-    monkeypatch.setattr(layer_profile, "Clock", lambda device: marks)
+    monkeypatch.setattr(layer_bench, "Clock", lambda device: marks)
     ordinary = paced_build(clock, lambda n: 1.0, lambda n: 1.0)
     profiled(ordinary if has_embedding else _without_embedding(clock), 1, 2)
     assert marks.handed_out > 100

@@ -17,7 +17,7 @@ from hytrain.planner.plan import make_plan
 from hytrain.planner.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan
-from hytrain.profile import layer_profile, profile_run, rates
+from hytrain.profile import layer_bench, profile_run, rates
 from hytrain.profile.device_facts import DeviceFacts
 from hytrain.profile.host_share import RankHost
 from hytrain.profile.layer_profile import LayerProfile
@@ -140,7 +140,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         return ordinary(rate_seconds=0.01, cpu_elements=1 << 14, copy_bytes=1 << 16, **given)
 
     monkeypatch.setattr(profile_run, "ProfileOptions", options)
-    monkeypatch.setattr(layer_profile, "_MOST_PASSES", 6)
+    monkeypatch.setattr(layer_bench, "_MOST_PASSES", 6)
     # Threads that wait for each other on a busy machine take seconds.
     monkeypatch.setattr(rates, "thread_counts", lambda cores: [1])
 
