@@ -164,6 +164,8 @@ def _draw(arguments: argparse.Namespace, rows: Any, costs: Any, title: str) -> N
 def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) -> int:
     from hytrain.config import SECTION, HyTrainConfig
     from hytrain.placement import outlook
+    from hytrain.placement.config_words import config_words
+    from hytrain.placement.training_form import read_form
 
     section = HyTrainConfig.from_deepspeed(config)
     if section is None:
@@ -171,8 +173,8 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
             f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, with '
             f'nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
         )
-    form = outlook.read_form(config)
-    words = outlook.config_words(section, form, arguments.ranks)
+    form = read_form(config)
+    words = config_words(section, form, arguments.ranks)
     result: dict[str, Any] = {"kind": "config", "words": words.splitlines()}
     if arguments.model is None:
         given = _given(arguments, (*_FOR_MODEL, "rank", "png"))

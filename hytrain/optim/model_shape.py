@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.optim.model_sizes import read_model_sizes
-from hytrain.placement.outlook import TrainingForm
+from hytrain.placement.training_form import TrainingForm
 from hytrain.planner.device_sheets import ModelShape
 from hytrain.planner.profile_file import ProfiledModel
 

@@ -22,7 +22,8 @@ from hytrain.layers.sharded_storage import shard_bytes
 from hytrain.offload.slots import plan_slots
 from hytrain.parallel.gather_plan import gather_settings, most_live, persistent_layers
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.outlook import ModelSizes, TrainingForm
+from hytrain.placement.outlook import ModelSizes
+from hytrain.placement.training_form import TrainingForm
 
 
 def read_model_sizes(

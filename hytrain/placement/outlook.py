@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-from hytrain.config import HyTrainConfig, SolverConfig
-from hytrain.errors import ConfigError
+from hytrain.config import HyTrainConfig
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.errors import MemoryBudgetError
@@ -21,9 +19,6 @@ from hytrain.placement.explanation import (
 )
 from hytrain.placement.history import Median
 from hytrain.placement.memory import (
-    GPU_RESERVE_SHARE,
-    HOST_RESERVE_SHARE,
-    LEAST_RESERVE,
     bounds,
     check_fits,
     gpu_reserve,
@@ -41,36 +36,6 @@ _FIXED = "gpu_fraction is fixed"
 # The passes' speeds on one machine relative to commit_then_preview, in parameters.
 _COMMIT_SPEED = 4.47 / 4.19
 _PREVIEW_SPEED = 5.67 / 4.19
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingForm:
-    """What the rest of the DeepSpeed JSON says about a step.
-
-    Attributes:
-        dtype: of the training copy: "bfloat16", "float16" or "float32".
-        gradient_dtype: of the gradients that wait; None: the training copy's.
-        clipping: the threshold; 0 for none, None where "auto" leaves it to the trainer.
-        check_overflow: whether an inf or NaN skips the step.
-        accumulation: micro-batches a step.
-        shards_weights: whether each rank keeps its shards of the training copy only (ZeRO-3).
-        weights_on_host: whether it keeps them in host memory (``offload_param``).
-        gather_keys: values of the ``stage3_*`` keys, where they are numbers.
-    """
-
-    dtype: str
-    gradient_dtype: str | None
-    clipping: float | None
-    check_overflow: bool
-    accumulation: int
-    shards_weights: bool = False
-    weights_on_host: bool = False
-    gather_keys: Mapping[str, int] = field(default_factory=lambda: {})
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether updates are committed at once, since nothing about a step is left open."""
-        return self.clipping == 0.0 and not self.check_overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,177 +75,6 @@ class Rates:
     """Of the CPU update, on one rank."""
     pcie_gb_per_s: float = 55.0
     """Each way, on one rank."""
-
-
-def read_form(config: Mapping[str, Any]) -> TrainingForm:
-    """The keys of a DeepSpeed JSON that decide what a step is.
-
-    Raises:
-        ConfigError: a key has a value of the wrong kind.
-    """
-    bf16, fp16 = _section(config, "bf16"), _section(config, "fp16")
-    if not bf16 and "bfloat16" in config:
-        bf16 = _section(config, "bfloat16")
-    if bf16.get("enabled"):
-        dtype, check = "bfloat16", bool(bf16.get("check_grad_overflow", True))
-    else:
-        dtype, check = ("float16" if fp16.get("enabled") else "float32"), True
-    accumulated = _section(config, "data_types").get("grad_accum_dtype")
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    clipping = config.get("gradient_clipping", 0.0)
-    zero = _section(config, "zero_optimization")
-    return TrainingForm(
-        dtype=dtype,
-        gradient_dtype=names.get(str(accumulated)),
-        clipping=None if clipping == "auto" else _number("gradient_clipping", clipping),
-        check_overflow=check,
-        accumulation=_accumulation(config),
-        shards_weights=zero.get("stage") == 3,
-        weights_on_host=_section(zero, "offload_param").get("device") == "cpu",
-        gather_keys={k: v for k, v in zero.items() if k.startswith("stage3_") and type(v) is int},
-    )
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name, {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(f'"{name}" must be a JSON object, got {type(section).__name__}')
-    return cast("Mapping[str, Any]", section)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f'"{name}" must be a number, got {value!r}')
-    return float(value)
-
-
-def _accumulation(config: Mapping[str, Any]) -> int:
-    value = config.get("gradient_accumulation_steps", 1)
-    return 1 if value == "auto" else max(1, int(_number("gradient_accumulation_steps", value)))
-
-
-# -- words -------------------------------------------------------------------------------------
-
-
-def config_words(config: HyTrainConfig, form: TrainingForm, num_ranks: int | None) -> str:
-    """What will happen with a configuration, for people."""
-    lines = [_placement_words(config)]
-    lines += [_clipping_words(form), _ranks_words(config, num_ranks)]
-    lines.append(
-        f"Weights: training copy in {form.dtype} on the GPU; master weights and Adam's moments in "
-        f"float32, 12 bytes a parameter, on either side; gradients of layers wait for their update "
-        f"in {form.gradient_dtype or form.dtype}."
-    )
-    if form.accumulation > 1:
-        lines.append(
-            f"Accumulation: {form.accumulation} micro-batches a step; updates overlap the last "
-            "one's backward and the next step's first forward."
-        )
-    offload = config.offload
-    threads = "chosen by a calibration at start"
-    if offload.cpu_threads is not None:
-        threads = str(offload.cpu_threads)
-    waits = "each layer's next forward waits for that layer's update only"
-    if not offload.overlap_forward:
-        waits = "step() waits for all updates (overlap_forward is false)"
-    lines.append(
-        f"CPU update: threads {threads}; chunks of {offload.chunk_elements:,} parameters; {waits}."
-    )
-    return "\n".join(lines)
-
-
-def _placement_words(config: HyTrainConfig) -> str:
-    solver = config.solver
-    if isinstance(config.gpu_fraction, float):
-        words = (
-            f"Placement: gpu_fraction is fixed at {config.gpu_fraction:g}: that share of the "
-            "layers, counted from the first, is updated on the GPU; nothing is solved, and whether "
-            "it fits is not checked."
-        )
-        return words + _ignored_words(solver)
-    every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
-    if solver.method == "pipeline":
-        how = (
-            'by "pipeline": the step is predicted for every number of GPU layers from measured '
-            "times, and the shortest is taken; within 1 % of it, the fewest GPU layers; layers "
-            "move where the gain pays for the move"
-        )
-    else:
-        alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
-        how = (
-            'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U and t_B measured, alpha '
-            f"{alpha}"
-        )
-    lines = [
-        f'Placement: gpu_fraction is "solve": the number of GPU layers is solved {every}, {how}.',
-        _start_words(config),
-        f"Reserves: GPU {_reserve_words(solver.gpu_memory_reserve_bytes, GPU_RESERVE_SHARE)}, "
-        f"host {_reserve_words(solver.host_memory_reserve_bytes, HOST_RESERVE_SHARE)} stay free.",
-    ]
-    if solver.method == "pipeline" and solver.alpha is not None:
-        lines.append(
-            f'"solver.alpha" ({solver.alpha:g}) stands for the speed of GPU updates until one has '
-            "been measured."
-        )
-    return "\n".join(lines)
-
-
-def _start_words(config: HyTrainConfig) -> str:
-    if config.plan is not None:
-        return "The first step runs with as many layers on the GPU as the plan says."
-    if config.solver.start is not None:
-        shares = ", ".join(f"{share:g}" for share in config.solver.start)
-        return f"The first step runs with these shares of the layers on the ranks' GPUs: {shares}."
-    return (
-        "The first step runs with the fewest layers on the GPU that memory allows, since times and "
-        "activations are not known before it."
-    )
-
-
-def _ignored_words(solver: SolverConfig) -> str:
-    given = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
-    if not given:
-        return ""
-    return f" Without effect: {', '.join(f'solver.{name}' for name in given)}."
-
-
-def _reserve_words(given: int | None, share: float) -> str:
-    if given is not None:
-        return f"{given / _GIB:.2f} GiB"
-    return f"{share:.0%} (at least {LEAST_RESERVE / _GIB:.0f} GiB)"
-
-
-def _clipping_words(form: TrainingForm) -> str:
-    if form.is_direct:
-        return (
-            "Clipping: direct: no clipping and no overflow check, so each update is committed at "
-            "once and no gradient waits."
-        )
-    why = "at a threshold that the trainer fills in"
-    if form.clipping is not None:
-        why = f"at {form.clipping:g}" if form.clipping > 0.0 else "none"
-    checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
-    return (
-        f"Clipping: {why}; {checks}. Exact: updates are previewed during backward and committed "
-        "when the step's outcome is known; until then the gradients wait."
-    )
-
-
-def _ranks_words(config: HyTrainConfig, num_ranks: int | None) -> str:
-    if config.plan is not None:
-        return (
-            f"Ranks: as planned in {config.plan}, which decides batches, shards and activations; "
-            "refused on any others."
-        )
-    shares = config.shard_fractions
-    split = "equal shares" if shares is None else f"shares {', '.join(f'{s:g}' for s in shares)}"
-    if num_ranks is None:
-        known = "unknown here (--ranks)" if shares is None else f"{len(shares)} by shard_fractions"
-        return f"Ranks: {known}; every layer's state is cut into {split}."
-    return f"Ranks: {num_ranks}; every layer's state is cut into {split}."
-
-
-# -- numbers -----------------------------------------------------------------------------------
 
 
 def memory_limits(

@@ -19,6 +19,7 @@ from support.placement_runs import (
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.placement.chart import draw_chart
+from hytrain.placement.config_words import config_words
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.errors import PlacementError
 from hytrain.placement.explanation import (
@@ -36,14 +37,13 @@ from hytrain.placement.memory import Bounds
 from hytrain.placement.outlook import (
     ModelSizes,
     Rates,
-    config_words,
     estimate_costs,
     expected_decision,
     explain_model,
     memory_limits,
     model_json,
-    read_form,
 )
+from hytrain.placement.training_form import read_form
 
 GIB = 1024**3
 
