@@ -179,11 +179,11 @@ class HyTrainEngine(CheckpointEngine):
                     not self.inside_no_sync_ctxt
                     and self.enable_backward_allreduce
                     # Ranks may have different numbers of micro-batches: they reduce once a step.
-                    # Under ZeRO-3 they all take part in all of them.
+                    # Where weights are gathered they all take part in all of them.
                     and (
                         not self._in_train_batch
                         or self.is_gradient_accumulation_boundary()
-                        or int(self.zero_optimization_stage()) == 3
+                        or self.open_optimizer().weights.is_sharded
                     )
                 ),
             ),

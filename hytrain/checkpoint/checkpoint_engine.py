@@ -154,5 +154,21 @@ class CheckpointEngine(WeightsEngine):
     ) -> dict[str, Any]:
         if module is None:
             module = self.module_state_dict(exclude_frozen_parameters=no_frozen)
-        common = self._common_checkpoint_state(module, True, save_frozen_param=not no_frozen)
+            common = self._common_checkpoint_state(module, True, save_frozen_param=not no_frozen)
+        else:
+            # DeepSpeed would take frozen weights from the parameters, which are not there.
+            common = self._common_checkpoint_state(module, True, save_frozen_param=False)
+            if not no_frozen:
+                common.update(self._frozen_weights(module))
         return pack_model_states(common, client_state, self.open_optimizer().placement.decisions)
+
+    def _frozen_weights(self, module: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What DeepSpeed's checkpoints have of weights that no optimizer has, by name."""
+        weights: dict[str, torch.Tensor] = {
+            name: module[name]
+            for name in self._get_zero_frozen_param_attributes(self._get_param_shape_func)
+        }
+        return {
+            "frozen_param_shapes": {name: tensor.shape for name, tensor in weights.items()},
+            "frozen_param_fragments": {name: tensor.cpu() for name, tensor in weights.items()},
+        }

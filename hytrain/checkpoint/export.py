@@ -25,12 +25,12 @@ def collect_module_state(
         with_frozen: whether parameters that are not trained are in it.
 
     Returns:
-        Name -> tensor; trained weights on the host, tied ones as one tensor. On other ranks an
+        Name -> tensor; sharded weights on the host, tied ones as one tensor. On other ranks an
         empty dict.
     """
     optimizer.synchronize()
     is_first = optimizer.collectives.rank == 0
-    copies = optimizer.weights.copy_to_first(is_first)
+    copies = optimizer.weights.copy_to_first(is_first, with_frozen=with_frozen)
     if not is_first:
         return {}
     state: dict[str, Any] = {}

@@ -240,21 +240,19 @@ def _load_module(
 def _load_shards(
     weights: Mapping[str, Any], optimizer: HyTrainZeroOptimizer, current: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's pieces of sharded parameters; returns what is left to load."""
+    """This rank's pieces of sharded parameters, frozen ones too; returns what is left to load."""
     places = {
-        id(place.slot.parameter): place
-        for place in list_parameters(optimizer.layer_states)
-        if place.layer.storage.is_sharded
+        id(slot.parameter): (part.storage, slot)
+        for layer in optimizer.weights.layers
+        for part in layer.sharded
+        for slot in part.layout.slots
     }
     rest = dict(weights)
     for name in set(weights) & set(current):
         place = places.get(id(current[name]))
-        if place is None:
-            continue
-        whole = rest.pop(name).reshape(-1)
-        piece = place.piece_of(optimizer.collectives.rank)
-        if piece is not None:
-            place.weights(piece).copy_(whole[piece.begin : piece.end])
+        if place is not None:
+            storage, slot = place
+            storage.take(slot, rest.pop(name))
     return rest
 
 
@@ -324,5 +322,8 @@ def _publish(optimizer: HyTrainZeroOptimizer) -> None:
         layer.waited = False
         layer.gather_due = not layer.storage.is_sharded
         layer.storage.mark_overwritten()
+    for weights in optimizer.weights.layers:
+        if weights.frozen is not None:
+            weights.frozen.storage.mark_overwritten()
     pipeline.wait_all()
     pipeline.streams.synchronize()

@@ -18,36 +18,51 @@ from hytrain.errors import ConfigError
 
 @dataclass(slots=True)
 class LayerParameters:
-    """One layer: parameters in registration order and the module whose forward uses them."""
+    """One layer: parameters in registration order and the module whose forward uses them.
+
+    Attributes:
+        name: of the block, or where the layer is.
+        parameters: those that are trained.
+        block: None for what is before, between or after blocks.
+        frozen: those that are not, where they were asked for.
+    """
 
     name: str
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     block: nn.Module | None = None
+    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
 def find_layers(
-    model: nn.Module, trained: Iterable[nn.Parameter], block_class: str | None = None
+    model: nn.Module,
+    trained: Iterable[nn.Parameter],
+    block_class: str | None = None,
+    frozen: Iterable[nn.Parameter] = (),
 ) -> list[LayerParameters]:
     """Cuts a model into layers, in the order of registration.
 
     Args:
         model: the module tree.
-        trained: the parameters to update; all others are left out. A tied parameter belongs to
-            the layer that registers it first.
+        trained: the parameters to update. A tied parameter belongs to the layer that registers it
+            first.
         block_class: class name of the block; None: detect.
+        frozen: parameters that are not updated and have a place all the same; others are left out.
 
     Returns:
-        Layers that hold at least one trained parameter, each parameter in exactly one.
+        Layers that hold at least one of these parameters, each parameter in exactly one.
 
     Raises:
         ConfigError: ``block_class`` names no module of the model.
     """
-    wanted = {id(p) for p in trained}
+    is_frozen = {id(p): True for p in frozen} | {id(p): False for p in trained}
     blocks = _find_blocks(model, block_class)
     if not blocks:
         blocks = _top_children(model)
-    layers = [layer for layer in _collect(model, blocks, wanted) if layer.parameters]
-    return layers
+    layers = list(_collect(model, blocks, set(is_frozen)))
+    for layer in layers:
+        layer.frozen = [item for item in layer.parameters if is_frozen[id(item[1])]]
+        layer.parameters = [item for item in layer.parameters if not is_frozen[id(item[1])]]
+    return [layer for layer in layers if layer.parameters or layer.frozen]
 
 
 def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, str]:

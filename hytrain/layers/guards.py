@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 
 
 class WeightsOwner(Protocol):
@@ -26,18 +27,18 @@ class WeightsOwner(Protocol):
         ...
 
     def before_use(self, state: LayerState) -> None:
-        """The layer's weights are about to be read."""
+        """A layer's trained weights are about to be read."""
         ...
 
-    def enter_forward(self, states: Sequence[LayerState]) -> None:
+    def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward."""
         ...
 
-    def leave_forward(self, states: Sequence[LayerState]) -> None:
+    def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """It has ended (told under ZeRO-3 only)."""
         ...
 
-    def needed_in_backward(self, states: Sequence[LayerState]) -> None:
+    def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Its backward begins (told under ZeRO-3 only)."""
         ...
 
@@ -55,8 +56,8 @@ class WeightsOwner(Protocol):
         ...
 
     @property
-    def layer_states(self) -> Sequence[LayerState]:
-        """The layers in forward order."""
+    def layers(self) -> Sequence[LayerWeights]:
+        """All weights in forward order."""
         ...
 
 
@@ -65,17 +66,19 @@ class LayerGuards:
 
     def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
         self._owner = owner
-        self._states = list(owner.layer_states)
-        self._guarded = _modules_of_layers(model, self._states)
+        layers = {layer.index: layer for layer in owner.layers}
+        self._trained = [layer.trained for layer in owner.layers if layer.trained is not None]
+        self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}
+        self._guarded = _modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         for module, indices in self._guarded.items():
             if module is model:
                 continue
-            states = [self._states[index] for index in sorted(indices)]
-            module.register_forward_pre_hook(self._guard(module, states))
+            used = [layers[index] for index in sorted(indices)]
+            module.register_forward_pre_hook(self._guard(module, used))
             if owner.gathers:
-                leave = self._leave(module, states)
+                leave = self._leave(module, used)
                 module.register_forward_hook(leave, with_kwargs=True)
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
@@ -97,22 +100,22 @@ class LayerGuards:
             self._owner.read_weights()
 
     def _guard(
-        self, module: nn.Module, states: Sequence[LayerState]
+        self, module: nn.Module, layers: Sequence[LayerWeights]
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
-            self._owner.enter_forward(states)
+            self._owner.enter_forward(layers)
 
         return hook
 
     def _leave(
-        self, module: nn.Module, states: Sequence[LayerState]
+        self, module: nn.Module, layers: Sequence[LayerWeights]
     ) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
         # The gradient of an embedding needs no weights.
         needs_weights = type(module) is not nn.Embedding
 
         def enter_backward(_gradient: torch.Tensor) -> None:
-            self._owner.needed_in_backward(states)
+            self._owner.needed_in_backward(layers)
 
         def hook(
             _module: nn.Module,
@@ -126,7 +129,7 @@ class LayerGuards:
                 for tensor in tensors_in(outputs):
                     if tensor.requires_grad and id(tensor) not in handed:
                         tensor.register_hook(enter_backward)
-            self._owner.leave_forward(states)
+            self._owner.leave_forward(layers)
 
         return hook
 
@@ -137,16 +140,16 @@ class LayerGuards:
         for module, indices in self._guarded.items():
             if module is model or self._seen_before is None or module not in self._seen_before:
                 unguarded |= indices
-        for index in sorted(unguarded):
-            state = self._states[index]
-            if (state.sent or not state.waited) and not state.storage.is_sharded:
+        for index in sorted(unguarded & self._resident.keys()):
+            state = self._resident[index]
+            if state.sent or not state.waited:
                 self._owner.before_use(state)
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], _outputs: object) -> None:
         self._seen_before = self._seen
         # Whatever was not used is made ready now: every rank gathers every layer, in one order,
         # and reads of parameters between forward and backward see the newest weights.
-        for state in self._states:
+        for state in self._trained:
             if state.sent or not state.waited:
                 self._owner.before_use(state)
         self._owner.end_forward()
@@ -167,22 +170,24 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def unguarded_layers(model: nn.Module, states: Sequence[LayerState]) -> list[int]:
+def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[int]:
     """Layers with parameters that the root module itself owns: nothing tells when it uses them."""
     owned = {id(p) for p in model.parameters(recurse=False)}
-    return [s.index for s in states if any(id(slot.parameter) in owned for slot in s.layout.slots)]
+    return [x.index for x in layers if any(id(slot.parameter) in owned for slot in x.slots)]
 
 
-def _modules_of_layers(model: nn.Module, states: Sequence[LayerState]) -> dict[nn.Module, set[int]]:
+def _modules_of_layers(
+    model: nn.Module, layers: Sequence[LayerWeights]
+) -> dict[nn.Module, set[int]]:
     """Modules whose forward must wait, and the layers that each must wait for."""
-    layer_of = {id(slot.parameter): state.index for state in states for slot in state.layout.slots}
+    layer_of = {id(slot.parameter): layer.index for layer in layers for slot in layer.slots}
     guarded: dict[nn.Module, set[int]] = {}
     inside: dict[nn.Module, int] = {}
-    for state in states:
-        if state.layout.block is not None:
-            guarded[state.layout.block] = {state.index}
-            for module in state.layout.block.modules():
-                inside[module] = state.index
+    for layer in layers:
+        if layer.block is not None:
+            guarded[layer.block] = {layer.index}
+            for module in layer.block.modules():
+                inside[module] = layer.index
     for module in model.modules():
         indices = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
         indices.discard(inside.get(module, -1))  # the block's own hook has waited

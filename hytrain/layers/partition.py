@@ -41,6 +41,18 @@ class PartitionTable:
         return len(set(self.sizes(layer))) == 1
 
 
+def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
+    """Elements of each rank's shard that lie in ``[low, high)`` of a layer's flat space.
+
+    Args:
+        sizes: elements that each rank owns of the layer.
+        low: begin of the part.
+        high: its end.
+    """
+    cuts = list(itertools.accumulate(sizes, initial=0))
+    return [max(0, min(high, end) - max(low, begin)) for begin, end in itertools.pairwise(cuts)]
+
+
 def padded_size(elements: int, num_ranks: int) -> int:
     """A layer's size such that an equal split is exact and every rank owns at least one unit."""
     return align_up(max(elements, 1), ALIGNMENT * num_ranks)

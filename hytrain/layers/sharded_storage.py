@@ -59,7 +59,8 @@ class ShardedStorage:
                 taken += size
             self.parts.append((begin, part))
         self.is_gathered = False
-        self._take_weights()
+        for slot in layout.slots:
+            self.take(slot, slot.parameter.data)
         self._away: dict[torch.dtype, torch.Tensor] = {
             flat.dtype: torch.full((), torch.nan, dtype=flat.dtype, device=device)
             for _low, _high, flat in self.runs
@@ -67,14 +68,6 @@ class ShardedStorage:
         # Made while there is memory: a view of a storage without any is refused.
         self._views = [self._view(slot) for slot in layout.slots]
         self.dismiss()
-
-    def _take_weights(self) -> None:
-        with torch.no_grad():
-            for slot in self.layout.slots:
-                low, high = max(self.begin, slot.offset), min(self.end, slot.offset + slot.numel)
-                if low < high:
-                    weights = slot.parameter.data.reshape(-1)
-                    self.slice(low, high).copy_(weights[low - slot.offset : high - slot.offset])
 
     def _view(self, slot: ParameterSlot) -> torch.Tensor:
         begin, end = slot.offset, slot.offset + slot.numel
@@ -84,6 +77,19 @@ class ShardedStorage:
         raise IndexError(f"[{begin}, {end}) is in no run of {self.layout.name}")
 
     # -- this rank's shard ---------------------------------------------------------------------
+
+    def take(self, slot: ParameterSlot, weights: torch.Tensor) -> None:
+        """This rank's part of a parameter becomes that of ``weights``.
+
+        Args:
+            slot: of this layout.
+            weights: the whole parameter, on any device and of any dtype.
+        """
+        low, high = max(self.begin, slot.offset), min(self.end, slot.offset + slot.numel)
+        if low < high:
+            flat = weights.reshape(-1)[low - slot.offset : high - slot.offset]
+            with torch.no_grad():
+                self.slice(low, high).copy_(flat)
 
     def slice(self, begin: int, end: int) -> torch.Tensor:
         """The training copy of ``[begin, end)``, within this rank's shard and one dtype.

@@ -1,14 +1,14 @@
-"""What the pipeline knows of one layer on one rank."""
+"""What the pipeline knows of one layer's trained weights on one rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 
 from hytrain.layers.layout import LayerLayout
+from hytrain.layers.partition import sizes_within
 from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.storage import ResidentStorage
 
@@ -76,5 +76,4 @@ class LayerState:
 
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
-        cuts = list(accumulate(self.sizes, initial=0))
-        return [max(0, min(high, end) - max(low, begin)) for begin, end in pairwise(cuts)]
+        return sizes_within(self.sizes, low, high)

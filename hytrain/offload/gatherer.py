@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights, ShardedWeights
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.parallel.collectives import ShardCollectives
 
@@ -22,7 +22,8 @@ from hytrain.parallel.collectives import ShardCollectives
 class _Flight:
     """A layer that is there, or on its way."""
 
-    storage: ShardedStorage
+    layer: LayerWeights
+    parts: list[ShardedWeights]
     memory_free: torch.cuda.Event | None
     """Whoever used the memory before is done with it."""
     arrived: torch.cuda.Event | None = None
@@ -39,29 +40,32 @@ class LayerGatherer:
         self._streams = pipeline.streams
         self._collectives = collectives
         self._flights: dict[int, _Flight] = {}
-        self._held_back: list[LayerState] = []
+        self._held_back: list[LayerWeights] = []
         self.most_live = 0
         """Most layers that were there, or had memory, at one time."""
 
-    def is_live(self, layer: LayerState) -> bool:
+    def is_live(self, layer: LayerWeights) -> bool:
         """Whether the layer's whole copy is there or on its way."""
         return layer.index in self._flights
 
-    def gather(self, layer: LayerState, *, ahead: bool = False) -> None:
+    def gather(self, layer: LayerWeights, *, ahead: bool = False) -> None:
         """Starts to gather a layer that is not live.
 
         Args:
-            layer: a sharded layer.
+            layer: with sharded weights.
             ahead: it is not needed yet. Where this rank's update of it may not be done, the gather
-                is held back (until :meth:`start_held`, or the next gather) instead of blocking.
+                is held back, and those after it, instead of blocking: until :meth:`start_held`, or
+                one that is needed.
         """
-        assert isinstance(layer.storage, ShardedStorage)
-        layer.storage.materialize()
+        parts = layer.sharded
+        assert parts
+        for part in parts:
+            part.storage.materialize()
         event = self._streams.new_event()  # recorded on the compute stream
-        self._flights[layer.index] = _Flight(layer.storage, event)
+        self._flights[layer.index] = _Flight(layer, parts, event)
         self.most_live = max(self.most_live, len(self._flights))
         self._held_back.append(layer)
-        if not ahead or layer.waited or layer.updated_by == "gpu":
+        if not ahead or not any(_may_block(held) for held in self._held_back):
             self.start_held()
 
     def start_held(self) -> None:
@@ -70,18 +74,23 @@ class LayerGatherer:
         for layer in held:
             self._start(layer)
 
-    def _start(self, layer: LayerState) -> None:
-        self._pipeline.wait(layer)  # this rank's shard is the newest, or a copy in flight
+    def _start(self, layer: LayerWeights) -> None:
         flight = self._flights[layer.index]
+        state = _sharded_state(layer)
+        if state is not None:
+            self._pipeline.wait(state)  # this rank's shard is the newest, or a copy in flight
         with self._streams.on_communication(after=flight.memory_free):
-            if self._streams.is_cuda and layer.weights_ready is not None:
-                self._streams.communication.wait_event(layer.weights_ready)
-            storage = flight.storage
-            for (low, high, flat), (begin, part) in zip(storage.runs, storage.parts, strict=True):
-                sizes = layer.sizes_within(low, high)
-                self._gather_run(flat, part, begin - low, sizes)
+            if state is not None and self._streams.is_cuda and state.weights_ready is not None:
+                self._streams.communication.wait_event(state.weights_ready)
+            for part in flight.parts:
+                self._gather_part(part)
             flight.arrived = self._streams.record_communication()
         flight.is_started = True
+
+    def _gather_part(self, part: ShardedWeights) -> None:
+        storage = part.storage
+        for (low, high, flat), (begin, own) in zip(storage.runs, storage.parts, strict=True):
+            self._gather_run(flat, own, begin - low, part.sizes_within(low, high))
 
     def _gather_run(
         self, flat: torch.Tensor, part: torch.Tensor, at: int, sizes: list[int]
@@ -92,12 +101,13 @@ class LayerGatherer:
             part = own
         self._collectives.gather_parts(flat, part, sizes)
 
-    def wait_resident(self, layer: LayerState) -> None:
-        """The weights of a layer that is on every rank whole are the newest."""
-        self.start_held()
-        self._pipeline.wait(layer)
+    def wait_resident(self, layer: LayerWeights) -> None:
+        """Weights of a layer that are on every rank whole are the newest."""
+        if layer.resident is not None:
+            self.start_held()
+            self._pipeline.wait(layer.resident)
 
-    def use(self, layer: LayerState) -> None:
+    def use(self, layer: LayerWeights) -> None:
         """What compute runs from now on sees the layer's weights; it must be live."""
         flight = self._flights[layer.index]
         if not flight.is_started:
@@ -106,18 +116,30 @@ class LayerGatherer:
             self._streams.compute_waits(flight.arrived)
             flight.is_waited = True
 
-    def release(self, layer: LayerState) -> None:
+    def release(self, layer: LayerWeights) -> None:
         """Gives the layer's whole copy up, after all compute so far."""
         self.use(layer)  # a gather in flight must not write into memory that is somebody else's
         flight = self._flights.pop(layer.index)
-        flight.storage.dismiss()
+        for part in flight.parts:
+            part.storage.dismiss()
 
     def release_all(self) -> None:
         """Gives every layer up."""
-        for index in list(self._flights):
-            self.release(self._pipeline.layers[index])
+        for flight in list(self._flights.values()):
+            self.release(flight.layer)
 
     @property
     def live(self) -> frozenset[int]:
         """Indices of the layers that are there or on their way."""
         return frozenset(self._flights)
+
+
+def _sharded_state(layer: LayerWeights) -> LayerState | None:
+    """The trained weights that a gather of the layer brings."""
+    return None if layer.resident is not None else layer.trained
+
+
+def _may_block(layer: LayerWeights) -> bool:
+    """Whether a gather may have to wait for this rank's own update."""
+    state = _sharded_state(layer)
+    return state is not None and not state.waited and state.updated_by == "cpu"

@@ -12,10 +12,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.norm import ClipSettings, GradientNorm
-from hytrain.layers.discovery import find_layers
 from hytrain.layers.guards import unguarded_layers
-from hytrain.layers.layout import lay_out
-from hytrain.layers.partition import partition
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
@@ -26,6 +23,7 @@ from hytrain.optim.build_weights import WeightSettings, build_weights, give_shap
 from hytrain.optim.ds_parameters import GatheringParameters
 from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.hyper import HyperReader, check_optimizer
+from hytrain.optim.model_cut import cut_model
 from hytrain.optim.weight_passes import WeightPasses
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.collectives import ShardCollectives
@@ -90,21 +88,18 @@ def build_optimizer(
             "model_parameters that do, or set requires_grad"
         )
     trained = [p for group in groups for p in group["params"] if id(p) in group_of]
-    found = find_layers(model, trained, config.layers.block_class)
-    _check_all_found(trained, found_ids={id(p) for layer in found for _, p in layer.parameters})
-    layouts = lay_out(found, group_of, collectives.world_size)
-    table = partition(
-        [layout.size for layout in layouts], collectives.world_size, config.shard_fractions
-    )
-    weights = build_weights(model, layouts, table, settings.weights, collectives)
+    _check_all_found(trained, found_ids={id(p) for p in model.parameters()})
+    gathers = settings.weights.gathers
+    if collectives.world_size == 1 and not settings.weights.on_host:
+        gathers = None  # nobody else could keep anything
+    cut = cut_model(model, group_of, config, collectives.world_size, gathers)
+    weights = build_weights(model, cut, settings.weights, collectives)
     states = weights.states
     streams = Streams(settings.weights.device)
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
-    plan = plan_placement(
-        states, config, settings.host, cpu_settings, collectives, streams.device, weights.live_bytes
-    )
+    plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
     threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
     for state in states:
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
@@ -115,9 +110,10 @@ def build_optimizer(
         pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
         passes = WeightPasses(
             pipeline,
+            weights.layers,
             collectives,
             settings.weights.gathers,
-            held=unguarded_layers(model, states),
+            held=unguarded_layers(model, weights.layers),
             home=weights.home,
         )
         optimizer = HyTrainZeroOptimizer(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
-from hytrain.layers.state import LayerState
 from hytrain.offload.controller import ControllerSettings, PlacementController
 from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
+from hytrain.optim.build_weights import BuiltWeights
 from hytrain.optim.placement import MemorySettings, PlacementManager
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.placement.costs import LayerBytes
@@ -44,13 +43,12 @@ class PlacementPlan:
 
 
 def plan_placement(
-    states: Sequence[LayerState],
+    weights: BuiltWeights,
     config: HyTrainConfig,
     host: HostShare,
     cpu: CpuSettings,
     collectives: ShardCollectives,
     device: torch.device,
-    live_bytes: int = 0,
 ) -> PlacementPlan:
     """Decides, before any optimizer state is allocated, where it goes.
 
@@ -58,18 +56,18 @@ def plan_placement(
     fits: activations are not known yet.
 
     Args:
-        states: the layers with their training copy in place.
+        weights: the layers with their training copy in place.
         config: the "hytrain" section.
         host: this rank's part of its host.
         cpu: how the CPU update will run.
         collectives: the ranks.
         device: where layers are computed.
-        live_bytes: of gathered layers at the peak of a step (ZeRO-3).
 
     Raises:
         MemoryBudgetError: the state of some rank fits in no split of GPU and host (solved k only);
             raised on all ranks.
     """
+    states = weights.states
     layer_bytes = tuple(
         LayerBytes(
             state.name,
@@ -84,7 +82,7 @@ def plan_placement(
         reserves=Reserves(
             config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
         ),
-        gpu_base=_known_gpu_bytes(states, collectives.world_size, device, live_bytes),
+        gpu_base=_known_gpu_bytes(weights, collectives.world_size, device),
         host=host,
         staging_bytes=staging_bytes(states, cpu),
     )
@@ -148,15 +146,13 @@ def _first_number(
     )
 
 
-def _known_gpu_bytes(
-    states: Sequence[LayerState], num_ranks: int, device: torch.device, live_bytes: int
-) -> int:
+def _known_gpu_bytes(weights: BuiltWeights, num_ranks: int, device: torch.device) -> int:
     """What the GPU needs beside state, as far as it is known before the first step."""
     if device.type != "cuda":
         return 0
-    known = torch.cuda.memory_allocated(device) + live_bytes
-    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in states]
-    if any(state.storage.is_sharded for state in states):
+    known = torch.cuda.memory_allocated(device) + weights.live_bytes
+    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
+    if any(layer.sharded for layer in weights.layers):
         known += 2 * max(gradients)  # one is reduced while the next one comes
     elif num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.

@@ -6,6 +6,7 @@ by ``deepspeed.zero.Init``), and no more than one layer is whole on the device a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,14 @@ from hytrain._deepspeed import (
     shape_partitioned,
 )
 from hytrain.layers.layout import LayerLayout
-from hytrain.layers.partition import PartitionTable
-from hytrain.layers.sharded_storage import ShardedStorage, shard_bytes
+from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
+from hytrain.layers.weights import LayerWeights, ShardedWeights
 from hytrain.offload.arena import Arena
+from hytrain.optim.model_cut import CutLayer, CutPart, live_bytes, parts_of
 from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.gather_plan import GatherSettings, most_live, persistent_layers
+from hytrain.parallel.gather_plan import GatherSettings
 
 _LINE = 64
 
@@ -52,12 +54,14 @@ class BuiltWeights:
     """The layers with their training copy in place and no optimizer state yet.
 
     Attributes:
-        states: in forward order.
+        states: the trained parts, in forward order.
+        layers: all weights, in forward order.
         home: host memory of shards that are kept there; whoever closes the layers closes it.
         live_bytes: of gathered layers at the peak of a step.
     """
 
     states: list[LayerState]
+    layers: list[LayerWeights]
     home: Arena | None
     live_bytes: int
 
@@ -72,8 +76,7 @@ def give_shapes(model: nn.Module) -> None:
 
 def build_weights(
     model: nn.Module,
-    layouts: Sequence[LayerLayout],
-    table: PartitionTable,
+    cut: Sequence[CutLayer],
     settings: WeightSettings,
     collectives: ShardCollectives,
 ) -> BuiltWeights:
@@ -81,8 +84,7 @@ def build_weights(
 
     Args:
         model: after :func:`give_shapes`.
-        layouts: places of the trained parameters.
-        table: who owns what.
+        cut: its layers; see :func:`~hytrain.optim.model_cut.cut_model`.
         settings: see :class:`WeightSettings`.
         collectives: the ranks.
 
@@ -90,57 +92,67 @@ def build_weights(
         MemoryError: host memory for shards cannot be had; no weight has been moved.
     """
     gathers, rank = settings.gathers, collectives.rank
-    whole = set(range(len(layouts)))
-    if gathers is not None and (collectives.world_size > 1 or settings.on_host):
-        whole = persistent_layers([layout.size for layout in layouts], gathers)
     home: Arena | None = None
     if settings.on_host:
-        sizes = [_home_bytes(table, x, rank) for x in layouts if x.index not in whole]
+        sizes = [_home_bytes(part, rank) for part in parts_of(cut) if part.is_sharded]
         home = Arena(sum(sizes), settings.device)
-    states: list[LayerState] = []
-    for layout in layouts:
-        begin, end = table.shard(layout.index, rank)
+    num_trained = sum(layer.trained is not None for layer in cut)
+    beyond = itertools.count(num_trained)
+    layers: list[LayerWeights] = []
+    placed: set[int] = set()
+    for layer in cut:
+        slots = [slot for part in layer.parts for slot in part.layout.slots]
+        placed.update(id(slot.parameter) for slot in slots)
         if gathers is not None:
-            _bring([slot.parameter for slot in layout.slots], settings.device, collectives)
-        storage: ResidentStorage | ShardedStorage
-        if layout.index in whole:
-            storage = ResidentStorage(layout, settings.device)
-        else:
-            memory = home and home.take_tensor(_home_bytes(table, layout, rank))
-            storage = ShardedStorage(layout, (begin, end), settings.device, memory)
-        states.append(
-            LayerState(
-                layout=layout,
-                storage=storage,
-                begin=begin,
-                end=end,
-                sizes=table.sizes(layout.index),
-                placement="cpu",
-                gradient_dtype=settings.gradient_dtype or _common_dtype(layout),
-            )
-        )
+            _bring([slot.parameter for slot in slots], settings.device, collectives)
+        state: LayerState | None = None
+        if layer.trained is not None:
+            storage = _make_storage(layer.trained, settings.device, home, rank)
+            state = _make_state(layer.trained, storage, rank, settings.gradient_dtype)
+        frozen: ShardedWeights | None = None
+        if layer.frozen is not None:
+            storage = _make_storage(layer.frozen, settings.device, home, rank)
+            assert isinstance(storage, ShardedStorage)
+            frozen = ShardedWeights(storage, layer.frozen.sizes)
+        layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
     if gathers is not None:
-        trained = {id(slot.parameter) for layout in layouts for slot in layout.slots}
         for parameter in model.parameters():
-            if id(parameter) not in trained:
+            if id(parameter) not in placed:
                 _bring([parameter], settings.device, collectives)
         model.to(settings.device)  # buffers
-    return BuiltWeights(states, home, _live_bytes(layouts, whole, gathers))
+    states = [layer.trained for layer in layers if layer.trained is not None]
+    return BuiltWeights(states, layers, home, live_bytes(cut, gathers))
 
 
-def _live_bytes(
-    layouts: Sequence[LayerLayout], whole: set[int], gathers: GatherSettings | None
-) -> int:
-    sharded = {layout.index for layout in layouts} - whole
-    if gathers is None or not sharded:
-        return 0
-    itemsize = max(dtype.itemsize for layout in layouts for dtype, _, _ in layout.dtype_runs)
-    return itemsize * most_live([layout.size for layout in layouts], sharded, gathers)
+def _make_storage(
+    part: CutPart, device: torch.device, home: Arena | None, rank: int
+) -> ResidentStorage | ShardedStorage:
+    if not part.is_sharded:
+        return ResidentStorage(part.layout, device)
+    memory = home and home.take_tensor(_home_bytes(part, rank))
+    return ShardedStorage(part.layout, part.shard(rank), device, memory)
 
 
-def _home_bytes(table: PartitionTable, layout: LayerLayout, rank: int) -> int:
-    shard = table.shard(layout.index, rank)
-    return -(-shard_bytes(layout, shard) // _LINE) * _LINE
+def _make_state(
+    part: CutPart,
+    storage: ResidentStorage | ShardedStorage,
+    rank: int,
+    gradient_dtype: torch.dtype | None,
+) -> LayerState:
+    begin, end = part.shard(rank)
+    return LayerState(
+        layout=part.layout,
+        storage=storage,
+        begin=begin,
+        end=end,
+        sizes=part.sizes,
+        placement="cpu",
+        gradient_dtype=gradient_dtype or _common_dtype(part.layout),
+    )
+
+
+def _home_bytes(part: CutPart, rank: int) -> int:
+    return -(-part.shard_bytes(rank) // _LINE) * _LINE
 
 
 def _bring(

@@ -16,8 +16,8 @@ from torch import nn
 
 from hytrain._deepspeed import PARAMETER_IS_THERE
 from hytrain.errors import UnsupportedError
-from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 from hytrain.optim.weight_passes import WeightPasses
 
 _ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
@@ -44,19 +44,17 @@ class GatheringParameters:
             group: the ranks that share them; None for all.
             synchronize: makes all weights those of the last step.
             flush: makes every layer's state that of the last step.
-            refresh: makes a layer's master weights those of its shard.
+            refresh: makes a trained layer's master weights those of its shard.
         """
         self._weights = weights
         self._synchronize = synchronize
         self._flush = flush
         self._refresh = refresh
-        self._layer_of: dict[int, LayerState] = {}
+        self._layer_of: dict[int, LayerWeights] = {}
         self._parameters: list[nn.Parameter] = []
-        for state in weights.layers:
-            if not state.storage.is_sharded:
-                continue
-            for slot in state.layout.slots:
-                self._layer_of[id(slot.parameter)] = state
+        for layer in weights.layers:
+            for slot in (slot for part in layer.sharded for slot in part.layout.slots):
+                self._layer_of[id(slot.parameter)] = layer
                 self._parameters.append(slot.parameter)
                 vars(slot.parameter).update(
                     ds_id=next(_ids),
@@ -76,7 +74,7 @@ class GatheringParameters:
                 vars(parameter).pop(name, None)
         self._parameters.clear()
 
-    def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerState]:
+    def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerWeights]:
         found = {self._layer_of[id(p)].index: self._layer_of[id(p)] for p in parameters}
         return [found[index] for index in sorted(found)]
 
@@ -89,8 +87,8 @@ class GatheringParameters:
             )
         self._synchronize()
         self._weights.settle()
-        for state in self._layers(param_list):
-            self._weights.gather_layer(state)
+        for layer in self._layers(param_list):
+            self._weights.gather_layer(layer)
 
     def _part(
         self, param_list: Sequence[torch.Tensor], has_been_updated: bool = False, **_options: Any
@@ -98,12 +96,13 @@ class GatheringParameters:
         """The end of :meth:`_gather`; what was written into the weights is kept if it says so."""
         if has_been_updated:
             self._flush()  # nothing is to be applied on top of what was written
-        for state in self._layers(param_list):
-            storage = state.storage
-            if has_been_updated and isinstance(storage, ShardedStorage):
+        for layer in self._layers(param_list):
+            if has_been_updated:
                 with torch.no_grad():
-                    storage.keep_gathered()
-                    self._refresh(state)
-            self._weights.release_layer(state)
+                    for part in layer.sharded:
+                        part.storage.keep_gathered()
+                    if layer.trained is not None and layer.resident is None:
+                        self._refresh(layer.trained)
+            self._weights.release_layer(layer)
         # Gathers run beside the compute stream and do not wait for what was written here.
         self._weights.wait_for_device()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.parallel.collectives import ShardCollectives
 
@@ -41,19 +41,23 @@ class GatherContext:
     Attributes:
         layers: all layers in forward order.
         sharded: numbers of the layers that have to be gathered.
+        trained: numbers of those with gradients.
         held: those that are there in the whole of every pass.
         reducer: who reduces gradients where a plan says so; None: they are reduced as they come.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerState],
+        layers: Sequence[LayerWeights],
         gatherer: LayerGatherer,
         collectives: ShardCollectives,
         held: Iterable[int],
     ) -> None:
         self.layers = list(layers)
-        self.sharded = {s.index for s in layers if s.storage.is_sharded}
+        self.sharded = {layer.index for layer in layers if layer.sharded}
+        self.trained = {layer.index for layer in layers if layer.trained is not None}
+        self._resident = {layer.index for layer in layers if layer.resident is not None}
+        self._by_number = {layer.index: layer for layer in layers}
         self.held = sorted(set(held) & self.sharded)
         self.reducer: Reducer | None = None
         self.gatherer = gatherer
@@ -69,31 +73,31 @@ class GatherContext:
 
     def _words(self, number: int) -> str:
         special = {END: "its end", TURN: "its backward", FAILED: "an error"}
-        return special.get(number) or f"layer '{self.layers[number % HOLD].name}'"
+        return special.get(number) or f"layer '{self._by_number[number % HOLD].name}'"
 
     def is_live(self, index: int) -> bool:
         """Whether the layer's whole copy is there or on its way."""
-        return self.gatherer.is_live(self.layers[index])
+        return self.gatherer.is_live(self._by_number[index])
 
     def gather(self, index: int, *, ahead: bool = False) -> None:
         """Gathers a layer unless it is live; see :meth:`LayerGatherer.gather`."""
         if not self.is_live(index):
-            self.gatherer.gather(self.layers[index], ahead=ahead)
+            self.gatherer.gather(self._by_number[index], ahead=ahead)
 
     def use(self, index: int) -> None:
         """Compute from now on sees the weights of a layer that is live."""
-        self.gatherer.use(self.layers[index])
+        self.gatherer.use(self._by_number[index])
 
     def release(self, indices: Iterable[int]) -> None:
         """Releases those of the layers that are live."""
         for index in sorted(indices):
             if self.is_live(index):
-                self.gatherer.release(self.layers[index])
+                self.gatherer.release(self._by_number[index])
 
     def wait_resident(self, index: int) -> None:
-        """The weights of a layer that is not sharded are the newest."""
-        if index not in self.sharded:
-            self.gatherer.wait_resident(self.layers[index])
+        """Those weights of a layer that are not sharded are the newest."""
+        if index in self._resident:
+            self.gatherer.wait_resident(self._by_number[index])
 
     def hold(self, index: int) -> None:
         """From now on the layer is there in the whole of every pass, this one included."""

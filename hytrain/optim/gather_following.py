@@ -60,6 +60,7 @@ class FollowedPass:
             return
         self._context.agree(index)
         self._extra.add(index)
+        self._context.wait_resident(index)
         self._context.gather(index)
 
     def gradient_final(self) -> None:

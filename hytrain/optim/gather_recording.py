@@ -36,7 +36,7 @@ class RecordedPass:
 
     def _enter(self, index: int) -> None:
         context = self._context
-        if context.reducer is not None and self._in_use is not None:
+        if context.reducer is not None and self._in_use in context.trained:
             # The first backward keeps no whole gradients either: all that is there is reduced.
             context.reducer.reduce_so_far(self._in_use)
         keep = {index, *context.held}
@@ -56,7 +56,7 @@ class RecordedPass:
         """Some ranks will go through what lies behind the last block more often than others."""
         context = self._context
         self.turning_point = len(self.uses)
-        last = max(layer.index for layer in context.layers if layer.layout.block is not None)
+        *_, last = (layer.index for layer in context.layers if layer.block is not None)
         behind = set(itertools.takewhile(lambda index: index != last, reversed(self.uses)))
         if len(behind) > 1:  # they take turns (tied embeddings): all of them stay
             for index in sorted(behind & context.sharded):

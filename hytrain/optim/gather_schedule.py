@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.optim.gather_context import GatherContext, Reducer
 from hytrain.optim.gather_following import FollowedPass
@@ -46,7 +46,7 @@ class GatherSchedule:
 
     def __init__(
         self,
-        layers: Sequence[LayerState],
+        layers: Sequence[LayerWeights],
         gatherer: LayerGatherer,
         settings: GatherSettings,
         collectives: ShardCollectives,
@@ -61,7 +61,7 @@ class GatherSchedule:
             held: layers with weights that no module of their own uses: there in the whole pass.
         """
         self._context = GatherContext(layers, gatherer, collectives, held)
-        self._sizes = [layer.layout.size for layer in layers]
+        self._sizes = [x.gathered_elements for x in sorted(layers, key=lambda x: x.index)]
         self._settings = settings
         self._collectives = collectives
         self._records: dict[PassKind, _Record] = {}
@@ -257,6 +257,7 @@ class GatherSchedule:
     def _use_alone(self, index: int) -> None:
         """A module is called outside of the model's forward; all ranks must do so."""
         context = self._context
+        context.wait_resident(index)
         if index not in context.sharded:
             return
         if not context.is_live(index):

@@ -13,10 +13,11 @@ class LayerPasses:
 
     def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
         self._optimizer = optimizer
-        layers = [s for s in optimizer.layer_states if s.layout.block is not None]
-        self.blocks = [state.layout.block for state in layers if state.layout.block is not None]
-        self.names = [state.name for state in layers]
-        self._indices = [state.index for state in layers]
+        # Under ZeRO-3 with those in which nothing is trained: each is gathered once a pass.
+        layers = [layer for layer in optimizer.weights.layers if layer.block is not None]
+        self.blocks = [layer.block for layer in layers if layer.block is not None]
+        self.names = [layer.name for layer in layers]
+        self._trained = [layer.trained for layer in layers]
 
     # -- for LayerMajorStep ----------------------------------------------------------------------
 
@@ -30,7 +31,9 @@ class LayerPasses:
 
     def block_done(self, block: int) -> None:
         """All micro-batches are back at the block of that number, and through it."""
-        self._optimizer.collector.layer_done(self._indices[block])
+        state = self._trained[block]
+        if state is not None:
+            self._optimizer.collector.layer_done(state.index)
 
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""

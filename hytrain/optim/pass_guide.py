@@ -8,6 +8,7 @@ import torch
 
 from hytrain.errors import UnsupportedError
 from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 
 
@@ -19,9 +20,9 @@ class PassGuide:
         self._weights = optimizer.weights
 
     @property
-    def layer_states(self) -> Sequence[LayerState]:
-        """The layers in forward order."""
-        return self._optimizer.layer_states
+    def layers(self) -> Sequence[LayerWeights]:
+        """All weights in forward order."""
+        return self._weights.layers
 
     @property
     def gathers(self) -> bool:
@@ -33,7 +34,7 @@ class PassGuide:
         optimizer, schedule = self._optimizer, self._weights.active
         optimizer.begin_forward()
         if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
-            for state in self.layer_states:
+            for state in optimizer.layer_states:
                 if state.sent:  # what is gathered ahead must not be what a later step would make it
                     optimizer.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
@@ -46,13 +47,18 @@ class PassGuide:
         optimizer.end_forward()
 
     def before_use(self, state: LayerState) -> None:
-        """A layer's weights are about to be read, or nobody has used them in this forward."""
+        """Trained weights are about to be read, or nobody has used them in this forward."""
         self._optimizer.before_use(state)
 
-    def enter_forward(self, states: Sequence[LayerState]) -> None:
+    def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
         optimizer, schedule = self._optimizer, self._weights.active
-        for state in states:
+        for layer in layers:
+            state = layer.trained
+            if state is None:
+                if schedule is not None:
+                    schedule.use(layer.index)
+                continue
             if state.sent and not optimizer.collector.in_backward:
                 optimizer.before_use(state)  # withdraws
             if schedule is not None:
@@ -61,25 +67,26 @@ class PassGuide:
                 optimizer.timer.wait_ends(state.index)
             elif not state.waited:
                 optimizer.before_use(state)
-        optimizer.timer.enter(states[0].index)
+        if layers[0].trained is not None:  # the time of others counts as the layer's before them
+            optimizer.timer.enter(layers[0].index)
 
-    def leave_forward(self, states: Sequence[LayerState]) -> None:
+    def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""
         schedule = self._weights.active
         if schedule is not None:
             schedule.begun()
-            for state in states:
-                schedule.leave(state.index)
+            for layer in layers:
+                schedule.leave(layer.index)
 
-    def needed_in_backward(self, states: Sequence[LayerState]) -> None:
+    def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
         schedule = self._weights.active
         if schedule is None:
             return
         if not self._optimizer.collector.in_backward:
             self._optimizer.begin_unannounced()
-        for state in states:
-            schedule.use(state.index)
+        for layer in layers:
+            schedule.use(layer.index)
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones.

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from hytrain.layers.sharded_storage import ShardedStorage
-from hytrain.layers.state import LayerState
+from hytrain.layers.weights import LayerWeights
 from hytrain.offload.arena import Arena
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.offload.pipeline import UpdatePipeline
@@ -28,6 +27,7 @@ class WeightPasses:
     def __init__(
         self,
         pipeline: UpdatePipeline,
+        layers: Sequence[LayerWeights],
         collectives: ShardCollectives,
         settings: GatherSettings | None,
         held: Sequence[int],
@@ -35,7 +35,8 @@ class WeightPasses:
     ) -> None:
         """
         Args:
-            pipeline: the layers, and who updates them.
+            pipeline: who updates the trained weights.
+            layers: all weights, in forward order.
             collectives: the ranks that share the weights.
             settings: DeepSpeed's keys; None below ZeRO-3.
             held: layers that no module of their own uses.
@@ -44,13 +45,13 @@ class WeightPasses:
         self._home = home
         self._closing: list[Callable[[], None]] = []
         self._pipeline = pipeline
+        self.layers = list(layers)
+        """In forward order."""
         self.gatherer = LayerGatherer(pipeline, collectives)
-        self.is_sharded = any(layer.storage.is_sharded for layer in pipeline.layers)
+        self.is_sharded = any(layer.sharded for layer in layers)
         self.schedule: GatherSchedule | None = None
         if self.is_sharded and settings is not None:
-            self.schedule = GatherSchedule(
-                pipeline.layers, self.gatherer, settings, collectives, held
-            )
+            self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
         self._explicit = False
         self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
 
@@ -76,8 +77,7 @@ class WeightPasses:
         schedule = self.active
         if schedule is None or schedule.knows("train" if torch.is_grad_enabled() else "eval"):
             return nullcontext()
-        layers = self._pipeline.layers
-        layer_of = {id(slot.parameter): s.index for s in layers for slot in s.layout.slots}
+        layer_of = {id(slot.parameter): x.index for x in self.layers for slot in x.slots}
         return WeightReads(layer_of, schedule.hold)
 
     # -- one layer at a time, for who knows best -----------------------------------------------
@@ -98,28 +98,25 @@ class WeightPasses:
             self._set_pace(self.schedule)
             self.gatherer.release_all()
 
-    def gather_layer(self, state: LayerState) -> None:
+    def gather_layer(self, layer: LayerWeights) -> None:
         """Makes a layer's whole newest training copy readable on the compute stream; a collective.
 
-        A layer that is there already stays as it is; one that is not sharded only waits for its
-        weights.
+        What is there already stays as it is; what is not sharded is only waited for.
         """
-        if not state.storage.is_sharded:
-            self._pipeline.wait(state)
-            return
-        if not self.gatherer.is_live(state):
-            self.gatherer.gather(state)
-        self.gatherer.use(state)
+        self.gatherer.wait_resident(layer)
+        if layer.sharded:
+            self.prefetch_layer(layer)
+            self.gatherer.use(layer)
 
-    def prefetch_layer(self, state: LayerState) -> None:
+    def prefetch_layer(self, layer: LayerWeights) -> None:
         """Starts to gather a layer that :meth:`gather_layer` will ask for later; a collective."""
-        if state.storage.is_sharded and not self.gatherer.is_live(state):
-            self.gatherer.gather(state)
+        if layer.sharded and not self.gatherer.is_live(layer):
+            self.gatherer.gather(layer)
 
-    def release_layer(self, state: LayerState) -> None:
+    def release_layer(self, layer: LayerWeights) -> None:
         """Gives a layer's whole copy up after all compute so far; nothing for a resident layer."""
-        if self.gatherer.is_live(state):
-            self.gatherer.release(state)
+        if self.gatherer.is_live(layer):
+            self.gatherer.release(layer)
 
     @contextmanager
     def gathered(self) -> Generator[None]:
@@ -128,8 +125,8 @@ class WeightPasses:
         What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
         """
         self.settle()
-        for state in self._pipeline.layers:
-            self.gather_layer(state)
+        for layer in self.layers:
+            self.gather_layer(layer)
         try:
             yield
         finally:
@@ -138,50 +135,46 @@ class WeightPasses:
     @property
     def are_readable(self) -> bool:
         """Whether every layer's whole copy is on this rank."""
-        sharded = (s for s in self._pipeline.layers if s.storage.is_sharded)
-        return all(self.gatherer.is_live(state) for state in sharded)
+        return all(self.gatherer.is_live(layer) for layer in self.layers if layer.sharded)
 
-    def copy_to_first(self, first: bool) -> dict[int, torch.Tensor]:
-        """Whole parameters of the sharded layers on the host of one rank; a collective.
+    def copy_to_first(self, first: bool, *, with_frozen: bool = True) -> dict[int, torch.Tensor]:
+        """Whole sharded parameters on the host of one rank; a collective.
 
         One layer at a time is gathered.
 
         Args:
             first: whether this is the rank that gets them.
+            with_frozen: whether those that are not trained are wanted.
 
         Returns:
             ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
         """
         copies: dict[int, torch.Tensor] = {}
         self.settle()
-        for state in self._pipeline.layers:
-            if not state.storage.is_sharded:
+        for layer in self.layers:
+            parts = [part for part in layer.sharded if with_frozen or part is not layer.frozen]
+            if not parts:
                 continue
-            self.gather_layer(state)
+            self.gather_layer(layer)
             if first:
-                for slot in state.layout.slots:
+                for slot in (slot for part in parts for slot in part.layout.slots):
                     copies[id(slot.parameter)] = slot.parameter.detach().cpu().clone()
-            self.release_layer(state)
+            self.release_layer(layer)
         return copies
 
     def adopt(self) -> None:
         """The shards of gathered layers become what their parameters now hold."""
         with torch.no_grad():
-            for index in sorted(self.gatherer.live):
-                storage = self._pipeline.layers[index].storage
-                if isinstance(storage, ShardedStorage):
-                    storage.keep_gathered()
+            for layer in self.layers:
+                if self.gatherer.is_live(layer):
+                    for part in layer.sharded:
+                        part.storage.keep_gathered()
         self._pipeline.streams.synchronize()
 
     def settle(self) -> None:
         """Before something is gathered by hand: no pass is left half done."""
         if self.schedule is not None:
             self.schedule.settle()
-
-    @property
-    def layers(self) -> list[LayerState]:
-        """The layers in forward order."""
-        return self._pipeline.layers
 
     @property
     def is_in_pass(self) -> bool:
@@ -201,6 +194,9 @@ class WeightPasses:
         for function in self._closing:
             function()
         self._closing.clear()
+        for layer in self.layers:
+            if layer.frozen is not None:
+                layer.frozen.storage.release()
         if self._home is not None:
             self._home.close()
 

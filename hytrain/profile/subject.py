@@ -127,6 +127,13 @@ class Subject:
                 "blocks of %s have %d to %d parameters: a plan takes them for equal",
                 self.name, min(blocks), max(blocks),
             )  # fmt: skip
+        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        if 50 * frozen > sum(blocks):
+            logger.warning(
+                "%s has %d parameters that are not trained: a plan counts neither their memory nor "
+                "what gathering them takes under ZeRO-3",
+                self.name, frozen,
+            )  # fmt: skip
         first = next(i for i, layer in enumerate(layers) if layer.block is not None)
         before = sum(map(_parameters, layers[:first]))
         total = sum(p.numel() for p in trained)

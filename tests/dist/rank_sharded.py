@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank_training import Choosing, RankShadow, assert_equal_on_all_ranks, backward, config_for
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
+from support.frozen import FROZEN
 from support.models import Mlp, Recomputed, loss_of, make_batch, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -133,6 +134,13 @@ PLAIN = ("mlp", *MODELS)
 
 
 def build(kind: str) -> nn.Module:
+    """A model by name; behind a "+" what of it is frozen."""
+    kind, _, frozen = kind.partition("+")
+    if frozen:
+        model = build(kind)
+        torch.manual_seed(1)
+        FROZEN[frozen](model)
+        return model
     if kind.endswith("-hf"):  # transformers' own checkpointing, not reentrant
         model: Any = make_model(kind[:-3])
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,6 +149,7 @@ def build(kind: str) -> nn.Module:
 
 
 def batch_of(kind: str, number: int, bf16: bool) -> dict[str, Any]:
+    kind = kind.partition("+")[0]
     plain = kind.removesuffix("-hf")
     batch = make_batch("mlp" if kind in PLAIN else plain, number)
     if "pixel_values" in batch and bf16:

@@ -45,7 +45,7 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
         worst = (actual.double() - expected.double()).abs().max().item()
         raise AssertionError(
             f"{name}: {int(differs.sum())} of {actual.numel()} elements differ, first at "
-            f"{int(differs.nonzero()[0])}, by at most {worst:.3g}"
+            f"{int(differs.flatten().nonzero()[0])}, by at most {worst:.3g}"
         )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from support.engines import built, environment, make_config
+from support.engines import built, device, environment, make_config
+from support.frozen import FROZEN
 from support.streams import stream_delays
 
 STEPS = 8
+VOCABULARY = 8192
 Trained = tuple[list[float], dict[str, dict[str, torch.Tensor]]]
 """Losses, and the state at the end: whole on rank 0, empty elsewhere."""
 
@@ -31,21 +33,23 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def llama() -> torch.nn.Module:
-    """0.2 B parameters, the same on every rank."""
+def llama(
+    hidden: int = 1536, layers: int = 8, where: torch.device | None = None
+) -> torch.nn.Module:
+    """0.2 B parameters, the same on every rank, where it is trained if nothing else is said."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        num_key_value_heads=12,
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=hidden // 128,
         use_cache=False,
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with where or device():
         # Attention written out: the fused kernels add up in any order.
         return AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.bfloat16
@@ -60,8 +64,9 @@ def train(
     delays: int | None = None,
     shard_fractions: tuple[float, ...] | None = None,
     rank: int = 0,
+    frozen: str | None = None,
 ) -> Trained:
-    """Eight steps; each rank has batches of its own."""
+    """Eight steps; each rank has batches of its own. ``frozen``: what of it is not trained."""
     config = make_config(
         gpu_fraction=gpu_fraction,
         stage=stage,
@@ -75,10 +80,14 @@ def train(
     config["zero_optimization"] = zero
     disturb = None if delays is None else stream_delays(delays)
     generator = torch.Generator().manual_seed(1 + rank)
-    batches = [torch.randint(8192, (4, 512), generator=generator).cuda() for _ in range(4)]
+    batches = [torch.randint(VOCABULARY, (4, 512), generator=generator) for _ in range(4)]
+    batches = [batch.to(device()) for batch in batches]
     losses: list[torch.Tensor] = []
     injected = nullcontext() if delays is None else environment("HYTRAIN_DELAYS", f"{delays}:300")
-    with injected, built(llama(), config) as engine:
+    model = llama()
+    if frozen is not None:
+        FROZEN[frozen](model)
+    with injected, built(model, config) as engine:
         for step in range(STEPS):
             tokens = batches[step % len(batches)]
             if disturb is not None:
@@ -90,6 +99,36 @@ def train(
             engine.step()
             losses.append(loss.detach())
         return [float(loss) for loss in losses], engine.fp32_state_dict()
+
+
+def train_adapters(
+    *, streamed: bool, hidden: int = 1536, layers: int = 24
+) -> tuple[list[float], int]:
+    """Adapters on a model of 0.7 B parameters that is built on the host; batches are small.
+
+    Returns:
+        Losses, and the bytes of its frozen weights.
+    """
+    model = llama(hidden, layers, torch.device("cpu"))
+    FROZEN["lora"](model)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    config = make_config(stage=3 if streamed else 2)
+    if streamed:
+        # DeepSpeed's defaults would keep as many layers as this model has.
+        config["zero_optimization"].update(
+            offload_param={"device": "cpu"},
+            stage3_prefetch_bucket_size=10**6,
+            stage3_max_reuse_distance=0,
+        )
+    tokens = torch.randint(VOCABULARY, (1, 128), generator=torch.Generator().manual_seed(1))
+    losses: list[float] = []
+    with built(model, config) as engine:
+        for _ in range(4):
+            loss = engine(input_ids=tokens.to(device()), labels=tokens.to(device())).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses, weights
 
 
 def assert_same(ours: Trained, theirs: Trained) -> None:

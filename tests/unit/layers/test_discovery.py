@@ -69,6 +69,20 @@ def test_tied_weights_belong_to_the_layer_that_needs_them_first() -> None:
     assert not any(p is table for _, p in layers[-1].parameters)
 
 
+def test_frozen_parameters_have_places_where_they_are_asked_for() -> None:
+    model = Mlp()
+    trained = [model.blocks[1].up.weight, model.head.bias]
+    asked = [model.embed.bias, model.blocks[1].up.bias, model.blocks[2].down.weight]
+    layers = find_layers(model, trained, frozen=asked)
+    assert [(x.name, [n for n, _ in x.parameters], [n for n, _ in x.frozen]) for x in layers] == [
+        ("before blocks.0", [], ["embed.bias"]),
+        ("blocks.1", ["blocks.1.up.weight"], ["blocks.1.up.bias"]),
+        ("blocks.2", [], ["blocks.2.down.weight"]),
+        ("after blocks.3", ["head.bias"], []),
+    ]
+    assert [layer.block for layer in layers] == [None, model.blocks[1], model.blocks[2], None]
+
+
 def test_parameters_that_are_not_trained_are_left_out() -> None:
     model = Mlp()
     trained = [model.blocks[1].up.weight, model.head.bias]

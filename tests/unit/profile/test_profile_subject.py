@@ -145,6 +145,17 @@ def test_blocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "blocks of uneven have 20 to 30 parameters" in caplog.text
 
 
+def test_weights_that_no_plan_counts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            layer.get_parameter("weight").requires_grad_(False)
+        return model, lambda size: {"input": torch.ones(size, 4)}
+
+    assert Subject("adapted", build, seq_len=1).sizes().layer_parameters == 4
+    assert "adapted has 32 parameters that are not trained" in caplog.text
+
+
 def test_a_model_that_reads_values_cannot_be_counted() -> None:
     def build(num_layers: int | None, seq_len: int) -> Any:
         return nn.Linear(int(torch.ones(1).item()), 4), dict
