@@ -128,7 +128,8 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
 
 def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
-    from hytrain.placement.explanation import candidate_rows, explain_run, explained, run_json
+    from hytrain.placement.explanation import explain_run, explained, run_json
+    from hytrain.placement.explanation_rows import candidate_rows
     from hytrain.placement.history import read_history
 
     try:

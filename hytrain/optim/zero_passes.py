@@ -18,8 +18,9 @@ from hytrain.optim.autograd_engine import call_at_end, graph_task
 from hytrain.optim.deepspeed_interface import DeepSpeedInterface
 from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.firing_order import late_policy
-from hytrain.optim.gradients import GradientCollector, LayerGradient
+from hytrain.optim.gradients import GradientCollector
 from hytrain.optim.hyper import HyperReader
+from hytrain.optim.layer_gradient import LayerGradient
 from hytrain.optim.placement import PlacementManager
 from hytrain.optim.weight_passes import WeightPasses
 from hytrain.parallel.collectives import ShardCollectives

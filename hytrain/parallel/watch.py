@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.parallel.lane import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -73,54 +73,6 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool:
         """Unsets a key."""
         ...
-
-
-class Ended(threading.Event):
-    """Set when something that was handed over has ended."""
-
-    error: BaseException | None = None
-
-    def result(self) -> None:
-        """Raises what it has raised."""
-        if self.error is not None:
-            raise self.error
-
-
-class Lane:
-    """A thread that does one thing after another.
-
-    Not of concurrent.futures: the interpreter would wait for its threads at the end.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Ended] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
-
-    def submit(self, task: Callable[[], object]) -> Ended:
-        """Hands a task over."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hytrain-lane", daemon=True)
-            self._thread.start()
-        ended = Ended()
-        self._tasks.put((task, ended))
-        return ended
-
-    def _run(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            task, ended = item
-            try:
-                task()
-            except BaseException as error:
-                ended.error = error
-            del task, item  # tensors must not live on here
-            ended.set()
-
-    def close(self) -> None:
-        """No task follows; one that does not end is left alone."""
-        if self._thread is not None:
-            self._tasks.put(None)
 
 
 class RankWatch:

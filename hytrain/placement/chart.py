@@ -8,7 +8,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.explanation import CandidateRow
+from hytrain.placement.explanation_rows import CandidateRow
 
 
 def draw_chart(
@@ -18,7 +18,7 @@ def draw_chart(
 
     Args:
         path: the file; replaced.
-        rows: of :func:`~hytrain.placement.explanation.candidate_rows`, with predictions.
+        rows: of :func:`~hytrain.placement.explanation_rows.candidate_rows`, with predictions.
         costs: what they were predicted from.
         title: of the picture.
 

@@ -9,14 +9,9 @@ from hytrain.config import HyTrainConfig
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.errors import MemoryBudgetError
-from hytrain.placement.explanation import (
-    CandidateRow,
-    candidate_rows,
-    candidates_text,
-    costs_text,
-    decision_json,
-    memory_text,
-)
+from hytrain.placement.explanation import decision_json
+from hytrain.placement.explanation_rows import CandidateRow, candidate_rows
+from hytrain.placement.explanation_tables import candidates_text, costs_text, memory_text
 from hytrain.placement.history import Median
 from hytrain.placement.memory import (
     bounds,

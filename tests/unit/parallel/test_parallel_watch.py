@@ -12,7 +12,8 @@ import pytest
 
 from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.parallel import watch
-from hytrain.parallel.watch import Lane, RankWatch
+from hytrain.parallel.lane import Lane
+from hytrain.parallel.watch import RankWatch
 
 pytestmark = pytest.mark.timeout(60)
 

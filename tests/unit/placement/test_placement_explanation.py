@@ -22,16 +22,9 @@ from hytrain.placement.chart import draw_chart
 from hytrain.placement.config_words import config_words
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.errors import PlacementError
-from hytrain.placement.explanation import (
-    candidate_rows,
-    candidates_text,
-    closed_form_layers,
-    costs_text,
-    explain_run,
-    explained,
-    layer_groups,
-    run_json,
-)
+from hytrain.placement.explanation import explain_run, explained, run_json
+from hytrain.placement.explanation_rows import candidate_rows, closed_form_layers, layer_groups
+from hytrain.placement.explanation_tables import candidates_text, costs_text
 from hytrain.placement.history import read_history
 from hytrain.placement.memory import Bounds
 from hytrain.placement.outlook import (
