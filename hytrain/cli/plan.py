@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,20 @@ def _add_subject(group: Any) -> None:
 
 def _add_choices(group: Any) -> None:
     group.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO (2)")
+    group.add_argument(
+        "--offload-param",
+        choices=("cpu",),
+        help="with --stage 3: the weights that the GPU computes with are kept in host memory, too, "
+        "and copied to it for every use, as zero_optimization.offload_param does; for models "
+        "that do not fit otherwise",
+    )
+    group.add_argument(
+        "--deepspeed-config",
+        type=Path,
+        metavar="JSON",
+        help="with --stage 3: whose stage3_* keys say how many layers are gathered at once "
+        "(default: DeepSpeed's own)",
+    )
     group.add_argument(
         "--activations",
         nargs="+",
@@ -145,18 +161,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.batch is None:
         raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
     profile, is_estimated = _profile(arguments)
-    problem = problem_from(profile, _options(arguments, profile, is_estimated=is_estimated))
+    options = _options(arguments, profile, is_estimated=is_estimated)
+    problem = problem_from(profile, options)
     plan = make_plan(problem)
     if isinstance(plan, Infeasible):
-        raise PlanError(f"nothing fits: {plan.reason}")
+        raise PlanError(f"nothing fits: {plan.reason}{_would_fit(profile, options)}")
     others = baselines(problem)
+    without: Any = None
+    if problem.offload_param:
+        found = make_plan(problem_from(profile, replace(options, offload_param=False)))
+        without = None if isinstance(found, Infeasible) else found
     if arguments.json:
-        record = plan_report.plan_json(problem, plan, others)
+        record = plan_report.plan_json(problem, plan, others, without)
         print(json.dumps({"estimated": is_estimated, **record}, indent=2))
     else:
         if is_estimated:
             print("estimated from data sheets: measure with `hytrain profile` before training\n")
-        print(plan_report.plan_text(problem, plan, others))
+        print(plan_report.plan_text(problem, plan, others, without))
     if arguments.out is not None:
         write_plan(arguments.out, plan_file(problem, plan))
     if arguments.chart is not None:
@@ -164,6 +185,20 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         draw_plan(arguments.chart, problem, plan, others)
     return 0
+
+
+def _would_fit(profile: Any, options: Any) -> str:
+    """With which options a plan would be found; empty where with none."""
+    from hytrain.planner.plan import make_plan
+    from hytrain.planner.profile_problem import problem_from
+    from hytrain.planner.uneven import Infeasible
+
+    on_gpu = "without --offload-param" if options.offload_param else "with --stage 3"
+    for words, is_offloaded in ((on_gpu, False), ("with --stage 3 --offload-param cpu", True)):
+        other = replace(options, stage=3, offload_param=is_offloaded)
+        if other != options and not isinstance(make_plan(problem_from(profile, other)), Infeasible):
+            return f"; it would fit {words}"
+    return ""
 
 
 # -- whom to plan for --------------------------------------------------------------------------
@@ -283,12 +318,40 @@ def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool)
         gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
         host_reserve=lambda total: host_reserve(given(arguments.host_memory_reserve), total),
         stage=arguments.stage,
+        offload_param=arguments.offload_param is not None,
+        live_parameters=_live_parameters(arguments),
         activations=_policies(arguments),
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
         clipped_share=arguments.clipped_share,
     )
+
+
+def _live_parameters(arguments: argparse.Namespace) -> Any:
+    """Parameters of layers that stage 3 has gathered at once, by the keys that training has."""
+    from hytrain.parallel.gather_plan import gather_settings, most_live, persistent_layers
+    from hytrain.placement.outlook import read_form
+
+    config: Any = {}
+    path = arguments.deepspeed_config
+    if path is not None:
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path} ({error.strerror})") from None
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} must hold a JSON object")
+    settings = gather_settings(read_form(config).gather_keys)
+
+    def live(sizes: Sequence[int]) -> int:
+        whole = persistent_layers(sizes, settings)
+        sharded = set(range(len(sizes))) - whole
+        return most_live(sizes, sharded, settings) + sum(sizes[index] for index in whole)
+
+    return live
 
 
 def _policies(arguments: argparse.Namespace) -> Any:

@@ -54,6 +54,7 @@ class _Found:
     stage: int
     batch: int | None
     dtype: str
+    offload_param: str | None
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
@@ -125,6 +126,7 @@ def adopt_plan(
             stage=int(config.get("zero_optimization", {}).get("stage", 0)),
             batch=config.get("train_batch_size"),
             dtype=_dtype(config),
+            offload_param=_offload_param(config),
         )
 
     ranks = _tell_all(find, collectives)
@@ -189,6 +191,12 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
+def _offload_param(config: Mapping[str, Any]) -> str | None:
+    section = dict(config.get("zero_optimization") or {}).get("offload_param")
+    device = dict(section or {}).get("device")
+    return None if device in (None, "none") else str(device)
+
+
 def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
     first = ranks[0]
     actual = Actual(
@@ -198,10 +206,11 @@ def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
         global_batch=plan.global_batch if first.batch is None else first.batch,
         stage=first.stage,
         dtype=first.dtype,
+        offload_param=first.offload_param,
     )
     words = difference(plan, actual)
     for number, found in enumerate(ranks):
-        for what in ("num_layers", "parameters", "stage", "batch", "dtype"):
+        for what in ("num_layers", "parameters", "stage", "batch", "dtype", "offload_param"):
             own, others = getattr(found, what), getattr(first, what)
             if own != others:
                 words.append(f"rank {number}: {what} is {own}, but {others} on rank 0")

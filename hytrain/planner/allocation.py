@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hytrain.planner.cover import Floats, Ints
-from hytrain.planner.loads import Columns, Load, host_capacity, host_draw, largest_shards
+from hytrain.planner.loads import Columns, Load, host_budgets, largest_shards
 from hytrain.planner.problem import Host, PlanProblem
 from hytrain.planner.shards import water_fill
 
@@ -67,10 +68,10 @@ def _on_host(
 ) -> list[Share] | None:
     """The most state for the ranks of one host."""
     whole = problem.model.parameters
-    held, moved = host_draw(problem, np.array([work.offloaded for work in works]))
-    limits = host_capacity(problem, host, step)
-    limit = min(limits[0] - float(held.sum()), limits[1] - float(moved.sum())) / whole
-    if limit < 0.0:
+    offloaded = np.array([work.offloaded for work in works])
+    budgets = host_budgets(problem, host, step)
+    limits = [(one.capacity - float(one.draw(offloaded).sum())) / whole for one in budgets]
+    if min(limits) < 0.0:
         return None
     most = 1.0 / problem.cluster.num_ranks if even else 1.0
     rooms: list[Floats] = []
@@ -81,18 +82,31 @@ def _on_host(
         rooms.append(np.minimum(room / whole, most))
     layers = np.arange(problem.model.num_layers + 1)
     on_host = 1.0 - layers / problem.model.num_layers
+    # What a shard takes of each, by the number of its GPU layers: 1 with none.
+    takes = [1.0 - one.relief + one.relief * on_host for one in budgets]
     # Of the numbers of GPU layers with the most room, the one that takes the least of the host.
     best = [int(np.flatnonzero(room >= room.max() * (1.0 - _ROUNDING))[-1]) for room in rooms]
-    taken = [
-        float(room[number] * on_host[number]) for room, number in zip(rooms, best, strict=True)
-    ]
-    if sum(taken) <= limit * (1.0 + _ROUNDING):
-        return [Share(float(room[k]), k) for room, k in zip(rooms, best, strict=True)]
-    return _compete(rooms, on_host, limit)
+    most = [float(room[number]) for room, number in zip(rooms, best, strict=True)]
+    choices = [most]
+    if problem.offload_param:  # the host has a part of all of it: then no more than the whole
+        choices.append(water_fill(most, min(1.0, math.fsum(most))))
+    for shards in choices:
+        taken = [
+            sum(shard * float(take[k]) for shard, k in zip(shards, best, strict=True))
+            for take in takes
+        ]
+        if all(
+            part <= limit * (1.0 + _ROUNDING) for part, limit in zip(taken, limits, strict=True)
+        ):
+            return [Share(shard, k) for shard, k in zip(shards, best, strict=True)]
+    return _compete(rooms, np.maximum(*takes), min(limits))
 
 
 def _compete(rooms: Sequence[Floats], on_host: Floats, limit: float) -> list[Share]:
-    """The largest sum of shards with so much on the host, on a grid of levels."""
+    """The largest sum of shards with so much on the host, on a grid of levels.
+
+    ``on_host``: what a shard takes of that, by the number of its GPU layers.
+    """
     levels = np.arange(_LEVELS + 1)
     available = limit * levels / _LEVELS
     best = np.zeros(_LEVELS + 1)

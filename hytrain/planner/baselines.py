@@ -285,8 +285,11 @@ class _Chosen:
             work = 2.0 * float(kind.columns.compute.max())
             copied = problem.model.itemsize * whole + float(kind.columns.offloaded.max())
             updates = whole / kind.gpu.update_rate + whole / kind.host.rank_update_rate
-            moved = problem.update_bytes * whole / kind.host.bandwidth
-            seconds = max(seconds, work + copied / kind.gpu.copy_rate + updates + moved)
+            fetches = whole * float(kind.columns.slope.max(initial=0.0))
+            traffic = problem.state_traffic + problem.shard_traffic
+            moved = traffic * whole / kind.host.bandwidth
+            copies = copied / kind.gpu.copy_rate + fetches
+            seconds = max(seconds, work + copies + updates + moved)
         return seconds
 
     def at(self, step: float) -> Found | None:
@@ -315,7 +318,8 @@ def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasibl
 
     def left_for_host(work: Load) -> float:
         """Bytes that the rank's host must hold."""
-        return max(0.0, even - work.room / each) * problem.host_state_bytes + work.offloaded
+        state = max(0.0, even - work.room / each) * problem.host_state_bytes
+        return state + problem.host_weight_bytes * even + work.offloaded
 
     works = [min(menu, key=lambda work: (work.room < 0.0, left_for_host(work))) for menu in menus]
     for rank, ((_, gpu), work) in enumerate(zip(problem.cluster.ranks, works, strict=True)):

@@ -11,6 +11,9 @@ so each load comes down to three numbers: samples, a = g - draw, d = g + c. A ta
 sum of a) has the largest sum of d (:class:`HostTable`); hosts are then independent, and what they
 hold for each number of samples adds up (cover.py).
 
+With ``offload_param`` a unit that a GPU keeps takes something of the host, too: its weights. Then g
+counts in a by the part that it does not take, and there is a second limit, of weights alone.
+
 Two readings of every number make it a bound on either side. *Inner*: whatever is held is rounded
 down, whatever is drawn up, and the choice can be carried out but for whole layers where a host's
 limit binds. *Outer*: the other way around, and
@@ -37,13 +40,11 @@ from hytrain.planner.loads import (
     cpu_capacity,
     fits_rounds,
     gpu_capacity,
-    host_capacity,
-    host_draw,
+    host_budgets,
     largest_shards,
-    layer_passes,
     load,
-    outside_seconds,
 )
+from hytrain.planner.passes import layer_passes, outside_seconds
 from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
 
 _Table = npt.NDArray[np.int64]
@@ -197,6 +198,11 @@ class Grid:
         rounded = np.ceil(exact) if self.outer else np.floor(exact + _ROUNDING)
         return rounded.astype(np.intp)
 
+    def limit(self, parameters: float, whole: int) -> int:
+        """Units of what a host has."""
+        units = min(parameters / whole * self.units, float(2**40))
+        return math.ceil(units) if self.outer else math.floor(units + _ROUNDING)
+
     def drawn(self, parameters: npt.NDArray[np.float64], whole: int) -> Ints:
         """Units of what is taken away."""
         exact = parameters / whole * self.units
@@ -209,12 +215,15 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
     whole = problem.model.parameters
     columns = menu.outer if grid.outer else menu.inner
     on_cpu = cpu_capacity(problem, menu.host, menu.gpu, columns, step)
-    held, moved = host_draw(problem, columns.offloaded)
-    limits = host_capacity(problem, menu.host, step)
+    memory, moves = host_budgets(problem, menu.host, step)
+    held, moved = memory.draw(columns.offloaded), moves.draw(columns.offloaded)
+    reliefs = memory.relief, moves.relief
+    relief = max(reliefs) if grid.outer else min(reliefs)
     largest = _largest(problem, menu, columns, step)
     # All ranks together may not draw more than there is: by the inner reading each a part of it.
     sharers = 1 if grid.outer else len(menu.host.gpus)
-    possible = (held * sharers <= limits[0]) & (moved * sharers <= limits[1]) & (largest >= 0.0)
+    possible = (held * sharers <= memory.capacity) & (moved * sharers <= moves.capacity)
+    possible &= largest >= 0.0
     drawn = grid.drawn(np.minimum(held, moved) if grid.outer else np.maximum(held, moved), whole)
     samples = menu.samples(step, outer=grid.outer)
     corners = _CORNERS if problem.stage == 3 else 0
@@ -225,7 +234,7 @@ def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
         on_gpu = gpu_capacity(problem, menu.gpu, columns, step, low if grid.outer else high)
         able = possible & (on_gpu >= 0.0)
         on_gpu = np.maximum(on_gpu, 0.0)
-        keeps = grid.held(on_gpu, whole) - drawn
+        keeps = grid.held(relief * on_gpu, whole) - drawn
         holds = grid.held(np.minimum(on_gpu + high, largest), whole)
         labels = np.flatnonzero(able)
         parts.append((samples[able], keeps[able], holds[able], labels))
@@ -240,12 +249,10 @@ def _largest(problem: PlanProblem, menu: Menu, columns: Columns, step: float) ->
     g + c alone would count parts of layers. Negative where the load does not fit at all.
     """
     shards = largest_shards(problem, menu.host, menu.gpu, columns, step)
-    limits = host_capacity(problem, menu.host, step)
-    draws = host_draw(problem, columns.offloaded)
-    left = np.minimum(limits[0] - draws[0], limits[1] - draws[1])[:, None]
     num_layers = problem.model.num_layers
-    cpu_part = 1.0 - np.arange(num_layers) / num_layers
-    shards[:, :-1] = np.minimum(shards[:, :-1], left / cpu_part)
+    cpu_part = 1.0 - np.arange(num_layers + 1) / num_layers
+    for budget in host_budgets(problem, menu.host, step):
+        shards = np.minimum(shards, budget.shards(columns.offloaded, cpu_part))
     return shards.max(axis=1)
 
 
@@ -268,13 +275,16 @@ def _undominated(amounts: Ints, keeps: Ints, holds: Ints) -> list[int]:
 class HostTable:
     """What the ranks of one host hold together, for each number of samples."""
 
-    def __init__(self, members: Sequence[Offers], limit: int, grid: Grid, batch: int) -> None:
+    def __init__(
+        self, members: Sequence[Offers], limit: int, grid: Grid, batch: int, host_most: int
+    ) -> None:
         """
         Args:
             members: offers of each rank; none may be empty.
             limit: H, units that the host can hold and update.
             grid: the units.
             batch: samples of the global batch.
+            host_most: units that the host can hold if it updates none of them.
         """
         self._members = members
         self._batch = min(batch, sum(int(offer.amounts.max()) for offer in members))
@@ -299,7 +309,7 @@ class HostTable:
             table = self._with(table, offer, keeps)
             self._tables.append(table)
         capped = np.minimum(table, np.arange(self._most + 1) * coarse + self._limit)
-        self._best = np.minimum(capped, grid.units)
+        self._best = np.minimum(capped, min(grid.units, host_most))
 
     def _with(self, table: _Table, offer: Offers, keeps: Ints) -> _Table:
         """One more rank: each demand is what is left of it for the others, or nothing."""
@@ -423,11 +433,11 @@ class Frontier:
         for host in problem.cluster.hosts:
             kind = _nameless(host)
             if kind not in tables:
-                limit = min(host_capacity(problem, host, step)) / problem.model.parameters
-                units = limit * grid.units
-                whole = math.ceil(units) if grid.outer else math.floor(units + _ROUNDING)
+                budgets = host_budgets(problem, host, step)
+                limit = grid.limit(min(one.capacity for one in budgets), problem.model.parameters)
+                most = grid.limit(min(one.most for one in budgets), problem.model.parameters)
                 members = [offered[kind, gpu] for gpu in host.gpus]
-                tables[kind] = HostTable(members, whole, grid, problem.batch)
+                tables[kind] = HostTable(members, limit, grid, problem.batch, most)
         return tables
 
     def longest(self) -> float:
@@ -441,8 +451,10 @@ class Frontier:
             slowest = 2.0 * float(menu.inner.compute.max())
             copied = problem.model.itemsize * whole + float(menu.inner.offloaded.max())
             copies = copied / menu.gpu.copy_rate
+            copies += whole * float(menu.inner.slope.max(initial=0.0))
             updates = whole / menu.gpu.update_rate + whole / menu.host.rank_update_rate
-            moved = problem.update_bytes * whole / menu.host.bandwidth
+            traffic = problem.state_traffic + problem.shard_traffic
+            moved = traffic * whole / menu.host.bandwidth
             seconds = max(seconds, slowest + copies + updates + moved)
         return seconds
 

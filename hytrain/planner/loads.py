@@ -30,21 +30,36 @@ as the longest of these lines, a step of the job as that of its slowest rank:
     copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
     host      all traffic of all its ranks / bandwidth of its memory
 
+With weights in host memory (stage 3, ``offload_param``) a rank's part of a layer, so much of it as
+its shard is, is copied from there before each gather: AG becomes AG + fetch, in forward and in
+backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
+host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
+
 These are the limits of a step (DESIGN.md, section 8); steps.py is finer, it walks through the steps
 of all ranks together. Memory, where an element of the training copy has 2 B: 2 B a parameter (4 B a
 parameter of the shard in stage 3, with its gradient) + 14 B a GPU-placed parameter + C(m) + what
 the activation policy leaves there + whole gradients before they are reduced; on the host 14 to 16 B
-a CPU-placed parameter + offloaded activations.
+a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a parameter of the
+shard, which then are not on the GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hytrain.planner.cover import Floats
+from hytrain.planner.passes import (
+    Collectives,
+    FetchLine,
+    fetch_lines,
+    layer_passes,
+    micro_sizes,
+    outside_seconds,
+)
 from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, Host, PlanProblem
 
 
@@ -61,6 +76,7 @@ class Load:
         room: bytes of the GPU left for state, and in stage 3 for the training copy; may be
             negative.
         offloaded: bytes of activations that go to the host.
+        fetches: what copies of its weights from the host add to ``compute``, by its shard.
     """
 
     batch: int
@@ -70,38 +86,11 @@ class Load:
     edge: float
     room: float
     offloaded: float
+    fetches: tuple[FetchLine, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Collectives:
-    """Seconds of one layer's collectives, and what they take from compute beside them."""
-
-    gather: float
-    scatter: float
-    gather_delay: float = 0.0
-    scatter_delay: float = 0.0
-
-    @staticmethod
-    def of(problem: PlanProblem, *, even: bool) -> Collectives:
-        """Even or unequal shards; one rank has none."""
-        cluster = problem.cluster
-        if cluster.num_ranks == 1:
-            return Collectives(0.0, 0.0)
-        factor = (1.0 if even else cluster.uneven_factor) / 1e3
-        size = problem.model.layer_bytes
-        gather, scatter = cluster.all_gather_ms.at(size), cluster.reduce_scatter_ms.at(size)
-        gather, scatter = factor * gather, factor * scatter
-        return Collectives(
-            gather, scatter, cluster.contention * gather, cluster.contention * scatter
-        )
-
-
-def micro_sizes(batch: int, microbatch: int) -> list[tuple[int, int]]:
-    """(how many, their samples), in order: full ones, and the last with what is left."""
-    if not batch:
-        return []
-    full, left = divmod(batch, microbatch)
-    return [(full, microbatch)] * (full > 0) + [(1, left)] * (left > 0)
+    def fetching(self, shard: float) -> float:
+        """Seconds by which fetches make the passes longer, with a shard of so many parameters."""
+        return max((line.slope * shard - line.hidden for line in self.fetches), default=0.0)
 
 
 def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
@@ -134,100 +123,8 @@ def load(
         edge=passes.total + (model.num_layers - 1) * passes.further,
         room=gpu.memory_bytes - _peak(problem, gpu, batch, microbatch, activations) - whole,
         offloaded=offloaded,
+        fetches=fetch_lines(problem, gpu, collectives, sizes, copy, activations),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPasses:
-    """Seconds of one layer, of all micro-batches.
-
-    Attributes:
-        first: forward that waits for the layer's new weights.
-        further: what follows until the backward that gives the gradient; the CPU has no updates
-            to make then.
-        last: that backward.
-    """
-
-    first: float
-    further: float
-    last: float
-
-    @property
-    def total(self) -> float:
-        """Both passes of all micro-batches."""
-        return self.first + self.further + self.last
-
-
-def layer_passes(
-    problem: PlanProblem,
-    gpu: GpuProfile,
-    collectives: Collectives,
-    sizes: Sequence[tuple[int, int]],
-    copy: float,
-    activations: Activations,
-) -> LayerPasses:
-    """One layer's passes with micro-batches of these sizes (:func:`micro_sizes`).
-
-    ``copy``: seconds for which its offloaded activations are copied, each way.
-    """
-    is_sharded = problem.stage == 3
-    sharded = collectives.gather if is_sharded else 0.0
-    delay = collectives.gather_delay if is_sharded else 0.0
-    least = max(collectives.scatter + sharded, copy)
-    each = least if is_sharded else 0.0
-    if not sizes:
-        return LayerPasses(max(collectives.gather, copy), 0.0, least)
-    adding = [accumulation_seconds(problem, gpu, size) for _, size in sizes]
-    forwards, backwards = zip(
-        *(micro_seconds(gpu, size, activations) for _, size in sizes), strict=True
-    )
-    counts = [count for count, _ in sizes]
-    if activations in LAYER_MAJOR:
-        forward = sum(n * one for n, one in zip(counts, forwards, strict=True))
-        backward = sum(n * one for n, one in zip(counts, backwards, strict=True))
-        backward += sum(n * one for n, one in zip(counts, adding, strict=True)) - adding[-1]
-        backward += collectives.scatter_delay + delay
-        return LayerPasses(
-            max(collectives.gather, forward + collectives.gather_delay, copy),
-            0.0,
-            max(least, backward),
-        )
-    forwards = [forward + delay for forward in forwards]
-    backwards = [backward + delay for backward in backwards]
-    further = 0.0
-    if is_sharded:
-        backwards = [backward + collectives.scatter_delay for backward in backwards]
-    for count, forward, backward, add in zip(counts, forwards, backwards, adding, strict=True):
-        further += count * (max(sharded, forward) + max(each, backward + add))
-    further -= max(sharded, forwards[0]) + max(each, backwards[-1] + adding[-1])
-    first = forwards[0] if is_sharded else forwards[0] + collectives.gather_delay
-    last = backwards[-1] if is_sharded else backwards[-1] + collectives.scatter_delay
-    return LayerPasses(max(collectives.gather, first), further, max(least, last))
-
-
-def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
-    """Seconds outside of the layers, of all micro-batches."""
-    if gpu.outside_ms is None:
-        return 0.0
-    return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
-
-
-def accumulation_seconds(problem: PlanProblem, gpu: GpuProfile, microbatch: int) -> float:
-    """Seconds by which a layer's backward is longer where its gradient is added to others."""
-    if gpu.accumulation_ms is None:
-        return problem.accumulation_ms / 1e3
-    return gpu.accumulation_ms.at(microbatch) / 1e3
-
-
-def micro_seconds(
-    gpu: GpuProfile, microbatch: int, activations: Activations
-) -> tuple[float, float]:
-    """Seconds of one layer's forward and backward of one micro-batch, recomputation included."""
-    forward, backward = gpu.forward_ms.at(microbatch), gpu.backward_ms.at(microbatch)
-    if activations != "store":
-        again = forward if gpu.recompute_ms is None else gpu.recompute_ms.at(microbatch)
-        backward += again
-    return forward / 1e3, backward / 1e3
 
 
 def _peak(
@@ -278,22 +175,25 @@ def lines(
 ) -> Lines:
     """With so many parameters of state on either side."""
     copied = problem.model.itemsize * on_cpu
+    written = problem.host_weight_bytes * on_gpu
     cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
     return Lines(
-        gpu=work.compute + on_gpu / gpu.update_rate,
+        gpu=work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
         cpu=work.edge + cpu if on_cpu > 0.0 else 0.0,
-        copies=(copied + work.offloaded) / gpu.copy_rate,
+        copies=(copied + written + work.offloaded) / gpu.copy_rate,
     )
 
 
-def traffic(problem: PlanProblem, work: Load, on_cpu: float) -> float:
-    """Bytes that a rank's step moves in its host's memory: updates, activations out and in."""
-    return problem.update_bytes * on_cpu + 2.0 * work.offloaded
+def traffic(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
+    """Bytes that a rank's step moves in its host's memory: updates, activations, weights."""
+    weights = problem.shard_traffic * (on_gpu + on_cpu)
+    return problem.state_traffic * on_cpu + weights + 2.0 * work.offloaded
 
 
-def host_bytes(problem: PlanProblem, work: Load, on_cpu: float) -> float:
+def host_bytes(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
     """What a rank keeps in its host's memory."""
-    return problem.host_state_bytes * on_cpu + work.offloaded
+    weights = problem.host_weight_bytes * (on_gpu + on_cpu)
+    return problem.host_state_bytes * on_cpu + weights + work.offloaded
 
 
 def gpu_bytes(
@@ -306,17 +206,30 @@ def gpu_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Many loads of one GPU, a column for each of their numbers (see :class:`Load`)."""
+    """Many loads of one GPU, a column for each of their numbers (see :class:`Load`).
+
+    ``slope`` and ``hidden`` have a column more for each line of fetches.
+    """
 
     compute: Floats
     edge: Floats
     room: Floats
     offloaded: Floats
+    slope: Floats
+    hidden: Floats
 
     @staticmethod
     def of(loads: Sequence[Load]) -> Columns:
         """The loads in their order."""
+        # A line that is no line is 0; so is what compute adds to itself.
+        most = max((len(work.fetches) for work in loads), default=0)
+        slope, hidden = np.zeros((2, len(loads), most))
+        for row, work in enumerate(loads):
+            for column, line in enumerate(work.fetches):
+                slope[row, column], hidden[row, column] = line.slope, line.hidden
         return Columns(
+            slope=slope,
+            hidden=hidden,
             compute=np.array([work.compute for work in loads]),
             edge=np.array([work.edge for work in loads]),
             room=np.array([work.room for work in loads]),
@@ -339,7 +252,12 @@ def gpu_capacity(
     if problem.stage == 3:
         sharded = problem.sharded_bytes
         each, room = each + sharded, room - sharded * on_cpu
-    return np.minimum(room / each, (step - columns.compute) * gpu.update_rate)
+    time = step - columns.compute
+    most = np.minimum(room / each, time * gpu.update_rate)
+    if problem.offload_param:
+        left = time[:, None] + columns.hidden - columns.slope * np.reshape(on_cpu, (-1, 1))
+        most = np.minimum(most, (left / (columns.slope + 1.0 / gpu.update_rate)).min(axis=1))
+    return most
 
 
 def cpu_capacity(
@@ -353,9 +271,25 @@ def cpu_capacity(
     seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
     copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
     most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
-    if problem.stage == 3:
+    if problem.offload_param:
+        most = np.minimum(most, _fetched(columns, step, 0.0).min(axis=1))
+    if problem.sharded_bytes:
         most = np.minimum(most, np.maximum(0.0, columns.room) / problem.sharded_bytes)
     return most
+
+
+def _fetched(columns: Columns, step: float, seconds: Floats | float) -> Floats:
+    """Parameters of the largest shard by each line of fetches.
+
+    Args:
+        columns: the loads.
+        step: seconds of the step.
+        seconds: that each parameter of the shard takes besides.
+    """
+    time = (step - columns.compute)[:, None] + columns.hidden
+    slope = columns.slope + seconds
+    largest = np.where(time >= 0.0, np.inf, -1.0)
+    return np.divide(time, slope, out=largest, where=slope > 0.0)
 
 
 def largest_shards(
@@ -381,16 +315,62 @@ def largest_shards(
     )
     cpu_part = 1.0 - gpu_part
     shards = np.minimum(shards, np.divide(on_cpu, cpu_part, out=unlimited, where=cpu_part > 0.0))
+    if problem.offload_param:
+        # No more goes to the host than comes from there in backward alone, as fast: no other limit.
+        for number, part in enumerate(gpu_part):
+            fetched = _fetched(columns, step, part / gpu.update_rate).min(axis=1)
+            shards[:, number] = np.minimum(shards[:, number], fetched)
     possible = (room >= 0.0) & (on_gpu >= 0.0) & (on_cpu >= 0.0)
     return np.where(possible, shards, -1.0)
 
 
-def host_capacity(problem: PlanProblem, host: Host, step: float) -> tuple[float, float]:
-    """Parameters of state that a host can hold, and that its bandwidth can update in a step."""
-    held = host.memory_bytes / problem.host_state_bytes
-    return held, step * host.bandwidth / problem.update_bytes
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Bytes of one resource of a host, its memory or its traffic in a step.
+
+    Attributes:
+        total: that there are.
+        state: that a CPU-placed parameter takes.
+        shard: that any parameter of a rank's shard takes besides.
+        offloaded: that a byte of offloaded activations takes.
+    """
+
+    total: float
+    state: int
+    shard: int
+    offloaded: float
+
+    @property
+    def capacity(self) -> float:
+        """Parameters that it suffices for, all of them CPU-placed."""
+        return self.total / (self.state + self.shard)
+
+    @property
+    def most(self) -> float:
+        """Parameters that it suffices for, none of them CPU-placed."""
+        return self.total / self.shard if self.shard else math.inf
+
+    @property
+    def relief(self) -> float:
+        """By how many parameters more it suffices for each one that is not CPU-placed."""
+        return self.state / (self.state + self.shard)
+
+    def draw(self, offloaded: Floats) -> Floats:
+        """What offloaded activations take, in CPU-placed parameters."""
+        return self.offloaded * offloaded / (self.state + self.shard)
+
+    def shards(self, offloaded: Floats, cpu_part: Floats) -> Floats:
+        """Parameters of the largest shard if one rank had all: a row a load, a column a part."""
+        left = (self.total - self.offloaded * offloaded)[:, None]
+        each = self.state * cpu_part + self.shard
+        unlimited = np.full((len(offloaded), len(cpu_part)), np.inf)
+        return np.divide(left, each, out=unlimited, where=each > 0.0)
 
 
-def host_draw(problem: PlanProblem, offloaded: Floats) -> tuple[Floats, Floats]:
-    """What offloaded activations take of both, in parameters."""
-    return offloaded / problem.host_state_bytes, 2.0 * offloaded / problem.update_bytes
+def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBudget, HostBudget]:
+    """A host's memory, and its traffic in a step of so many seconds."""
+    memory, moved = float(host.memory_bytes), step * host.bandwidth
+    return (
+        HostBudget(memory, problem.host_state_bytes, problem.host_weight_bytes, 1.0),
+        HostBudget(moved, problem.state_traffic, problem.shard_traffic, 2.0),
+    )

@@ -1,6 +1,7 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it shall take.
 
     {"version": 1, "model": {name, num_layers, parameters, dtype, seq_len}, "global_batch", "stage",
+     "offload_param",
      "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
                 "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
@@ -99,6 +100,7 @@ class PlanFile(_Record):
     model: PlannedModel
     global_batch: int = Field(ge=1)
     stage: Literal[1, 2, 3]
+    offload_param: Literal["cpu"] | None = None
     predicted: Predicted
     ranks: tuple[PlannedRank, ...] = Field(min_length=1)
 
@@ -110,6 +112,8 @@ class PlanFile(_Record):
         fractions = math.fsum(rank.shard_fraction for rank in self.ranks)
         if not math.isclose(fractions, 1.0, abs_tol=1e-6):
             raise ValueError(f"the ranks' shard fractions sum to {fractions}, not to 1")
+        if self.offload_param is not None and self.stage != 3:
+            raise ValueError(f"offload_param needs stage 3, but stage is {self.stage}")
         manners = {rank.activations in LAYER_MAJOR for rank in self.ranks}
         if self.stage == 3 and len(manners) > 1:
             raise ValueError(
@@ -165,6 +169,7 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
         ),
         global_batch=problem.batch,
         stage=problem.stage,
+        offload_param="cpu" if problem.offload_param else None,
         predicted=Predicted(
             step_seconds=plan.predicted_seconds,
             unclipped_seconds=plan.unclipped_seconds,
@@ -256,6 +261,7 @@ class Actual:
         global_batch: samples of a step.
         stage: of ZeRO.
         dtype: of the training copy; None where not known.
+        offload_param: "cpu" where that is kept in host memory.
     """
 
     ranks: Sequence[ActualRank]
@@ -264,6 +270,10 @@ class Actual:
     global_batch: int
     stage: int
     dtype: str | None = None
+    offload_param: str | None = None
+
+
+_OFFLOAD = '"zero_optimization.offload_param"'
 
 
 def difference(plan: PlanFile, actual: Actual) -> list[str]:
@@ -285,6 +295,16 @@ def difference(plan: PlanFile, actual: Actual) -> list[str]:
         words.append(f"dtype: planned for {plan.model.dtype}, found {actual.dtype}")
     if plan.stage != actual.stage:
         words.append(f"ZeRO stage: planned for {plan.stage}, found {actual.stage}")
+    if plan.offload_param is not None and actual.offload_param is None:
+        words.append(
+            f"offload_param: planned for weights in host memory, found none there: set {_OFFLOAD}: "
+            '{"device": "cpu"}'
+        )
+    elif plan.offload_param is None and actual.offload_param is not None:
+        words.append(
+            f"offload_param: planned for weights on the GPU, found {_OFFLOAD}: remove it, or plan "
+            "with --offload-param cpu"
+        )
     if len(plan.ranks) != len(actual.ranks):
         words.append(f"ranks: planned for {len(plan.ranks)}, found {len(actual.ranks)}")
         return words

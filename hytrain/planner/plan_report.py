@@ -18,6 +18,7 @@ _LIMITS = {
     "cpu": "CPU update",
     "copies": "copies to the host",
     "host": "host memory bandwidth",
+    "weights": "weights from the host",
 }
 # By this share clipped steps take another time: worth a line.
 _DIFFERENT = 0.01
@@ -29,13 +30,31 @@ _HEADING = (
 )
 
 
-def plan_text(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> str:
-    """What each GPU does in the plan and in what it is compared with, and what is gained."""
+def plan_text(
+    problem: PlanProblem,
+    plan: Plan,
+    others: Sequence[Baseline],
+    without_offload: Plan | None = None,
+) -> str:
+    """What each GPU does in the plan and in what it is compared with, and what is gained.
+
+    Args:
+        problem: what was planned.
+        plan: the plan.
+        others: what it is compared with.
+        without_offload: the plan for weights that stay on the GPU, where they are planned to be in
+            host memory and that fits all the same.
+    """
     own = sum(own_speeds(problem))
     parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
     parts += _clipped_words(plan) + _manner_words(plan)
+    if without_offload is not None:
+        parts.append(
+            "the model fits without --offload-param, too: a step would take "
+            f"{1e3 * without_offload.predicted_seconds:.1f} ms"
+        )
     for other in others:
         parts += ["", other.name]
         if isinstance(other.result, Infeasible):
@@ -116,13 +135,24 @@ def _manner_words(plan: Plan) -> list[str]:
     return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
 
 
-def plan_json(problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> dict[str, Any]:
-    """The plan as its file has it, and the others' steps; null and why where one does not fit."""
+def plan_json(
+    problem: PlanProblem,
+    plan: Plan,
+    others: Sequence[Baseline],
+    without_offload: Plan | None = None,
+) -> dict[str, Any]:
+    """The plan as its file has it, and the others' steps; null and why where one does not fit.
+
+    The arguments are those of :func:`plan_text`.
+    """
     record = plan_file(problem, plan).model_dump(mode="json")
     record["samples_per_second"] = problem.batch / plan.predicted_seconds
     record["own_samples_per_second"] = own_speeds(problem)
     record["accumulation"] = plan.accumulation
     record["other_accumulation"] = _other_manner_json(plan)
+    if problem.offload_param:
+        seconds = None if without_offload is None else without_offload.predicted_seconds
+        record["without_offload_param"] = {"step_seconds": seconds}
     record["compared_with"] = [_other_json(other) for other in others]
     return record
 

@@ -79,6 +79,7 @@ class GpuProfile:
             of a rank, which has what is left, may be of any size below.
         accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
             micro-batch's samples; None for the problem's.
+        fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
     """
 
     name: str
@@ -97,6 +98,15 @@ class GpuProfile:
     most_samples: int | None = None
     sizes: tuple[int, ...] | None = None
     accumulation_ms: Table | None = None
+    fetch_rate: float | None = None
+
+    def fetch_rates(self, activations: Activations) -> tuple[float, float]:
+        """Bytes/s from the host in forward, and in backward, where gradients go there.
+
+        In forward activations do, where they are offloaded.
+        """
+        is_alone = self.fetch_rate is not None and activations != "offload"
+        return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
 
     def micro_sizes(self, batch: int) -> Sequence[int]:
         """Micro-batches that may be used for so many samples."""
@@ -262,6 +272,9 @@ class PlanProblem:
             where micro-batches pass through the model one by one, each of them gathers every layer
             on all ranks: one with fewer waits for those with more. Layer by layer a layer is
             gathered once a pass, and ranks may differ.
+        offload_param: the training copy is kept in pinned host memory (stage 3): a rank's shard of
+            it on its host, whole layers on the GPU while they are used. GPU updates send the new
+            copy there, CPU updates write it in place.
         clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
             chosen and the step is predicted for it. By default all of them, so that a plan holds
             also at the beginning of a training.
@@ -280,20 +293,52 @@ class PlanProblem:
     allow_idle: bool = True
     rounds: int | None = None
     clipped_share: float = 1.0
+    offload_param: bool = False
 
     @property
     def needs_rounds(self) -> bool:
-        """Whether :attr:`rounds`, and one manner for all ranks, are still to be decided on."""
+        """Whether :attr:`rounds`, and one manner for all ranks, are still to be decided on.
+
+        With ``offload_param`` for one rank, too: how often it fetches its weights is in
+        :attr:`shard_traffic`.
+        """
         is_open = self.rounds is None and not set(self.activations) <= set(LAYER_MAJOR)
-        return is_open and self.stage == 3 and self.cluster.num_ranks > 1
+        is_gathered = self.cluster.num_ranks > 1 or self.offload_param
+        return is_open and self.stage == 3 and is_gathered
 
     @property
     def sharded_bytes(self) -> int:
         """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
 
-        Stage 3 has the training copy there, and the gradient that micro-batches add to.
+        Stage 3 has the training copy there, unless the host has, and the gradient that
+        micro-batches add to, or that several ranks keep until the end of their first backward. With
+        ``offload_param`` it is not counted where one rank sends each gradient as it comes.
         """
-        return self.model.itemsize + self.gradient_bytes if self.stage == 3 else 0
+        if self.stage != 3:
+            return 0
+        if not self.offload_param:
+            return self.model.itemsize + self.gradient_bytes
+        is_sent = self.cluster.num_ranks == 1 and (self.rounds or 1) == 1
+        return 0 if is_sent else self.gradient_bytes
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Bytes of host memory a parameter of a rank's shard, whatever is updated where."""
+        return self.model.itemsize if self.offload_param else 0
+
+    @property
+    def state_traffic(self) -> int:
+        """Bytes of host memory traffic a CPU-placed parameter and step, besides the shard's.
+
+        With ``offload_param`` the new copy does not leave for the GPU when it is written, and that
+        it is written counts for the shard.
+        """
+        return self.update_bytes - (2 * self.model.itemsize if self.offload_param else 0)
+
+    @property
+    def shard_traffic(self) -> int:
+        """Likewise a parameter of the shard: its new copy is written once, and read for gathers."""
+        return (2 * (self.rounds or 1) + 1) * self.host_weight_bytes
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -314,6 +359,11 @@ class PlanProblem:
                 f"clipped_share must be in [0, 1], got {self.clipped_share}: it is the share of "
                 "the steps whose gradient is clipped"
             )
+        if self.offload_param and self.stage != 3:
+            raise PlanError(
+                f"offload_param with stage {self.stage}: only stage 3 keeps weights in host "
+                "memory; plan with --stage 3, or without --offload-param"
+            )
         if self.gradient_bytes < 0:
             raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
         if not 0.0 <= self.accumulation_ms < math.inf:
@@ -322,5 +372,5 @@ class PlanProblem:
             "bytes a parameter",
             gpu_state_bytes=self.gpu_state_bytes,
             host_state_bytes=self.host_state_bytes,
-            update_bytes=self.update_bytes,
+            update_bytes=self.state_traffic,
         )

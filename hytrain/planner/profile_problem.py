@@ -41,7 +41,8 @@ _STAGING_BYTES = 1
 # Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
 # and the launching thread (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
 _BESIDE_TRAINING = 0.87
-# In stage 3, layers whose training copy is gathered at once: one in use, the others on their way.
+# In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
+# use, the others on their way.
 _GATHERED_LAYERS = 3
 UNMEASURED = 1.05
 """What a micro-batch between two measured sizes takes, as a share of the straight line.
@@ -67,6 +68,9 @@ class PlanOptions:
         gpu_reserve: bytes that stay free of a GPU with so many.
         host_reserve: bytes that stay free of a host with so many.
         stage: of ZeRO.
+        offload_param: whether the training copy is kept in host memory (stage 3).
+        live_parameters: in stage 3, the most parameters of gathered layers at a time, for layers of
+            so many in the order of their use; None for three of the model's.
         activations: policies that may be chosen from.
         memory_fraction: of each GPU's memory that may be used.
         allow_idle: whether a rank may compute nothing.
@@ -80,6 +84,8 @@ class PlanOptions:
     gpu_reserve: Callable[[int], int]
     host_reserve: Callable[[int], int]
     stage: Literal[1, 2, 3] = 2
+    offload_param: bool = False
+    live_parameters: Callable[[Sequence[int]], int] | None = None
     activations: tuple[Activations, ...] = ("store", "recompute")
     memory_fraction: float = 1.0
     allow_idle: bool = True
@@ -120,24 +126,34 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
         clipped_share=options.clipped_share,
+        offload_param=options.offload_param,
     )
 
 
 def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
+    names = [host.host for host in profile.hosts for _ in host.ranks]
+    gathered = _gathered_bytes(profile.model, options, len(names))
     known: dict[tuple[str, str], GpuProfile] = {}
     hosts: list[Host] = []
     for host in profile.hosts:
         for label in host.ranks:
             if (host.host, label) not in known:
                 device = profile.device(host.host, label)
-                known[host.host, label] = gpu_profile(device, profile.model, options)
+                known[host.host, label] = gpu_profile(device, profile.model, options, gathered)
         hosts.append(_host(host, [known[host.host, label] for label in host.ranks], options))
-    names = [host.host for host in profile.hosts for _ in host.ranks]
     return Cluster(tuple(hosts), *_collectives(profile, names, options))
 
 
-def gpu_profile(device: DeviceProfile, model: ProfiledModel, options: PlanOptions) -> GpuProfile:
+def gpu_profile(
+    device: DeviceProfile, model: ProfiledModel, options: PlanOptions, gathered: int = 0
+) -> GpuProfile:
     """A device as the planner sees it.
+
+    Args:
+        device: what was measured.
+        model: with which.
+        options: of the plan.
+        gathered: bytes of layers that are gathered at once.
 
     Raises:
         PlanError: the reserve leaves nothing of its memory.
@@ -150,7 +166,7 @@ def gpu_profile(device: DeviceProfile, model: ProfiledModel, options: PlanOption
             f"{device.label}: of {memory} bytes that can be used {reserve} are to stay free: "
             "choose a smaller reserve"
         )
-    idle = device.idle_bytes + _gathered_bytes(model, options)
+    idle = device.idle_bytes + gathered
     return GpuProfile(
         name=device.device,
         memory_bytes=memory - reserve,
@@ -174,6 +190,7 @@ def gpu_profile(device: DeviceProfile, model: ProfiledModel, options: PlanOption
         # Fewer samples than were measured take as long as those.
         sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
         accumulation_ms=_accumulation(device, model),
+        fetch_rate=device.copies.from_host,
     )
 
 
@@ -275,11 +292,19 @@ def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Tab
     return _bytes(device.layer, stored)
 
 
-def _gathered_bytes(model: ProfiledModel, options: PlanOptions) -> int:
-    """Training copy that stage 3 has gathered at once; what is outside is gathered as one."""
-    if options.stage != 3:
+def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) -> int:
+    """Training copy that stage 3 has gathered at once; what is outside is gathered as one.
+
+    One rank has all of it anyway, unless it is in host memory.
+    """
+    if options.stage != 3 or (num_ranks == 1 and not options.offload_param):
         return 0
-    largest = max(_GATHERED_LAYERS * model.layer_parameters, *model.outside_parameters)
+    before, after = model.outside_parameters
+    layers = [before, *[model.layer_parameters] * model.num_layers, after]
+    if options.live_parameters is None:
+        largest = max(_GATHERED_LAYERS * model.layer_parameters, before, after)
+    else:
+        largest = options.live_parameters([size for size in layers if size])
     return _ITEMSIZE[model.dtype] * largest
 
 

@@ -14,6 +14,8 @@ from hytrain.planner.uneven import Infeasible
 
 TOLERANCE = 1e-4
 """Bisection ends where the step is known to this share."""
+# A step of which weights from the host are this share is limited by them.
+_NOTABLE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class RankPlan:
         step_seconds: its own, without waiting for others.
         gpu_bytes: peak.
         host_bytes: that it keeps on its host.
-        limit: what its step is as long as: "gpu", "cpu", "copies" or "host".
+        limit: what its step is as long as: "gpu", "cpu", "copies" or "host", or "weights" where the
+            GPU waits for its weights to come from the host.
     """
 
     host: str
@@ -167,9 +170,7 @@ def _host_seconds(
     for host in problem.cluster.hosts:
         ranks = range(first, first + len(host.gpus))
         first += len(host.gpus)
-        moved = sum(
-            traffic(problem, loads[rank], _parts(problem, shares[rank])[1]) for rank in ranks
-        )
+        moved = sum(traffic(problem, loads[rank], *_parts(problem, shares[rank])) for rank in ranks)
         seconds += [moved / host.bandwidth] * len(host.gpus)
     return seconds
 
@@ -198,6 +199,13 @@ def _more_gpu_layers(problem: PlanProblem, found: Found, steps: Steps) -> tuple[
     )
 
 
+def _limit(seconds: dict[str, float], fetching: float) -> str:
+    """The longest line; of the GPU's, what it does or what it waits for."""
+    longest = max(seconds, key=seconds.__getitem__)
+    waits = longest == "gpu" and fetching > _NOTABLE * seconds[longest]
+    return "weights" if waits else longest
+
+
 def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     """What was found, predicted by the finer model, and with the GPU layers that this asks for."""
     steps = Steps(problem, found.loads, found.shares, even=found.even)
@@ -220,8 +228,8 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
                 gpu_layers=share.gpu_layers,
                 step_seconds=max(by_limit.values()),
                 gpu_bytes=gpu_bytes(problem, gpu, work, on_gpu, on_cpu),
-                host_bytes=host_bytes(problem, work, on_cpu),
-                limit=max(by_limit, key=by_limit.__getitem__),
+                host_bytes=host_bytes(problem, work, on_gpu, on_cpu),
+                limit=_limit(by_limit, work.fetching(on_gpu + on_cpu)),
             )
         )
     least = max(rank.step_seconds for rank in ranks)

@@ -20,6 +20,10 @@ one, they do so in every one of them: all take as long as the slowest one, and a
 micro-batches waits for its first. Layer by layer they meet once a layer and pass, however many
 micro-batches each has.
 
+With weights in host memory every gather begins with a copy of each rank's part from there: all wait
+for the longest. A layer that the GPU has updated is copied to the host before, beside the others'
+updates; where the worker has, its weights are there.
+
 Every layer's forward waits for that layer's weights, so the worker has nothing left when forward
 has ended: one walk after another with the weights' times of the one before is the steady state.
 Clipped steps and others are walked each for themselves, and steps of which a share is clipped take
@@ -36,9 +40,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share
-from hytrain.planner.loads import (
+from hytrain.planner.loads import Load
+from hytrain.planner.passes import (
     Collectives,
-    Load,
+    fetch_seconds,
     layer_passes,
     micro_seconds,
     micro_sizes,
@@ -71,9 +76,11 @@ class _Rank:
         layers: of the model.
         gpu_layers: K.
         gpu_update: of one layer's shard.
+        gpu_written: the same with its copy to the host, where weights are kept there.
         cpu_update: of one layer's shard in one pass, copies beside it.
         cpu_preview: of the second one, the weights' copy beside it.
-        chunk: of its first chunk's way to the host, and of its last one's back.
+        chunk: of its first chunk's way to the host.
+        back: of its last one's back.
     """
 
     first: float
@@ -82,9 +89,11 @@ class _Rank:
     layers: int
     gpu_layers: int
     gpu_update: float
+    gpu_written: float
     cpu_update: float
     cpu_preview: float
     chunk: float
+    back: float
 
     @property
     def begin(self) -> float:
@@ -119,20 +128,25 @@ class Steps:
         self._num_layers = problem.model.num_layers
         self._clipped_share = problem.clipped_share
         self._ranks: list[_Rank] = []
+        fetches = [
+            fetch_seconds(problem, gpu, work.activations, share.fraction * problem.model.parameters)
+            for (_, gpu), work, share in zip(problem.cluster.ranks, loads, shares, strict=True)
+        ]
+        # A layer is there when the part of the last rank is.
+        fetch = max(once for once, _ in fetches), max(back for _, back in fetches)
         first = 0
         for host in problem.cluster.hosts:
             members = range(first, first + len(host.gpus))
             first += len(host.gpus)
             rate = _worker_rate(problem, host, [shares[rank] for rank in members])
             for rank, gpu in zip(members, host.gpus, strict=True):
-                self._ranks.append(
-                    _rank(problem, gpu, self._collectives, loads[rank], shares[rank], rate)
-                )
+                passes = _passes(problem, gpu, self._collectives, loads[rank], fetch)
+                self._ranks.append(_rank(problem, gpu, passes, shares[rank], rate))
         if problem.stage == 3:
             if all(work.activations in LAYER_MAJOR for work in loads if work.batch):
                 self._ranks = _layer_by_layer(self._ranks)
             else:
-                self._ranks = _in_rounds(problem, self._ranks, loads)
+                self._ranks = _in_rounds(problem, self._ranks, loads, fetch)
 
     def seconds(
         self, gpu_layers: Sequence[int] | None = None, *, clipped_share: float | None = None
@@ -250,8 +264,16 @@ def _layer_by_layer(ranks: Sequence[_Rank]) -> list[_Rank]:
     ]
 
 
-def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Load]) -> list[_Rank]:
-    """The ranks with the passes of the slowest of each round, which all of them wait for."""
+def _in_rounds(
+    problem: PlanProblem,
+    ranks: Sequence[_Rank],
+    loads: Sequence[Load],
+    fetch: tuple[float, float],
+) -> list[_Rank]:
+    """The ranks with the passes of the slowest of each round, which all of them wait for.
+
+    ``fetch``: seconds of each layer's, in forward and in backward.
+    """
     layers = problem.model.num_layers
     rounds: list[float] = []
     for (_, gpu), work in zip(problem.cluster.ranks, loads, strict=True):
@@ -260,6 +282,7 @@ def _in_rounds(problem: PlanProblem, ranks: Sequence[_Rank], loads: Sequence[Loa
         seconds = [0.0] * len(each)
         for number, size in enumerate(reversed(each)):  # the last ones coincide
             once, back = micro_seconds(gpu, size, work.activations)
+            once, back = max(once, fetch[0]), max(back, fetch[1])
             seconds[number] = layers * (once + back) + outside_seconds(gpu, [(1, size)])
         rounds += [0.0] * (len(seconds) - len(rounds))
         rounds[: len(seconds)] = [max(pair) for pair in zip(rounds, seconds, strict=False)]
@@ -277,7 +300,7 @@ def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[floa
 
     ``final``: when each layer's gradient was, ascending from the last layer to the first: 0.
     """
-    updated = [(number + 1) * rank.gpu_update for number in range(rank.gpu_layers)]
+    updated = [(number + 1) * rank.gpu_written for number in range(rank.gpu_layers)]
     updated += [0.0] * (rank.layers - rank.gpu_layers)
     ready: list[int] = []
     held: list[int] = []  # previewed in vain, to be previewed anew after the decision
@@ -303,7 +326,7 @@ def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[floa
             held.append(layer)
             continue
         now = begin + (rank.cpu_preview if is_second[layer] else rank.cpu_update)
-        updated[layer] = now + rank.chunk
+        updated[layer] = now + rank.back
         left -= 1
     return updated
 
@@ -319,8 +342,7 @@ def _worker_rate(problem: PlanProblem, host: Host, shares: Sequence[Share]) -> f
 def _rank(
     problem: PlanProblem,
     gpu: GpuProfile,
-    collectives: Collectives,
-    work: Load,
+    passes: tuple[float, float, float],
     share: Share,
     rate: float,
 ) -> _Rank:
@@ -328,31 +350,50 @@ def _rank(
     shard = share.fraction * model.parameters / model.num_layers
     copied = model.itemsize * shard / gpu.copy_rate
     update = shard / rate
-    first, middle, last = _passes(problem, gpu, collectives, work)
+    gpu_update = shard / gpu.update_rate
+    chunk = copied * min(1.0, _CHUNK / max(shard, 1.0))
+    # Where the host has the weights, they come when they are gathered.
+    sent, written, back = copied, 0.0, chunk
+    if problem.offload_param:
+        sent, written, back = 0.0, copied, 0.0
+    first, middle, last = passes
     return _Rank(
         first=first,
         middle=middle,
         last=last,
         layers=model.num_layers,
         gpu_layers=share.gpu_layers,
-        gpu_update=shard / gpu.update_rate,
+        gpu_update=gpu_update,
+        gpu_written=gpu_update + written,
         cpu_update=max(update, copied),
-        cpu_preview=max(_PREVIEW * update, copied),
-        chunk=copied * min(1.0, _CHUNK / max(shard, 1.0)),
+        cpu_preview=max(_PREVIEW * update, sent),
+        chunk=chunk,
+        back=back,
     )
 
 
 def _passes(
-    problem: PlanProblem, gpu: GpuProfile, collectives: Collectives, work: Load
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    collectives: Collectives,
+    work: Load,
+    fetch: tuple[float, float],
 ) -> tuple[float, float, float]:
-    """Seconds of a layer's first forward, of all between, of a layer's last backward."""
+    """Seconds of a layer's first forward, of all between, of a layer's last backward.
+
+    ``fetch``: of the weights, in forward and in backward; the first layer's of each forward is
+    waited for.
+    """
     layers = problem.model.num_layers
     sizes = micro_sizes(work.batch, work.microbatch)
     if not sizes:
         return 0.0, 0.0, 0.0
     # What the layers wait for outside of stage 3 is walked through here.
-    waited = {} if problem.stage == 3 else {"gather": 0.0, "scatter": 0.0}
-    own = replace(collectives, **waited)
+    here = {} if problem.stage == 3 else {"gather": 0.0, "scatter": 0.0}
+    own = replace(collectives, **here)
     copy = work.offloaded / layers / gpu.copy_rate
-    passes = layer_passes(problem, gpu, own, sizes, copy, work.activations)
-    return passes.first, layers * passes.further + outside_seconds(gpu, sizes), passes.last
+    passes = layer_passes(problem, gpu, own, sizes, copy, work.activations, fetch)
+    forwards = 1 if work.activations in LAYER_MAJOR else sum(count for count, _ in sizes)
+    waited = forwards * fetch[0]
+    middle = layers * passes.further + outside_seconds(gpu, sizes) + waited
+    return passes.first, middle, passes.last

@@ -90,10 +90,10 @@ def as_with_the_keys(case: Planned, folder: Path) -> None:
 
 
 def as_one_process_with_the_whole_batch(
-    case: Planned, policies: Sequence[str], folder: Path
+    case: Planned, policies: Sequence[str], offload: str | None, folder: Path
 ) -> None:
     """ZeRO-3, layer by layer: losses and weights of plain torch in one process."""
-    plan = _plan(case)
+    plan = _plan(case, offload_param=offload)
     ranks = [
         rank.model_copy(update={"activations": policy})
         for rank, policy in zip(plan.ranks, policies, strict=True)
@@ -103,7 +103,10 @@ def as_one_process_with_the_whole_batch(
     dist.barrier()
     gathers: list[int] = []
     config = _config({"plan": str(folder / "plan.json")}, stage=case.stage)
+    config["zero_optimization"]["offload_param"] = {"device": offload or "none"}
     with built(make_model("llama"), config) as engine:
+        on_host = [state.storage.on_host for state in engine.optimizer.layer_states]
+        assert on_host == [offload is not None] * len(on_host)
         gatherer = engine.optimizer.weights.gatherer
         gather = gatherer.gather
 

@@ -29,16 +29,24 @@ def test_each_rank_treats_activations_its_own_way(ranks: RankPools, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("batches", "policies"),
-    [((4, 1), ("keep", "offload")), ((3, 0), ("keep", "keep"))],
+    ("batches", "policies", "offload"),
+    [
+        ((4, 1), ("keep", "offload"), None),
+        ((3, 0), ("keep", "keep"), None),
+        ((1, 3), ("keep", "keep"), "cpu"),
+    ],
     ids=str,
 )
 def test_layer_by_layer_ranks_make_as_many_micro_batches_as_each_likes(
-    ranks: RankPools, tmp_path: Path, batches: tuple[int, int], policies: tuple[str, str]
+    ranks: RankPools,
+    tmp_path: Path,
+    batches: tuple[int, int],
+    policies: tuple[str, str],
+    offload: str | None,
 ) -> None:
     sizes = tuple(min(1, batch) for batch in batches)
     case = Planned(batches, sizes, (0.3, 0.7), (1, 0), stage=3)
-    ranks(2).run(cases.as_one_process_with_the_whole_batch, case, policies, tmp_path)
+    ranks(2).run(cases.as_one_process_with_the_whole_batch, case, policies, offload, tmp_path)
 
 
 def test_each_rank_begins_with_its_own_k(ranks: RankPools, tmp_path: Path) -> None:

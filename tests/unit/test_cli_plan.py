@@ -188,6 +188,79 @@ def test_nothing_that_fits_is_an_error_that_says_what_is_missing(
     assert "GiB is missing" in text
 
 
+def _small(folder: Path, gigabytes: float, host: int) -> Path:
+    """For 2.6 GB of weights and 18 of state."""
+    device = a_device("one", "Small", gigabytes=gigabytes)
+    made = a_profile("one", device)
+    poor = a_host("one", device, gigabytes=host)
+    return _write(folder, made.model_copy(update={"hosts": (poor,)}))
+
+
+def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    path = _small(tmp_path, 4.5, 64)
+    arguments = ("--profile", path, "--batch", 4)
+    # Below stage 3 and with it, what would help is said; the former wherever it is enough.
+    for stage in ((), ("--stage", 3)):
+        text = _error(capsys, *arguments, *stage)
+        assert text.rstrip().endswith("; it would fit with --stage 3 --offload-param cpu")
+    out = tmp_path / "plan.json"
+    record = _json(capsys, *arguments, "--stage", 3, "--offload-param", "cpu", "--out", out)
+    assert record["offload_param"] == read_plan(out).offload_param == "cpu"
+    assert record["without_offload_param"] == {"step_seconds": None}
+    (rank,) = record["ranks"]
+    assert rank["host_bytes"] > 2 * 1_301_000_000
+    assert "only stage 3" in _error(capsys, *arguments, "--offload-param", "cpu")
+    # Where not even that helps, nothing is promised.
+    poor = _small(tmp_path, 4.5, 8)
+    assert "would fit" not in _error(capsys, "--profile", poor, "--batch", 4)
+
+
+def test_weights_stay_where_they_fit(profile: Path, capsys: Capture) -> None:
+    arguments = ("--profile", profile, "--batch", 8, "--stage", 3, "--activations", "keep")
+    resident = _json(capsys, *arguments)
+    assert resident["offload_param"] is None
+    streamed = _json(capsys, *arguments, "--offload-param", "cpu")
+    without = streamed["without_offload_param"]["step_seconds"]
+    assert without == resident["predicted"]["step_seconds"]
+    assert _run(*arguments, "--offload-param", "cpu") == 0
+    text = capsys.readouterr().out
+    assert f"fits without --offload-param, too: a step would take {1e3 * without:.1f} ms" in text
+
+
+def test_layers_that_are_gathered_are_those_of_the_configuration(
+    profile: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    found = {}
+    for live in (None, 0, 400_000_000):
+        options: tuple[object, ...] = ()
+        if live is not None:
+            config = tmp_path / "ds.json"
+            keys = {"stage": 3, "stage3_max_live_parameters": live}
+            config.write_text(json.dumps({"zero_optimization": keys}))
+            options = ("--deepspeed-config", config)
+        record = _json(
+            capsys, "--profile", profile, "--batch", 16, "--stage", 3, "--activations", "recompute",
+            *options,
+        )  # fmt: skip
+        found[live] = [
+            rank["gpu_bytes"]
+            - 14 * 1_301_000_000 * rank["shard_fraction"] * rank["gpu_layers"] / 12
+            for rank in record["ranks"]
+        ]
+    # Beside the layer in use, of 100 M parameters, none, four, or by DeepSpeed's own keys those
+    # that are needed again before 10^9 others: four and the head.
+    for none, four, default in zip(found[0], found[400_000_000], found[None], strict=True):
+        assert four - none == pytest.approx(2 * 400_000_000, abs=1e6)
+        assert default - none == pytest.approx(2 * 451_000_000, abs=1e6)
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    arguments = ("--profile", profile, "--batch", 16, "--stage", 3, "--deepspeed-config")
+    assert "must hold a JSON object" in _error(capsys, *arguments, bad)
+    bad.write_text("{")
+    assert "is not JSON" in _error(capsys, *arguments, bad)
+    assert "cannot read" in _error(capsys, *arguments, tmp_path / "none.json")
+
+
 def test_less_memory_and_other_choices_are_planned_with(profile: Path, capsys: Capture) -> None:
     small = _json(
         capsys, "--profile", profile, "--batch", 32, "--device-memory-fraction", 0.15,

@@ -149,6 +149,39 @@ def test_plans_for_another_job_are_refused_with_the_difference(tmp_path: Path) -
     assert "ranks: planned for 2, found 1" in _refusal(tmp_path, two)
 
 
+def _sharded(offload: str | None) -> PlanFile:
+    rank = _plan().ranks[0].model_copy(update={"activations": "keep"})
+    return _plan(stage=3, offload_param=offload, ranks=(rank,))
+
+
+def _stage_3(*, offload: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    zero["stage3_param_persistence_threshold"] = 0
+    return {**zero, "offload_param": {"device": "cpu" if offload else "none"}}
+
+
+def test_weights_are_where_the_plan_has_them_or_it_is_refused(tmp_path: Path) -> None:
+    offloaded, resident = _sharded("cpu"), _sharded(None)
+    text = _refusal(tmp_path, offloaded, zero_optimization=_stage_3(offload=False))
+    assert 'set "zero_optimization.offload_param": {"device": "cpu"}' in text
+    text = _refusal(tmp_path, resident, zero_optimization=_stage_3(offload=True))
+    assert 'found "zero_optimization.offload_param": remove it' in text
+    results = []
+    for plan, is_offloaded in ((offloaded, True), (resident, False)):
+        config = _config(write_a_plan(tmp_path, plan))
+        config["zero_optimization"] = _stage_3(offload=is_offloaded)
+        with built(make_model("llama"), config) as engine:
+            storages = [layer.storage for layer in engine.optimizer.layer_states]
+            # One rank has all of every layer anyway, unless the host has.
+            assert any(storage.is_sharded for storage in storages) == is_offloaded
+            assert engine.hytrain_config.accumulation == "layer_major"
+            results.append(_train(engine))
+    streamed, whole = results
+    assert streamed.keys() == whole.keys()
+    for name, value in streamed.items():
+        assert torch.equal(value, whole[name]), name
+
+
 def test_a_plan_for_another_device_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
         stored_bytes=Table(((1.0, 1e9), (2.0, draw(st.integers(10, 30)) * 1e8))),
         sizes=draw(st.sampled_from((None, (1, 2), (1, 3)))),
         accumulation_ms=draw(st.sampled_from((None, Table(((1.0, 0.0), (2.0, 4.0), (3.0, 4.0)))))),
+        fetch_rate=draw(st.sampled_from((None, 8e10))),
     )
 
 
@@ -95,6 +96,7 @@ def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProb
         activations=activations,
         accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
         gradient_bytes=draw(st.sampled_from((0, 2))),
+        offload_param=stage == 3 and draw(st.booleans()),
         allow_idle=draw(st.booleans()),
     )
 
@@ -176,6 +178,9 @@ def _possible(
         first += len(host.gpus)
         memory = float(host.memory_bytes)
         moved = step * host.bandwidth
+        # Of a parameter of a shard: its copy in memory, written once, read for each gather.
+        weights = 2.0 if problem.offload_param else 0.0
+        gathers = 2 * (problem.rounds or 1)
         offers: list[tuple[float, float]] = []
         for rank, gpu in zip(ranks, host.gpus, strict=True):
             room = _largest(problem, host, gpu, loads[rank], layers[rank], step)
@@ -185,15 +190,18 @@ def _possible(
             moved -= 2.0 * loads[rank].offloaded
             on_host = 1.0 - layers[rank] / problem.model.num_layers
             offers.append((on_host, 1.0 / num_ranks if even else room))
-        left = min(memory / problem.host_state_bytes, moved / problem.update_bytes)
-        left /= problem.model.parameters
-        if left < 0.0:
+        memory, moved = memory / problem.model.parameters, moved / problem.model.parameters
+        if min(memory, moved) < 0.0:
             return False
         for on_host, room in sorted(offers):
-            taken = min(room, left / on_host) if on_host > 0.0 else room
+            held = problem.host_state_bytes * on_host + weights
+            # A new copy of a CPU-placed parameter is neither staged nor sent.
+            each = (problem.update_bytes - 2.0 * weights) * on_host + (gathers + 1) * weights
+            taken = min(room, memory / held, moved / each) if held > 0.0 else room
             if even and taken < room * (1.0 - 1e-12):
                 return False
-            left = max(0.0, left - taken * on_host)
+            memory = max(0.0, memory - taken * held)
+            moved = max(0.0, moved - taken * each)
             total += taken
     return total >= 1.0 - 1e-12
 
@@ -213,6 +221,9 @@ def _largest(
         room = min(room, work.room / each)
     if on_gpu > 0.0:
         room = min(room, (step - work.compute) * gpu.update_rate / on_gpu)
+    for line in work.fetches:  # each grows with the shard
+        seconds = line.slope + on_gpu / gpu.update_rate
+        room = min(room, (step - work.compute + line.hidden) / seconds)
     if on_cpu > 0.0:
         window = max(0.0, step - work.edge)
         rate = host.update_rates.at(host.cores / len(host.gpus))

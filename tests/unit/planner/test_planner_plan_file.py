@@ -98,6 +98,7 @@ def test_a_prediction_for_a_share_of_clipped_steps(plan: PlanFile) -> None:
         ({"global_batch": 17}, "sum to 16, not to 17"),
         ({"stage": 4}, "stage"),
         ({"surprise": 1}, "surprise: Extra inputs"),
+        ({"offload_param": "cpu"}, "offload_param needs stage 3"),
         ({"ranks": []}, "ranks"),
     ],
 )
@@ -175,6 +176,18 @@ def test_the_job_that_was_planned_for_has_no_difference(plan: PlanFile) -> None:
 )
 def test_another_job_is_told_apart(plan: PlanFile, change: dict[str, Any], words: str) -> None:
     assert difference(plan, replace(_actual(plan), **change)) == [words]
+
+
+def test_where_weights_are_is_compared(plan: PlanFile) -> None:
+    sharded = plan.model_copy(update={"stage": 3})
+    streamed = sharded.model_copy(update={"offload_param": "cpu"})
+    here = replace(_actual(plan), stage=3)
+    there = replace(here, offload_param="cpu")
+    assert difference(sharded, here) == difference(streamed, there) == []
+    (words,) = difference(streamed, here)
+    assert words.startswith("offload_param: planned for weights in host memory, found none there")
+    (words,) = difference(sharded, there)
+    assert words.endswith("remove it, or plan with --offload-param cpu")
 
 
 def test_another_device_less_memory_and_another_host_are_told_apart(plan: PlanFile) -> None:

@@ -1,0 +1,156 @@
+"""What a plan says of weights in memory, against what is built and what a step gathers (ZeRO-3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import built, make_config
+from support.models import make_batch
+from support.plan_profiles import a_device, a_host
+
+from hytrain.config import HyTrainConfig
+from hytrain.layers.language_model import build_language_model, read_config
+from hytrain.optim.model_shape import read_model_shape
+from hytrain.optim.model_sizes import read_model_sizes
+from hytrain.parallel.gather_plan import gather_settings, most_live
+from hytrain.placement.outlook import TrainingForm
+from hytrain.planner.loads import Collectives, Load, gpu_bytes, host_bytes, load
+from hytrain.planner.problem import PlanProblem
+from hytrain.planner.profile_file import ProfiledModel, ProfileFile
+from hytrain.planner.profile_problem import PlanOptions, problem_from
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "tie_word_embeddings": False,
+}
+# A block has 41 088 parameters, the embedding 6 208: what stays there at the turn, what is ahead.
+KEYS: list[dict[str, int]] = [
+    {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+    {"stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 0},
+    {"stage3_prefetch_bucket_size": 100_000, "stage3_max_live_parameters": 130_000},
+]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def _problem(
+    model: ProfiledModel, keys: dict[str, int], *, num_ranks: int, offload: bool
+) -> PlanProblem:
+    devices = [a_device("one", "GPU")] * num_ranks
+    profile = ProfileFile(model=model, devices=(devices[0],), hosts=(a_host("one", *devices),))
+    settings = gather_settings(keys)
+
+    def live(sizes: Sequence[int]) -> int:
+        return most_live(sizes, set(range(len(sizes))), settings)
+
+    options = PlanOptions(
+        batch=4,
+        gpu_reserve=lambda _: 0,
+        host_reserve=lambda _: 0,
+        stage=3,
+        offload_param=offload,
+        live_parameters=live,
+        activations=("keep",),
+        interconnect=1e12,
+    )
+    return problem_from(profile, options)
+
+
+def _idle(problem: PlanProblem) -> Load:
+    gpu = problem.cluster.ranks[0][1]
+    return load(problem, gpu, Collectives(0.0, 0.0), 0, 0, "keep")
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+def test_weights_are_where_a_run_will_have_them(
+    config_file: Path, keys: dict[str, int], num_ranks: int, offload: bool
+) -> None:
+    model = read_model_shape(config_file, seq_len=8, dtype="bf16").model
+    problem = _problem(model, keys, num_ranks=num_ranks, offload=offload)
+    fractions = {1: (1.0,), 2: (0.25, 0.75), 3: (0.5, 0.2, 0.3)}[num_ranks]
+    form = TrainingForm(
+        dtype="bfloat16",
+        gradient_dtype=None,
+        clipping=1.0,
+        check_overflow=True,
+        accumulation=1,
+        shards_weights=True,
+        weights_on_host=offload,
+        gather_keys={**keys, "stage3_param_persistence_threshold": 0},
+    )
+    config = HyTrainConfig(shard_fractions=fractions if num_ranks > 1 else None)
+    work, gpu = _idle(problem), problem.cluster.ranks[0][1]
+    for rank, fraction in enumerate(fractions):
+        sizes = read_model_sizes(config_file, config, form, num_ranks=num_ranks, rank=rank)
+        there = read_model_sizes(
+            config_file,
+            config,
+            replace(form, weights_on_host=False),
+            num_ranks=num_ranks,
+            rank=rank,
+        )
+        shard = fraction * model.parameters
+        # Of a CPU-placed shard: without the gradient that micro-batches add to.
+        on_gpu = gpu_bytes(problem, gpu, work, 0.0, shard) - problem.gradient_bytes * shard
+        assert on_gpu == pytest.approx(sizes.training_copy_bytes, rel=0.01)
+        # The host's weights, beside what staging takes with or without them.
+        weights = host_bytes(problem, work, 0.0, shard) - problem.host_state_bytes * shard
+        actual = sizes.staging_bytes - there.staging_bytes
+        assert weights == pytest.approx(actual, rel=0.01)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+def test_weights_are_where_a_step_has_them(config_file: Path, keys: dict[str, int]) -> None:
+    """One rank, its weights streamed: the arena that is built, and the most that is gathered."""
+    shape = read_model_shape(config_file, seq_len=8, dtype="fp32").model
+    problem = _problem(shape, keys, num_ranks=1, offload=True)
+    work, gpu = _idle(problem), problem.cluster.ranks[0][1]
+    whole = float(shape.parameters)
+    config = make_config(bf16=False, stage=3)
+    zero = {**keys, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
+    config["zero_optimization"] = {**config["zero_optimization"], **zero}
+    model = build_language_model(read_config(config_file), config_file).train()
+    most = 0
+    with built(model, config) as engine:
+        weights = engine.optimizer.weights
+        storages = [layer.storage for layer in engine.optimizer.layer_states]
+        assert all(storage.is_sharded and storage.on_host for storage in storages)
+        planned = host_bytes(problem, work, 0.0, whole) - problem.host_state_bytes * whole
+        parts = sum(part.nbytes for storage in storages for _, part in storage.parts)
+        assert planned == pytest.approx(parts, rel=0.01)
+        assert weights._home.num_bytes == pytest.approx(planned, rel=0.01)
+        gather = weights.gatherer.gather
+
+        def watch(layer: Any, **keywords: Any) -> None:
+            nonlocal most
+            gather(layer, **keywords)
+            most = max(most, sum(storage.gathered_bytes for storage in storages))
+
+        weights.gatherer.gather = watch
+        for number in range(3):
+            most = 0
+            loss = engine(**make_batch("llama", number)).loss
+            engine.backward(loss)
+            engine.step()
+    live = gpu_bytes(problem, gpu, work, 0.0, whole) - problem.gradient_bytes * whole
+    # The embedding, a twentieth of what is there, is not needed again in backward.
+    assert 0.99 * live <= most * 1.05
+    assert most <= 1.01 * live

@@ -1,0 +1,373 @@
+"""Weights in host memory: what fetching them takes, by hand and against a slow twin; the plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain.planner.allocation import Share
+from hytrain.planner.curves import Table
+from hytrain.planner.errors import PlanError
+from hytrain.planner.loads import (
+    Columns,
+    Load,
+    cpu_capacity,
+    gpu_bytes,
+    gpu_capacity,
+    host_bytes,
+    largest_shards,
+    lines,
+    load,
+    traffic,
+)
+from hytrain.planner.passes import (
+    Collectives,
+    fetch_lines,
+    fetch_seconds,
+    layer_passes,
+    micro_sizes,
+)
+from hytrain.planner.plan import make_plan
+from hytrain.planner.plan_report import plan_text
+from hytrain.planner.problem import (
+    LAYER_MAJOR,
+    Activations,
+    Cluster,
+    GpuProfile,
+    Host,
+    Model,
+    PlanProblem,
+)
+from hytrain.planner.result import Plan
+from hytrain.planner.steps import Steps
+from hytrain.planner.uneven import Infeasible
+
+GB = 10**9
+LAYERS = 10
+FREE = Collectives(0.0, 0.0)
+CHUNK = 2 * 2**24 / 2e10
+# A sample's forward takes 2 ms of each layer, its backward 4 and recomputation 2.
+GPU = GpuProfile(
+    name="g",
+    memory_bytes=10 * GB,
+    forward_ms=Table(((1.0, 2.0),)),
+    backward_ms=Table(((1.0, 4.0),)),
+    peak_bytes=Table(((1.0, 1.0 * GB), (2.0, 1.1 * GB))),
+    stored_bytes=Table(((1.0, 2.0 * GB), (2.0, 3.0 * GB))),
+    idle_bytes=GB // 2,
+    update_rate=1e11,
+    copy_rate=2e10,
+    fetch_rate=4e10,
+)
+NONE = Table(((1.0, 0.0),))
+
+
+def problem(
+    *gpus: GpuProfile, gigabytes: int = 512, ms: float = 0.0, **changes: Any
+) -> PlanProblem:
+    """Layers of 400 MB each: 10 ms from the host in forward, 20 in backward, on one rank."""
+    host = Host(
+        "host", gpus or (GPU,), 16, gigabytes * GB, 1e12, Table(((1.0, 1e10), (16.0, 1e11)))
+    )
+    collective = Table(((1.0, ms), (1e12, ms)))
+    whole = PlanProblem(
+        cluster=Cluster((host,), collective, collective, 1.0),
+        model=Model("m", LAYERS, 2 * GB, 10**6),
+        batch=8,
+        stage=3,
+        activations=("recompute", "keep"),
+        gradient_bytes=2,
+        clipped_share=0.0,
+        offload_param=True,
+    )
+    return replace(whole, **changes)
+
+
+def planned(given_problem: PlanProblem) -> Plan:
+    plan = make_plan(given_problem)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def seconds(given_problem: PlanProblem, work: Load, shard: float) -> float:
+    """The GPU's line, with all state on the host."""
+    one = given_problem.cluster.hosts[0]
+    return lines(given_problem, one, one.gpus[0], work, 0.0, shard).gpu
+
+
+# -- what it takes -----------------------------------------------------------------------------
+
+
+def test_the_longer_of_fetch_and_compute_counts_in_every_pass() -> None:
+    whole = problem()
+    # Layer by layer: 16 ms forward, 16 + 32 backward. 10 and 20 ms of fetches hide, but the first.
+    work = load(whole, GPU, FREE, 8, 2, "keep")
+    assert work.compute == pytest.approx(LAYERS * 0.064)
+    assert seconds(whole, work, 2 * GB) == pytest.approx(LAYERS * 0.064 + 0.010)
+    # Two samples: 4 ms forward, 12 backward, of which nothing is left but the fetches.
+    few = load(whole, GPU, FREE, 2, 2, "keep")
+    assert seconds(whole, few, 2 * GB) == pytest.approx(LAYERS * (0.010 + 0.020) + 0.010)
+    # One by one every micro-batch fetches; each forward begins with a fetch.
+    one_by_one = load(replace(whole, rounds=4), GPU, FREE, 8, 2, "recompute")
+    assert seconds(whole, one_by_one, 2 * GB) == pytest.approx(4 * (LAYERS * 0.030 + 0.010))
+    # Half the shard is half the fetch: 5 ms beside 4, 10 beside 12.
+    assert seconds(whole, few, GB) == pytest.approx(LAYERS * (0.005 + 0.012) + 0.005)
+
+
+def test_a_gather_begins_when_the_fetch_has_ended() -> None:
+    # 3 ms of all-gather and as much of reduce-scatter.
+    two = problem(GPU, GPU, ms=3.0)
+    both = Collectives.of(two, even=True)
+    work = load(two, GPU, both, 2, 2, "keep")
+    # Half a layer a rank: forward 5 + 3 beside 4 of compute, backward 10 + 3 + 3 beside 12.
+    assert seconds(two, work, GB) == pytest.approx(LAYERS * (0.008 + 0.016) + 0.005)
+
+
+def test_activations_share_the_way_with_weights() -> None:
+    given_problem = problem(model=Model("m", LAYERS, 2 * GB, 10**8))
+    work = load(given_problem, GPU, FREE, 2, 2, "offload")
+    # Forward: 200 MB leave, while 400 come, both ways at once: 20 ms. Backward: 600 MB come.
+    assert seconds(given_problem, work, 2 * GB) == pytest.approx(LAYERS * 0.050 + 0.020)
+
+
+def test_what_the_gpu_updates_goes_to_the_host() -> None:
+    given_problem = problem()
+    host, work = given_problem.cluster.hosts[0], load(problem(), GPU, FREE, 8, 2, "keep")
+    assert lines(given_problem, host, GPU, work, 2 * GB, 0.0).copies == pytest.approx(4e9 / 2e10)
+    assert lines(given_problem, host, GPU, work, 0.0, 2 * GB).copies == pytest.approx(4e9 / 2e10)
+    on_gpu = replace(given_problem, offload_param=False)
+    assert lines(on_gpu, host, GPU, work, 2 * GB, 0.0).copies == 0.0
+
+
+def test_traffic_and_memory_of_a_host() -> None:
+    given_problem = problem(rounds=3)
+    work = load(given_problem, GPU, FREE, 6, 2, "recompute")
+    # GPU-placed: the new copy arrives, and leaves in six passes. CPU-placed: the update moves 30 B
+    # a parameter, of which 4 were for a new copy that is staged and sent.
+    assert traffic(given_problem, work, 1.0, 0.0) == 2 + 6 * 2
+    assert traffic(given_problem, work, 0.0, 1.0) == 26 + 2 + 6 * 2
+    assert host_bytes(given_problem, work, GB, 0.0) == 2 * GB
+    assert host_bytes(given_problem, work, GB, GB) == (2 + 2 + 14) * GB
+    # The GPU has gradients of its shard, state and what is gathered, which its peak has.
+    idle = load(given_problem, GPU, FREE, 0, 0, "recompute")
+    assert gpu_bytes(given_problem, GPU, idle, GB, 0.0) == GB // 2 + (2 + 14) * GB
+    resident = replace(given_problem, offload_param=False)
+    idle = load(resident, GPU, FREE, 0, 0, "recompute")
+    assert gpu_bytes(resident, GPU, idle, GB, 0.0) == GB // 2 + (4 + 14) * GB
+    assert host_bytes(resident, idle, GB, 0.0) == 0.0
+
+
+def test_gradients_that_one_rank_sends_as_they_come_are_not_kept() -> None:
+    assert problem(rounds=3).sharded_bytes == 2  # they add up
+    assert problem(activations=("keep",)).sharded_bytes == 0
+    assert problem(rounds=1).sharded_bytes == 0
+    # Several ranks learn in their first backward in which order they come.
+    assert problem(GPU, GPU, activations=("keep",)).sharded_bytes == 2
+    assert problem(rounds=1, offload_param=False).sharded_bytes == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(0, 7),
+    size=st.integers(1, 4),
+    policy=st.sampled_from(("store", "recompute", "keep", "offload")),
+    ms=st.sampled_from((0.0, 1.7, 9.0)),
+    contention=st.sampled_from((0.0, 1.0)),
+    adding=st.sampled_from((0.0, 3.0)),
+    share=st.floats(0.0, 1.0),
+    boundary=st.sampled_from((0, 10**8)),
+)
+def test_fetch_lines_are_the_passes_with_longer_gathers(
+    batch: int,
+    size: int,
+    policy: Activations,
+    ms: float,
+    contention: float,
+    adding: float,
+    share: float,
+    boundary: int,
+) -> None:
+    given_problem = problem(
+        GPU, GPU, ms=ms, accumulation_ms=adding, model=Model("m", LAYERS, 2 * GB, boundary)
+    )
+    cluster = replace(given_problem.cluster, contention=contention)
+    rounds = None if policy in LAYER_MAJOR else max(1, -(-batch // size))
+    given_problem = replace(given_problem, cluster=cluster, rounds=rounds)
+    collectives = Collectives.of(given_problem, even=True)
+    sizes = micro_sizes(batch, size)
+    copy = batch * boundary / GPU.copy_rate if policy == "offload" else 0.0
+    shard = share * 2 * GB
+    added = fetch_lines(given_problem, GPU, collectives, sizes, copy, policy)
+    found = max(0.0, *(line.slope * shard - line.hidden for line in added))
+    fetch = fetch_seconds(given_problem, GPU, policy, shard)
+    longer, plain = (
+        layer_passes(given_problem, GPU, collectives, sizes, copy, policy, times).total
+        for times in (fetch, (0.0, 0.0))
+    )
+    forwards = 0 if not sizes else 1 if rounds is None else rounds
+    expected = LAYERS * (longer - plain) + forwards * fetch[0]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    samples=st.sampled_from(((0, 0), (2, 2), (8, 2), (7, 4))),
+    policy=st.sampled_from(("recompute", "keep", "offload")),
+    step=st.floats(0.01, 3.0),
+    gigabytes=st.sampled_from((2, 12, 400)),
+    rates=st.sampled_from(((2e10, 1e11), (2e9, 1e11), (2e10, 4e9))),
+    part=st.sampled_from((0.0, 0.4, 1.0)),
+)
+def test_the_largest_shards_are_those_that_the_lines_allow(
+    samples: tuple[int, int],
+    policy: Activations,
+    step: float,
+    gigabytes: int,
+    rates: tuple[float, float],
+    part: float,
+) -> None:
+    copy_rate, update_rate = rates
+    gpu = replace(GPU, memory_bytes=gigabytes * GB, copy_rate=copy_rate, update_rate=update_rate)
+    batch, size = samples
+    rounds = max(1, -(-batch // size) if size else 2)
+    given_problem = problem(
+        gpu,
+        gpu,
+        ms=2.0,
+        model=Model("m", LAYERS, 2 * GB, 10**8),
+        rounds=None if policy in LAYER_MAJOR else rounds,
+    )
+    host = given_problem.cluster.hosts[0]
+    work = load(given_problem, gpu, Collectives.of(given_problem, even=True), batch, size, policy)
+    columns = Columns.of([work])
+
+    def fits(on_gpu: float, on_cpu: float) -> bool:
+        line = lines(given_problem, host, gpu, work, on_gpu, on_cpu)
+        has_room = gpu_bytes(given_problem, gpu, work, on_gpu, on_cpu) <= gpu.memory_bytes + 1.0
+        return line.longest <= step * (1.0 + 1e-9) and has_room
+
+    shards = largest_shards(given_problem, host, gpu, columns, step)[0]
+    for gpu_layers, shard in enumerate(shards.tolist()):
+        on_gpu = gpu_layers / LAYERS
+        if shard < 0.0:
+            assert not fits(0.0, 0.0)
+            continue
+        assert fits(shard * on_gpu, shard * (1.0 - on_gpu))
+        more = shard * (1.0 + 1e-6) + 1e5
+        assert not fits(more * on_gpu, more * (1.0 - on_gpu))
+    on_cpu = part * float(cpu_capacity(given_problem, host, gpu, columns, step)[0])
+    most = float(gpu_capacity(given_problem, gpu, columns, step, on_cpu)[0])
+    if on_cpu < 0.0 or most < 0.0:
+        return
+    assert fits(most, on_cpu)
+    assert not fits(most * (1.0 + 1e-6) + 1e5, on_cpu)
+
+
+# -- steps of several ranks --------------------------------------------------------------------
+
+
+def test_all_ranks_wait_for_the_longest_fetch() -> None:
+    two = problem(GPU, GPU)
+    works = [load(two, GPU, FREE, 2, 2, "keep")] * 2
+
+    def step(*fractions: float) -> float:
+        shares = [Share(fraction, 0) for fraction in fractions]
+        return Steps(two, works, shares, even=False).seconds()
+
+    # As by hand above: half the layer, and all of it, which the other rank waits for. The last
+    # gradient leaves for the host, and the next forward waits for its update.
+    half, whole = LAYERS * 0.017 + 0.005 + 0.010, LAYERS * 0.030 + 0.010 + 0.020
+    assert step(0.5, 0.5) == pytest.approx(half + CHUNK)
+    assert step(1.0, 0.0) == pytest.approx(whole + CHUNK)
+    # A rank without samples fetches for the others.
+    works = [load(two, GPU, FREE, 2, 2, "keep"), load(two, GPU, FREE, 0, 0, "keep")]
+    assert step(0.0, 1.0) == pytest.approx(whole + CHUNK)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
+    given_problem = problem(rounds=4 if policy == "recompute" else None)
+    for batch in (4, 8):
+        work = load(given_problem, GPU, FREE, batch, batch // 4, policy)
+        step = Steps(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
+        # The last gradient's way to the host, all of it and its first chunk.
+        assert step == pytest.approx(seconds(given_problem, work, 2 * GB) + 0.020 + CHUNK)
+
+
+def test_gpu_updates_are_on_the_host_before_they_are_fetched() -> None:
+    # One sample: 30 ms of a layer are fetches. Copies of 400 MB to the host take 20 ms each.
+    given_problem = problem()
+    work = load(given_problem, GPU, FREE, 1, 1, "keep")
+
+    def step(gpu_layers: int, whole: PlanProblem) -> float:
+        return Steps(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()
+
+    resident = replace(given_problem, offload_param=False)
+    update = 0.2e9 / 1e11
+    assert step(LAYERS, resident) == pytest.approx(LAYERS * (0.008 + update))
+    # Ten of them one after another, the last layer's forward and all of backward behind that.
+    slow = LAYERS * (update + 0.020) + 0.010 + LAYERS * 0.020 + 0.010
+    assert step(LAYERS, given_problem) == pytest.approx(slow)
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_weights_exceed_the_gpu_is_planned() -> None:
+    # 20 GB of weights, 20 of gradients and 120 of state on 4 GB, of which 1 GB is for work.
+    model = Model("large", LAYERS, 10 * GB, 10**6)
+    one = replace(GPU, memory_bytes=4 * GB, most_samples=2)
+    given_problem = problem(one, model=model)
+    resident = make_plan(replace(given_problem, offload_param=False))
+    assert isinstance(resident, Infeasible)
+    plan = planned(given_problem)
+    (rank,) = plan.ranks
+    assert rank.gpu_bytes <= 4 * GB
+    assert rank.host_bytes == pytest.approx((2 + 14 * (1 - rank.gpu_layers / LAYERS)) * 10 * GB)
+    assert plan.lower_bound <= plan.step_seconds <= plan.predicted_seconds
+    # 20 GB come twice: 0.5 s forward and 1 s backward beside 0.64 of compute, layer by layer.
+    assert plan.accumulation == "layer_major"
+    assert rank.limit == "weights"
+    assert plan.step_seconds == pytest.approx(0.5 + 1.0 + 0.05, rel=0.05)
+    assert "weights from the host" in plan_text(given_problem, plan, ())
+    # With more samples the fetches hide.
+    more = planned(replace(given_problem, batch=64, activations=("keep",)))
+    assert more.ranks[0].limit == "gpu"
+    assert more.step_seconds == pytest.approx(64 * 0.08 + 0.05, rel=0.02)
+    # A host without room for weights and state is none.
+    poor = make_plan(problem(one, model=model, gigabytes=100))
+    assert isinstance(poor, Infeasible)
+    assert poor.missing > 0.0
+
+
+def test_shards_follow_room_and_speed_of_the_hosts() -> None:
+    # Two hosts; the second one's copies are four times as slow, so it owns less of the weights.
+    fast = replace(GPU, memory_bytes=40 * GB)
+    slow = replace(fast, copy_rate=5e9, fetch_rate=1e10)
+    model = Model("large", LAYERS, 10 * GB, 10**6)
+    given_problem = problem(fast, model=model, batch=16, activations=("keep",))
+    quick, other = given_problem.cluster.hosts[0], problem(slow).cluster.hosts[0]
+    cluster = replace(given_problem.cluster, hosts=(quick, replace(other, name="second")))
+    given_problem = replace(given_problem, cluster=cluster)
+    plan = planned(given_problem)
+    assert plan.ranks[0].shard_fraction > 1.5 * plan.ranks[1].shard_fraction
+    assert plan.predicted_seconds >= plan.lower_bound
+
+
+def test_weights_beside_state_fill_a_host() -> None:
+    # 2 GB of gradients leave the GPUs 0.5 GB for state: 2 B of each parameter and 14 B of nearly
+    # all do not fit into 30 GB, without the weights they do.
+    two = (replace(GPU, memory_bytes=3 * GB),) * 2
+    refused = make_plan(problem(*two, gigabytes=30, activations=("keep",)))
+    assert isinstance(refused, Infeasible)
+    plan = planned(problem(*two, gigabytes=33, activations=("keep",)))
+    assert sum(rank.host_bytes for rank in plan.ranks) <= 33 * GB
+
+
+def test_below_stage_3_it_is_refused() -> None:
+    with pytest.raises(PlanError, match="only stage 3"):
+        problem(stage=2)
