@@ -169,7 +169,8 @@ def fetch_lines(
         waited, slope = scatter, backward_slope
         if is_forward:
             waited, slope = collectives.gather, forward_slope
-        kinds.append((passes * slope, max(0.0, computed - waited) * layers / slope))
+        if passes:
+            kinds.append((passes * slope, max(0.0, computed - waited) * layers / slope))
 
     rounds = (problem.rounds or 1) if not sizes else sum(count for count, _ in sizes)
     if not sizes:

@@ -202,6 +202,7 @@ def test_fetch_lines_are_the_passes_with_longer_gathers(
     copy = batch * boundary / GPU.copy_rate if policy == "offload" else 0.0
     shard = share * 2 * GB
     added = fetch_lines(given_problem, GPU, collectives, sizes, copy, policy)
+    assert all(line.slope > 0.0 for line in added)
     found = max(0.0, *(line.slope * shard - line.hidden for line in added))
     fetch = fetch_seconds(given_problem, GPU, policy, shard)
     longer, plain = (
