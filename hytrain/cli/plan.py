@@ -331,7 +331,7 @@ def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool)
 def _live_parameters(arguments: argparse.Namespace) -> Any:
     """Parameters of layers that stage 3 has gathered at once, by the keys that training has."""
     from hytrain.parallel.gather_plan import gather_settings, most_live, persistent_layers
-    from hytrain.placement.outlook import read_form
+    from hytrain.placement.training_form import read_form
 
     config: Any = {}
     path = arguments.deepspeed_config

@@ -59,6 +59,8 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 
     A batch that does not divide gives the first ranks one more.
     """
+    if problem.needs_rounds and problem.offload_param:
+        return best_manner(problem, even_split)  # what fetches take of the host is by rounds
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")

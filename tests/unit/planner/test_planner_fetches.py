@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.planner.allocation import Share
+from hytrain.planner.baselines import even_split
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import (
@@ -343,6 +344,19 @@ def test_a_model_whose_weights_exceed_the_gpu_is_planned() -> None:
     poor = make_plan(problem(one, model=model, gigabytes=100))
     assert isinstance(poor, Infeasible)
     assert poor.missing > 0.0
+
+
+def test_an_even_split_counts_fetches_in_every_round() -> None:
+    # Eight rounds are 8 x 2 x 8 GB of a host that moves 20 GB/s, and 8 GB are written.
+    model = Model("large", LAYERS, 4 * GB, 10**6)
+    one = replace(GPU, memory_bytes=80 * GB, most_samples=1)
+    given_problem = problem(one, one, model=model, batch=16, activations=("recompute",))
+    host = replace(given_problem.cluster.hosts[0], bandwidth=2e10)
+    given_problem = replace(given_problem, cluster=replace(given_problem.cluster, hosts=(host,)))
+    even = even_split(given_problem)
+    assert isinstance(even, Plan)
+    assert even.step_seconds == pytest.approx(17 * 8 * GB / 2e10, rel=1e-3)
+    assert planned(given_problem).step_seconds == pytest.approx(even.step_seconds, rel=1e-3)
 
 
 def test_shards_follow_room_and_speed_of_the_hosts() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from recorded_h200 import profile_of
 from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
 
+from hytrain.parallel.gather_plan import gather_settings, most_live
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
 from hytrain.planner.profile_file import ProfileFile, UpdateRate, merge_profiles
@@ -71,6 +74,25 @@ def test_stage_3_gathers_layers() -> None:
     two = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
     three = problem_from(a_profile(), options(stage=3)).cluster.hosts[0].gpus[0]
     assert three.idle_bytes - two.idle_bytes == 2 * 3 * 100_000_000
+
+
+def test_gathered_layers_are_those_that_an_h200_held() -> None:
+    """experiments/zero3, 2026-11-21: llama-3b took 34.1 GiB with its weights on the GPU, and 29.7
+    with weights that came from the host by DeepSpeed's default keys."""
+    profile = profile_of((104, 48))
+    alone = profile.hosts[0].model_copy(update={"ranks": profile.hosts[0].ranks[:1]})
+    settings = gather_settings({})
+
+    def live(sizes: Sequence[int]) -> int:
+        return most_live(sizes, range(len(sizes)), settings)
+
+    problem = problem_from(
+        profile.model_copy(update={"hosts": (alone,)}),
+        options(stage=3, offload_param=True, live_parameters=live),
+    )
+    weights = 2 * problem.model.parameters
+    (gpu,) = problem.cluster.hosts[0].gpus
+    assert (weights - gpu.idle_bytes) / GIB == pytest.approx(34.1 - 29.7, abs=0.1)
 
 
 def test_the_share_of_clipped_steps() -> None:
