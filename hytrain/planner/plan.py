@@ -198,7 +198,8 @@ def _missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> I
             return _rank_is_missing(problem, rank, gpu)
     longest = frontier.longest()
     held = frontier.held(longest)
-    total = problem.model.parameters * problem.host_state_bytes
+    total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
+    what = "weights and optimizer state" if problem.offload_param else "optimizer state"
     if is_bounded:
         return Infeasible(
             "the state fits only if layers are split between GPU and host, or by less than a "
@@ -206,7 +207,7 @@ def _missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> I
             is_close=True,
         )
     return Infeasible(
-        f"the GPUs and hosts can hold {held:.1%} of the model's optimizer state together: memory "
+        f"the GPUs and hosts can hold {held:.1%} of the model's {what} together: memory "
         f"for {(1.0 - held) * total / _GIB:.2f} GiB is missing, on any host or GPU",
         (1.0 - held) * total / _GIB,
     )

@@ -383,6 +383,16 @@ def test_weights_beside_state_fill_a_host() -> None:
     assert sum(rank.host_bytes for rank in plan.ranks) <= 33 * GB
 
 
+def test_a_host_without_room_for_the_weights_is_none() -> None:
+    # The GPUs have room for all state, but of 4 GB of weights their host holds 3.
+    roomy = replace(GPU, memory_bytes=400 * GB)
+    for ranks in ((roomy,), (roomy, roomy)):
+        refused = make_plan(problem(*ranks, gigabytes=3))
+        assert isinstance(refused, Infeasible)
+        assert not refused.is_close
+        assert "can hold 75.0% of the model's weights and optimizer state" in refused.reason
+
+
 def test_below_stage_3_it_is_refused() -> None:
     with pytest.raises(PlanError, match="only stage 3"):
         problem(stage=2)
