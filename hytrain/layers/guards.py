@@ -2,7 +2,7 @@
 
 A block's forward waits for its layer; other modules wait for the parameters that they own. What
 belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
-waited for at the start of the model's forward.
+waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightsOwner(Protocol):
         ...
 
     def end_forward(self) -> None:
-        """The model's forward is over."""
+        """The model's forward is over: weights that it has not used are made ready now."""
         ...
 
     def read_weights(self) -> None:
@@ -67,7 +67,6 @@ class LayerGuards:
     def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
         self._owner = owner
         layers = {layer.index: layer for layer in owner.layers}
-        self._trained = [layer.trained for layer in owner.layers if layer.trained is not None]
         self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}
         self._guarded = _modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
@@ -136,6 +135,8 @@ class LayerGuards:
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()
         self._seen = {model}
+        if self._owner.gathers:
+            return  # then all ranks must wait at the same places
         unguarded: set[int] = set()
         for module, indices in self._guarded.items():
             if module is model or self._seen_before is None or module not in self._seen_before:
@@ -147,11 +148,6 @@ class LayerGuards:
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], _outputs: object) -> None:
         self._seen_before = self._seen
-        # Whatever was not used is made ready now: every rank gathers every layer, in one order,
-        # and reads of parameters between forward and backward see the newest weights.
-        for state in self._trained:
-            if state.sent or not state.waited:
-                self._owner.before_use(state)
         self._owner.end_forward()
 
 

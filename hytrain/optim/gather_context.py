@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from hytrain.layers.weights import LayerWeights
@@ -57,6 +57,7 @@ class GatherContext:
         self.sharded = {layer.index for layer in layers if layer.sharded}
         self.trained = {layer.index for layer in layers if layer.trained is not None}
         self._resident = {layer.index for layer in layers if layer.resident is not None}
+        self._unguarded = set(held)
         self._by_number = {layer.index: layer for layer in layers}
         self.held = sorted(set(held) & self.sharded)
         self.reducer: Reducer | None = None
@@ -99,8 +100,20 @@ class GatherContext:
         if index in self._resident:
             self.gatherer.wait_resident(self._by_number[index])
 
+    def wait_beside(self, uses: Collection[int]) -> None:
+        """Where a pass begins: waits for weights that none of its uses waits for, or too late.
+
+        Args:
+            uses: those that its plan has, the same on all ranks: each of them may be a collective.
+        """
+        for index in sorted(self._resident):
+            if index not in uses or index in self._unguarded:
+                self.wait_resident(index)
+
     def hold(self, index: int) -> None:
         """From now on the layer is there in the whole of every pass, this one included."""
         self.held = sorted({*self.held, index})
+        self._unguarded.add(index)
+        self.wait_resident(index)
         self.gather(index)
         self.use(index)

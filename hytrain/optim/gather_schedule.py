@@ -134,6 +134,7 @@ class GatherSchedule:
             context.release(context.gatherer.live)
             begun = RecordedPass(context)
         self._kind, self._pass = kind, begun
+        context.wait_beside(self._records[kind].uses if self.knows(kind) else ())
         for index in context.held:
             context.gather(index)
             context.use(index)

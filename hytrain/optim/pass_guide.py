@@ -44,10 +44,15 @@ class PassGuide:
         optimizer, schedule = self._optimizer, self._weights.active
         if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
             schedule.end()
+        # Whatever was not used is made ready now: every rank gathers every layer, in one order,
+        # and reads of parameters between forward and backward see the newest weights.
+        for state in optimizer.layer_states:
+            if state.sent or not state.waited:
+                optimizer.before_use(state)
         optimizer.end_forward()
 
     def before_use(self, state: LayerState) -> None:
-        """Trained weights are about to be read, or nobody has used them in this forward."""
+        """Trained weights are about to be read."""
         self._optimizer.before_use(state)
 
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:

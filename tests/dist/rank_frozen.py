@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_sharded import batch_of, build
-from rank_training import backward, config_for
+from rank_training import Choosing, backward, config_for
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
 from support.models import loss_of
@@ -210,6 +210,38 @@ def adapters_are_waited_for() -> None:
             with engine.gathered_parameters(), torch.no_grad():
                 for block, outside in zip(engine.module.blocks, found, strict=True):
                     assert_same_bits("block", outside, block(x))
+
+
+def a_block_is_left_out(kind: str, keys: dict[str, int], at_first: bool) -> None:
+    """ZeRO-3 is ZeRO-2, bit by bit.
+
+    Args:
+        kind: the model.
+        keys: of ZeRO-3.
+        at_first: whether all ranks leave the same block out in the first step, and use it later;
+            else one rank and another do in later steps.
+    """
+    rank = dist.get_rank()
+    outcomes: list[Any] = []
+    for stage in (3, 2):
+        model = Choosing()
+        model.inner = build(kind)
+        config = config_for(FRACTIONS, stage=stage, gpu_fraction=(0.0, 0.5)[rank])
+        if stage == 3:
+            config["zero_optimization"].update(keys)
+        with environment("HYTRAIN_DELAYS", f"{rank}:2000"), built(model, config) as engine:
+            losses: list[float] = []
+            for number in range(8):
+                is_out = number == 0 if at_first else number > 0 and rank == number % 2
+                block = 1 if at_first else number % 4
+                batch = batch_of(kind, 2 * number + rank, True)
+                loss = engine(**batch, leave_out=block if is_out else None)
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                engine.step()
+            outcomes.append((losses, engine.fp32_state_dict()))
+    assert outcomes[0][0] == outcomes[1][0]
+    _assert_same_state(outcomes[0][1], outcomes[1][1])
 
 
 def train_batches(kind: str, sizes: tuple[int, ...], manner: str, on_host: bool) -> None:

@@ -19,6 +19,11 @@ class Lora(nn.Module):
         self.down = nn.Linear(width_in, RANK, bias=False)
         self.up = nn.Linear(RANK, width_out, bias=False)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen one: T5 looks at it."""
+        return self.base.get_parameter("weight")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
 
