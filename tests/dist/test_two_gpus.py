@@ -137,6 +137,30 @@ def sharded_on_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def frozen_on_rank(rank: int, port: int) -> None:
+    """Weights that are not trained are sharded and streamed as the others are."""
+    enter_rank(rank, port)
+    from support.sharded import assert_same, deterministic, train
+
+    with deterministic():
+        for frozen in ("lora", "last"):
+            theirs = train(2, 0.5, rank=rank, frozen=frozen)
+            for streamed, fractions, delays in ((False, SHARDS[1], 1), (True, None, None)):
+                ours = train(
+                    3,
+                    0.5,
+                    streamed=streamed,
+                    delays=delays,
+                    shard_fractions=fractions,
+                    rank=rank,
+                    frozen=frozen,
+                )
+                assert_same(ours, theirs)
+            if rank == 0:
+                print(f"{frozen}: passed", flush=True)
+    dist.destroy_process_group()
+
+
 def gate_on_rank(rank: int, port: int) -> None:
     """No rank is in NCCL's kernel before the other one has come to it."""
     enter_rank(rank, port)
@@ -209,6 +233,10 @@ def test_ranks_wait_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_zero3_is_zero2_on_two_gpus(monkeypatch: pytest.MonkeyPatch, waits_in_stream: str) -> None:
     monkeypatch.setenv(GATE_VARIABLE, waits_in_stream)
     multiprocessing.spawn(sharded_on_rank, args=(free_port(),), nprocs=2)
+
+
+def test_frozen_weights_on_two_gpus() -> None:
+    multiprocessing.spawn(frozen_on_rank, args=(free_port(),), nprocs=2)
 
 
 def test_parity_on_two_gpus() -> None:

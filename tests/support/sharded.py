@@ -77,6 +77,8 @@ def train(
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     if streamed:
         zero["offload_param"] = {"device": "cpu"}
+    if frozen is not None:
+        zero["stage3_param_persistence_threshold"] = 200_000  # adapters stay on the device
     config["zero_optimization"] = zero
     disturb = None if delays is None else stream_delays(delays)
     generator = torch.Generator().manual_seed(1 + rank)
