@@ -83,7 +83,7 @@ def test_it_finds_the_best_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(raw) > 1.004, "there is nothing to gain in these cases"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=12))
 def test_never_worse(random_problem: PlanProblem) -> None:
     seen: list[tuple[Found, Found]] = []
