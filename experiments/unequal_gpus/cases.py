@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from experiments.offload_step.records import Json
 
@@ -42,6 +43,7 @@ class Case:
 RUNS = {
     "alone": "each GPU by itself, all at once, each at its own best micro-batch",
     "planned": "as planned",
+    "in_stream": "as planned, ranks waiting for each other in a stream, not inside NCCL's kernels",
     "even": "even batches, even shards, one micro-batch size, all state on the GPUs",
     "even_offload": "even batches and shards, k solved within the same limits",
     "no_offload": "the planned batches and shards, all state on the GPUs",
@@ -128,6 +130,19 @@ PARTS: dict[str, list[Case]] = {
 }
 
 
+def comparing_waits(case: Case, rounds: int) -> Case:
+    """The case with its planned run in turns: ranks waiting in NCCL's kernels, and in a stream.
+
+    Args:
+        case: left alone where it has no planned run.
+        rounds: of both; a run's later rounds are named `run#2`, `run#3`, ...
+    """
+    turns = ["planned", "in_stream"]
+    turns += [f"{run}#{number}" for number in range(2, rounds + 1) for run in turns[:2]]
+    runs = [turns if run == "planned" else [run] for run in case.runs]
+    return dataclasses.replace(case, runs=tuple(itertools.chain.from_iterable(runs)))
+
+
 def stages_of(case: Case, settings: Json) -> list[Json]:
     """What the case's processes do, one after another. `settings`: model, seq, sms, steps ..."""
     common = {"case": dataclasses.asdict(case), "settings": settings}
@@ -139,7 +154,8 @@ def stages_of(case: Case, settings: Json) -> list[Json]:
     ]
     for run in case.runs:
         needs = ["profile"] if run == "alone" else ["plan"]
-        stages.append({"name": run, "kind": run, "needs": needs, **common})
+        kind = run.partition("#")[0]
+        stages.append({"name": run, "kind": kind, "needs": needs, **common})
     return stages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from experiments.offload_step import records
@@ -59,6 +60,18 @@ def step_seconds(case: Json, run: str) -> float | None:
     """Of the slowest rank."""
     ranks = result_of(case, run)
     return None if ranks is None else max(rank["step_seconds"] for rank in ranks)
+
+
+def waits_ratio(case: Json) -> float | None:
+    """Median step of the planned runs over that of the runs whose ranks wait in a stream."""
+    steps: dict[str, list[float]] = {"planned": [], "in_stream": []}
+    for run in case["case"]["runs"]:
+        seconds = step_seconds(case, run)
+        if seconds is not None:
+            steps.setdefault(run.partition("#")[0], []).append(seconds)
+    if not all(steps[run] for run in ("planned", "in_stream")):
+        return None
+    return statistics.median(steps["planned"]) / statistics.median(steps["in_stream"])
 
 
 def clipped_share(case: Json, run: str) -> float | None:
@@ -241,6 +254,12 @@ def check_case(case: Json) -> list[Check]:
             Check(claim="planned over the even split", value=times_even, limit=limit,
                   at_least=True, part=label),
         ]  # fmt: skip
+    if "in_stream" in case["case"]["runs"]:
+        claim = "step, ranks waiting in NCCL's kernels over waiting in a stream"
+        ratio_of_waits = waits_ratio(case)
+        checks.append(
+            Check(claim=claim, value=ratio_of_waits, limit=None, at_least=True, part=label)
+        )
     limits = {"memory": MEMORY_PREDICTION}
     if label in limits:
         checks.append(_at_most("step predicted, error of speed", error, limits[label], label))

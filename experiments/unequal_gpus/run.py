@@ -25,7 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.solve_k.sizes import MODELS
-from experiments.unequal_gpus.cases import PARTS, RUNS, Case, cases_of, stages_of, waves
+from experiments.unequal_gpus.cases import (
+    PARTS,
+    RUNS,
+    Case,
+    cases_of,
+    comparing_waits,
+    stages_of,
+    waves,
+)
 from experiments.unequal_gpus.checks import best_counts, counted_slowdowns
 from experiments.unequal_gpus.group import Place, Work, describe_beside, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
@@ -70,6 +78,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=_runs,
         metavar="[LABEL=]RUN[+RUN],...",
         help="only these runs after the plan, of all cases or of one (planned+alone,half=planned)",
+    )
+    add(
+        "--compare-waits",
+        default=0,
+        type=int,
+        metavar="ROUNDS",
+        help="planned runs in turns, ranks waiting in NCCL's kernels and in a stream",
     )
     add("--out", required=True, type=Path, help="folder for result.json and the logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
@@ -163,6 +178,8 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     if unknown:
         raise ValueError(f"--runs names {sorted(unknown)}, which are no cases of the parts")
     cases = [with_runs(limited(case, options.limits), options.runs) for case in cases]
+    if options.compare_waits:
+        cases = [comparing_waits(case, options.compare_waits) for case in cases]
     if options.only is None:
         return cases
     wanted = set(options.only.split(","))

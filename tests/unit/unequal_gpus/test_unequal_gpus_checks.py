@@ -8,7 +8,7 @@ from unequal_cases import case, device, profile_stage, record, stage, trained
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus import checks, report
-from experiments.unequal_gpus.cases import cases_of
+from experiments.unequal_gpus.cases import cases_of, comparing_waits
 from experiments.unequal_gpus.group import REFUSED, Work
 
 PLAN: Json = {
@@ -243,3 +243,20 @@ def test_what_was_under_way_when_time_was_up_says_so() -> None:
     made = work()
     made.take([{"a": GOOD}, {}], [], "late")
     assert made.results["a"]["status"] == records.TIMED_OUT
+
+
+def test_waiting_in_a_stream_is_compared_by_medians_of_the_rounds() -> None:
+    made = speed_case(95.0, 40.0)
+    claim = "step, ranks waiting in NCCL's kernels over waiting in a stream"
+    assert claim not in verdicts_of(made)
+    turns = comparing_waits(case((1.0, 0.25)), 3).runs
+    made["case"]["runs"] = list(turns)
+    assert checks.waits_ratio(made) is None
+    for run in turns:
+        if "planned" in run or "in_stream" in run:
+            kind, _, number = run.partition("#")
+            seconds = (2.0 if kind == "planned" else 1.6) + (9.0 if number == "3" else 0.0)
+            made["results"][run] = stage(trained(seconds, 95.0), trained(seconds, 96.0))
+    assert checks.waits_ratio(made) == pytest.approx(1.25)
+    assert verdicts_of(made)[claim] == "reported"
+    assert "in_stream#3" in report.text_of([made])

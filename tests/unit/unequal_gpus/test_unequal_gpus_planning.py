@@ -7,7 +7,15 @@ import math
 import pytest
 from unequal_cases import case, device, profiled
 
-from experiments.unequal_gpus.cases import GIB, PARTS, RUNS, cases_of, stages_of, waves
+from experiments.unequal_gpus.cases import (
+    GIB,
+    PARTS,
+    RUNS,
+    cases_of,
+    comparing_waits,
+    stages_of,
+    waves,
+)
 from experiments.unequal_gpus.group import divide_cores
 from experiments.unequal_gpus.planning import (
     Limits,
@@ -52,6 +60,17 @@ def test_a_run_needs_the_plan_and_the_plan_the_profile() -> None:
     stages = stages_of(case(), {"model": "toy"})
     assert [stage["name"] for stage in stages] == ["profile", "plan", "alone", "planned", "even"]
     assert [stage.get("needs") for stage in stages[1:3]] == [["profile"], ["profile"]]
+
+
+def test_planned_runs_take_turns_with_those_that_wait_in_a_stream() -> None:
+    turns = comparing_waits(case(), 2)
+    runs = ("alone", "planned", "in_stream", "planned#2", "in_stream#2", "even")
+    assert turns.runs == runs
+    stages = stages_of(turns, {"model": "toy"})[2:]
+    assert [stage["name"] for stage in stages] == list(runs)
+    kinds = ["alone", "planned", "in_stream", "planned", "in_stream", "even"]
+    assert [stage["kind"] for stage in stages] == kinds
+    assert comparing_waits(cases_of("slowdown")[0], 2).runs == ("slowdown",)
 
 
 def test_cores_are_divided_and_none_is_given_twice() -> None:
