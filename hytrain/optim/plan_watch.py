@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hytrain.errors import HyTrainError
-from hytrain.parallel.collectives import ShardCollectives
+from hytrain.parallel.collectives import GATE_VARIABLE, ShardCollectives
 from hytrain.planner.plan_file import PlanFile
 from hytrain.planner.report import align
 
@@ -158,7 +158,8 @@ def advice(report: PlanReport, *, is_nccl: bool, environment: Mapping[str, str])
         environment: the process's variables.
     """
     is_alone = len(report.ranks) == 1
-    if not is_nccl or is_alone or report.error < _NOTABLE or "NCCL_MAX_CTAS" in environment:
+    is_done = "NCCL_MAX_CTAS" in environment or environment.get(GATE_VARIABLE) == "1"
+    if not is_nccl or is_alone or report.error < _NOTABLE or is_done:
         return None
     return (
         "a rank that is ahead waits for the others inside of NCCL's kernels, which hold a part of "

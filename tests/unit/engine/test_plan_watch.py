@@ -14,6 +14,7 @@ from support.plans import a_plan
 from hytrain.errors import HyTrainError
 from hytrain.optim import plan_watch
 from hytrain.optim.plan_watch import PlanReport, PlanWatch, RankState, advice
+from hytrain.parallel.collectives import GATE_VARIABLE
 from hytrain.planner.plan_file import Predicted
 
 BOTH = Predicted(
@@ -115,6 +116,7 @@ def test_advice_where_ranks_wait_for_each_other_on_their_gpus() -> None:
     assert "NCCL_MAX_CTAS=8" in words
     assert advice(late, is_nccl=False, environment={}) is None
     assert advice(late, is_nccl=True, environment={"NCCL_MAX_CTAS": "16"}) is None
+    assert advice(late, is_nccl=True, environment={GATE_VARIABLE: "1"}) is None
     assert advice(report(BOTH, "-----"), is_nccl=True, environment={}) is None, "nobody waits"
 
 
