@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.errors import HyTrainError, OutOfStepError
+from hytrain.errors import ConfigError, HyTrainError, OutOfStepError
 from hytrain.parallel.stream_gate import CudaGateStream, StreamGate, open_gate
 from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
 
@@ -88,8 +88,16 @@ class ShardCollectives:
 
         Nothing without :data:`GATE_VARIABLE`, which must be set alike on all ranks; they all call
         it.
+
+        Raises:
+            ConfigError: the variable is neither 0 nor 1.
         """
-        if os.environ.get(GATE_VARIABLE) == "1" and self.is_nccl and self.world_size > 1:
+        wanted = os.environ.get(GATE_VARIABLE, "0")
+        if wanted not in ("0", "1"):
+            raise ConfigError(
+                f'{GATE_VARIABLE} is "{wanted}": set it to 1 or 0, on all ranks alike'
+            )
+        if wanted == "1" and self.is_nccl and self.world_size > 1:
             self._gate = open_gate(
                 self.rank, self.world_size, self.group, lambda: CudaGateStream(device)
             )

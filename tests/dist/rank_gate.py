@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from hytrain.errors import ConfigError
 from hytrain.parallel import stream_gate
+from hytrain.parallel.collectives import GATE_VARIABLE, ShardCollectives
 from hytrain.parallel.stream_gate import SharedFlags, StreamGate, open_gate
 
 COLLECTIVES = 60
@@ -183,3 +186,12 @@ def no_such_memory() -> bool:
     """Where one of two cannot map it, none has a gate."""
     folder = "/does/not/exist" if dist.get_rank() == 1 else None
     return Bench(folder).gate is None
+
+
+def a_variable_that_says_neither(value: str) -> str:
+    with mock.patch.dict("os.environ", {GATE_VARIABLE: value}):
+        try:
+            ShardCollectives(None).start_gate(torch.device("cpu"))
+        except ConfigError as error:
+            return str(error)
+    return ""

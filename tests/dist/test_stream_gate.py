@@ -36,5 +36,12 @@ def test_where_memory_cannot_be_shared_nobody_waits(ranks: RankPools) -> None:
     assert ranks(2).run(cases.no_such_memory) == [True, True]
 
 
+def test_the_variable_is_0_or_1(ranks: RankPools) -> None:
+    for words in ranks(2).run(cases.a_variable_that_says_neither, "true"):
+        assert 'HYTRAIN_WAIT_IN_STREAM is "true": set it to 1 or 0' in words
+    for value in ("0", "1"):  # gloo's ranks wait on the host, whatever it says
+        assert ranks(2).run(cases.a_variable_that_says_neither, value) == ["", ""]
+
+
 def test_no_file_is_left() -> None:
     assert not glob.glob("/dev/shm/hytrain-gate-*")
