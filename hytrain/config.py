@@ -155,6 +155,9 @@ class HyTrainConfig(_Section):
     """A file of ``hytrain plan``, from the configuration's folder or the current one: it decides
     batches, shards, activations and the k to start with. It must be for this very job."""
 
+    wait_in_stream: bool = True
+    """Ranks of a host wait for each other in front of NCCL's kernels, not inside of them."""
+
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
 

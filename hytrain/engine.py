@@ -160,7 +160,8 @@ class HyTrainEngine(CheckpointEngine):
         group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
         collectives = self._collectives = ShardCollectives(group)
         collectives.start_watch()
-        collectives.start_gate(torch.device(cast(Any, self.device)))
+        device = torch.device(cast(Any, self.device))
+        collectives.start_gate(device, is_wanted=self.hytrain_config.wait_in_stream)
         with collectives.telling():
             return self._build_optimizer(optimizer, collectives)
 

@@ -29,7 +29,7 @@ from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
 from hytrain.optim.statistics import StepStatistics
-from hytrain.parallel.collectives import GATE_VARIABLE, ShardCollectives
+from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
 from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
@@ -62,19 +62,6 @@ def steps_of(rows: Sequence[StepStatistics]) -> Json:
         "update_seconds": [row.update_seconds for row in rows],
         "exposed_seconds": [row.exposed_seconds for row in rows],
     }
-
-
-@contextlib.contextmanager
-def waits_in_stream() -> Generator[None]:
-    """Ranks of engines that are built here wait for each other in a stream."""
-    before = os.environ.get(GATE_VARIABLE)
-    os.environ[GATE_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[GATE_VARIABLE]
-        if before is not None:
-            os.environ[GATE_VARIABLE] = before
 
 
 class Bench:
@@ -292,10 +279,8 @@ class Bench:
             self.stand_in.check(self.case, rank, work, section["gpu_fraction"])
         shares = BatchShares(tuple(work["batch_sizes"]), tuple(work["micro_batch_sizes"]))
         steps = self.settings["even_steps" if run == "even" else "steps"]
-        with waits_in_stream() if run == "in_stream" else contextlib.nullcontext():
-            found = self._train(
-                self._config(section), shares.micro_batches(rank), self.ranks.everyone(), steps
-            )
+        config, sizes = self._config(section), shares.micro_batches(rank)
+        found = self._train(config, sizes, self.ranks.everyone(), steps)
         rate = shares.global_batch / found["step_seconds"]
         return {**found, "section": section, "samples_per_second": rate}
 

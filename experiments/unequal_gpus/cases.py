@@ -43,7 +43,7 @@ class Case:
 RUNS = {
     "alone": "each GPU by itself, all at once, each at its own best micro-batch",
     "planned": "as planned",
-    "in_stream": "as planned, ranks waiting for each other in a stream, not inside NCCL's kernels",
+    "in_kernels": "as planned, ranks waiting for each other inside NCCL's kernels, not in a stream",
     "even": "even batches, even shards, one micro-batch size, all state on the GPUs",
     "even_offload": "even batches and shards, k solved within the same limits",
     "no_offload": "the planned batches and shards, all state on the GPUs",
@@ -131,13 +131,13 @@ PARTS: dict[str, list[Case]] = {
 
 
 def comparing_waits(case: Case, rounds: int) -> Case:
-    """The case with its planned run in turns: ranks waiting in NCCL's kernels, and in a stream.
+    """The case with its planned run in turns: ranks waiting in a stream, and in NCCL's kernels.
 
     Args:
         case: left alone where it has no planned run.
         rounds: of both; a run's later rounds are named `run#2`, `run#3`, ...
     """
-    turns = ["planned", "in_stream"]
+    turns = ["planned", "in_kernels"]
     turns += [f"{run}#{number}" for number in range(2, rounds + 1) for run in turns[:2]]
     runs = [turns if run == "planned" else [run] for run in case.runs]
     return dataclasses.replace(case, runs=tuple(itertools.chain.from_iterable(runs)))

@@ -62,16 +62,29 @@ def step_seconds(case: Json, run: str) -> float | None:
     return None if ranks is None else max(rank["step_seconds"] for rank in ranks)
 
 
+def waits_in_turns(case: Json) -> tuple[str, str] | None:
+    """Runs whose ranks wait in NCCL's kernels, and in a stream; None where none were compared."""
+    runs = case["case"]["runs"]
+    if "in_kernels" in runs:
+        return "in_kernels", "planned"
+    # Before the stream became the default (results of 2ff80a3).
+    return ("planned", "in_stream") if "in_stream" in runs else None
+
+
 def waits_ratio(case: Json) -> float | None:
-    """Median step of the planned runs over that of the runs whose ranks wait in a stream."""
-    steps: dict[str, list[float]] = {"planned": [], "in_stream": []}
+    """Median step of the runs whose ranks wait in NCCL's kernels over that of those in a stream."""
+    compared = waits_in_turns(case)
+    if compared is None:
+        return None
+    steps: dict[str, list[float]] = {}
     for run in case["case"]["runs"]:
         seconds = step_seconds(case, run)
         if seconds is not None:
             steps.setdefault(run.partition("#")[0], []).append(seconds)
-    if not all(steps[run] for run in ("planned", "in_stream")):
+    in_kernels, in_stream = (steps.get(run) for run in compared)
+    if not in_kernels or not in_stream:
         return None
-    return statistics.median(steps["planned"]) / statistics.median(steps["in_stream"])
+    return statistics.median(in_kernels) / statistics.median(in_stream)
 
 
 def clipped_share(case: Json, run: str) -> float | None:
@@ -254,7 +267,7 @@ def check_case(case: Json) -> list[Check]:
             Check(claim="planned over the even split", value=times_even, limit=limit,
                   at_least=True, part=label),
         ]  # fmt: skip
-    if "in_stream" in case["case"]["runs"]:
+    if waits_in_turns(case) is not None:
         claim = "step, ranks waiting in NCCL's kernels over waiting in a stream"
         ratio_of_waits = waits_ratio(case)
         checks.append(

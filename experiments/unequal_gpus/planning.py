@@ -200,9 +200,10 @@ def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: 
     if not run.startswith("even"):
         # k is fixed, so that the steps that are timed are those that were predicted.
         fraction = 1.0 if run == "no_offload" else plan["planned"]["gpu_fractions"][rank]
-        return {"plan": plan["path"], "gpu_fraction": fraction}
+        section: Json = {"plan": plan["path"], "gpu_fraction": fraction}
+        return section | ({"wait_in_stream": False} if run == "in_kernels" else {})
     even = plan["even"]
-    section: Json = {
+    section = {
         "batch_sizes": even["batch_sizes"],
         "micro_batch_sizes": even["micro_batch_sizes"],
         "gpu_fraction": even["gpu_fractions"][rank],

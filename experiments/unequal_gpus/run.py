@@ -84,7 +84,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=0,
         type=int,
         metavar="ROUNDS",
-        help="planned runs in turns, ranks waiting in NCCL's kernels and in a stream",
+        help="planned runs in turns, ranks waiting in a stream and in NCCL's kernels",
     )
     add("--out", required=True, type=Path, help="folder for result.json and the logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])

@@ -6,9 +6,8 @@ steps, or where all of them ask for one: nothing that a rank sees alone decides 
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hytrain.errors import HyTrainError
-from hytrain.parallel.collectives import GATE_VARIABLE, ShardCollectives
+from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile
 from hytrain.planner.report import align
 
@@ -25,8 +24,6 @@ _WARM_UP = 3
 _STEPS = 10
 # Reports that nobody asked for: after steps 13, 23, ..., until layers no longer move.
 _MOST_REPORTS = 4
-# By what share a step must be longer than predicted for advice: plans are within 2 to 6 %.
-_NOTABLE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,28 +143,6 @@ class PlanReport:
         return "\n".join([words, *align(rows)])
 
 
-def advice(report: PlanReport, *, is_nccl: bool, environment: Mapping[str, str]) -> str | None:
-    """What may bring the steps closer to the plan; None where nothing is known of.
-
-    Two unequal H200 were 6.4 % above the plan with the blocks that NCCL chooses, and 1.5 % with 8
-    (experiments/unequal_gpus, results/nvidia_h200_x2_2026-11-22_max_ctas).
-
-    Args:
-        report: of the steps.
-        is_nccl: whether the ranks talk by NCCL.
-        environment: the process's variables.
-    """
-    is_alone = len(report.ranks) == 1
-    is_done = "NCCL_MAX_CTAS" in environment or environment.get(GATE_VARIABLE) == "1"
-    if not is_nccl or is_alone or report.error < _NOTABLE or is_done:
-        return None
-    return (
-        "a rank that is ahead waits for the others inside of NCCL's kernels, which hold a part of "
-        "its GPU meanwhile: with NCCL_MAX_CTAS=8 in the environment, for hytrain profile and for "
-        "training, it may be a smaller part"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank has after a step; see :class:`RankMeasured`.
@@ -224,9 +199,7 @@ class PlanWatch:
         report = self.report()
         if self._collectives.rank == 0 and (report.is_settled or self._reports == _MOST_REPORTS):
             # Whoever trains by a plan wants to see it, whether logging is set up or not.
-            is_nccl = self._collectives.is_nccl
-            words = advice(report, is_nccl=is_nccl, environment=os.environ)
-            print("\n".join(filter(None, [report.table(), words])), flush=True)
+            print(report.table(), flush=True)
 
     def report(self) -> PlanReport:
         """Predicted and measured over the last steps; a collective.

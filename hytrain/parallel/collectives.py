@@ -8,7 +8,6 @@ needs no padding copies either.
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,16 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.errors import ConfigError, HyTrainError, OutOfStepError
+from hytrain.errors import HyTrainError, OutOfStepError
 from hytrain.parallel.stream_gate import CudaGateStream, StreamGate, open_gate
 from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
 
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=20)
-
-GATE_VARIABLE = "HYTRAIN_WAIT_IN_STREAM"
-"""Set to 1, the ranks of a host wait for each other in front of NCCL's kernels (a trial)."""
 
 # Renamed in torch 2.13; the old names warn there and the new ones are missing before.
 _names = vars(dist)
@@ -83,23 +79,22 @@ class ShardCollectives:
             # A store of another kind (MPI has none) cannot be shared with a thread.
             logger.warning("a failed rank will be noticed at the timeout only: %s", error)
 
-    def start_gate(self, device: torch.device) -> None:
+    def start_gate(self, device: torch.device, *, is_wanted: bool = True) -> None:
         """From now on NCCL's kernels start when all ranks of this host have come to them.
 
-        Nothing without :data:`GATE_VARIABLE`, which must be set alike on all ranks; they all call
-        it.
+        All ranks call it. Gloo's ranks wait on the host, where there is nothing to be gained.
 
-        Raises:
-            ConfigError: the variable is neither 0 nor 1.
+        Args:
+            device: this rank's.
+            is_wanted: by this rank; of those that share a host, the ones that want it do it.
         """
-        wanted = os.environ.get(GATE_VARIABLE, "0")
-        if wanted not in ("0", "1"):
-            raise ConfigError(
-                f'{GATE_VARIABLE} is "{wanted}": set it to 1 or 0, on all ranks alike'
-            )
-        if wanted == "1" and self.is_nccl and self.world_size > 1:
+        if self.is_nccl and self.world_size > 1:
             self._gate = open_gate(
-                self.rank, self.world_size, self.group, lambda: CudaGateStream(device)
+                self.rank,
+                self.world_size,
+                self.group,
+                lambda: CudaGateStream(device),
+                is_wanted=is_wanted,
             )
 
     def leave(self) -> None:

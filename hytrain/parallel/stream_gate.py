@@ -6,7 +6,13 @@ collective takes that wait out of the kernel: each rank's stream says in memory 
 that it has come to collective number n, and goes on when all others have. Such a wait is done by
 what feeds the stream and takes no multiprocessor; the kernels behind it then start together.
 
+Measured on H200s, steps of unequal GPUs are 2.5 to 6 % shorter for it (experiments/unequal_gpus).
 Ranks of other hosts have no such memory: for them the kernel waits as before.
+
+A wait in a stream also holds what other streams have queued behind it, where the device has fewer
+hardware queues than the process has streams. Nobody waits for ever for that: all ranks issue their
+collectives in one order, and what a collective waits for, on any stream, was queued before it. So
+nothing that the first unmet collective needs can be behind its gate, or behind a later one.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +41,7 @@ _FOR_GOOD = 1 << 30
 """Ahead of any number that is waited for: comparisons are cyclic."""
 _BEHIND = (1 << 31) + 1
 """From here on a number is behind the first that is waited for."""
+_CLOSING_SECONDS = 10.0
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
@@ -50,6 +58,10 @@ class GateStream(Protocol):
 
     def unregister(self, address: int) -> None:
         """Ends :meth:`register`, with the host's address; nothing may be queued."""
+        ...
+
+    def is_idle(self) -> bool:
+        """Whether all that was queued is done."""
         ...
 
     def follow(self) -> None:
@@ -93,8 +105,10 @@ class CudaGateStream:
         return found.value
 
     def unregister(self, address: int) -> None:
-        self._stream.synchronize()
         cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
+
+    def is_idle(self) -> bool:
+        return self._stream.query()
 
     def follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -201,10 +215,26 @@ class StreamGate:
             self._flags.set(rank, (self._number + _FOR_GOOD) % _NUMBERS)
 
     def close(self) -> None:
-        """Gives the memory back, when the stream has done all that it was given."""
-        self._is_open = True
-        self._stream.unregister(self._flags.address)
-        self._flags.close()
+        """Gives the memory back. Nobody is waited for any more: the others may be gone."""
+        self.open_for_good()
+        _give_back(self._flags, self._stream)
+
+
+def _settled(stream: GateStream) -> bool:
+    """Whether the stream has done all that it was given, after a while at most."""
+    until = time.monotonic() + _CLOSING_SECONDS
+    while not stream.is_idle():
+        if time.monotonic() > until:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def _give_back(flags: SharedFlags, stream: GateStream) -> None:
+    # Behind a collective that will never end the stream may still read it: then it stays.
+    if _settled(stream):
+        stream.unregister(flags.address)
+        flags.close()
 
 
 def open_gate(
@@ -212,6 +242,8 @@ def open_gate(
     world_size: int,
     group: dist.ProcessGroup | None,
     make_stream: Callable[[], GateStream],
+    *,
+    is_wanted: bool = True,
 ) -> StreamGate | None:
     """Makes a gate with the ranks of this host; a collective.
 
@@ -220,6 +252,7 @@ def open_gate(
         world_size: of the group.
         group: of all ranks; on several hosts each has a gate of its own.
         make_stream: makes the gate's stream.
+        is_wanted: by this rank; the others go without one that does not want to.
 
     Returns:
         The gate; None where this rank shares memory with no other.
@@ -230,23 +263,25 @@ def open_gate(
     # another file. Who shares one is seen by what they have written there.
     path = os.path.join(_MEMORY_FOLDER, f"hytrain-gate-{names[0]}")
     token = _BEHIND + secrets.randbelow(_NUMBERS - _BEHIND)
-    made = _make(path, world_size, make_stream)
-    if made is not None:
-        made.flags.set(rank, token)
+    made = _make(path, world_size, make_stream, rank, token) if is_wanted else None
     tokens: list[int | None] = [None] * world_size
     dist.all_gather_object(tokens, None if made is None else token, group=group)
     with suppress(OSError):
         os.unlink(path)  # all who will have it have it
+    others: list[int] = []
+    if made is not None:
+        others = [
+            other
+            for other, written in enumerate(tokens)
+            if other != rank and written is not None and written == made.flags.get(other)
+        ]
+    # Nobody writes a number before all have read the tokens. (A barrier might take other devices.)
+    seen: list[bool] = [False] * world_size
+    dist.all_gather_object(seen, True, group=group)
     if made is None:
         return None
-    others = [
-        other
-        for other, written in enumerate(tokens)
-        if other != rank and written is not None and written == made.flags.get(other)
-    ]
     if not others:
-        made.stream.unregister(made.flags.address)
-        made.flags.close()
+        _give_back(made.flags, made.stream)
         return None
     return StreamGate(made.flags, made.stream, made.base, rank, others)
 
@@ -258,14 +293,22 @@ class _Made:
     base: int
 
 
-def _make(path: str, num_ranks: int, make_stream: Callable[[], GateStream]) -> _Made | None:
+def _make(
+    path: str, num_ranks: int, make_stream: Callable[[], GateStream], rank: int, token: int
+) -> _Made | None:
+    """A rank's part of a gate, whose stream has written ``token``; None where it cannot."""
     flags: SharedFlags | None = None
     try:
         flags = SharedFlags(path, num_ranks)
         stream = make_stream()
-        return _Made(flags, stream, stream.register(flags.address, flags.num_bytes))
+        made = _Made(flags, stream, stream.register(flags.address, flags.num_bytes))
+        # A driver may have the calls and refuse them: rather here than in a step.
+        own = made.base + rank * _LINE
+        stream.set(own, token)
+        stream.wait(own, token)
+        if not _settled(stream) or flags.get(rank) != token:
+            raise RuntimeError("the host and the device do not see what the device has written")
+        return made
     except (OSError, RuntimeError, AttributeError) as error:  # no /dev/shm, no such driver call
-        logger.warning("ranks wait for each other in NCCL's kernels: %s", error)
-        if flags is not None:
-            flags.close()
+        logger.info("ranks wait for each other in NCCL's kernels: %s", error)
         return None

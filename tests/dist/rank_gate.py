@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
-from hytrain.errors import ConfigError
 from hytrain.parallel import stream_gate
-from hytrain.parallel.collectives import GATE_VARIABLE, ShardCollectives
 from hytrain.parallel.stream_gate import SharedFlags, StreamGate, open_gate
 
 COLLECTIVES = 60
@@ -27,14 +24,20 @@ class HostStream:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._given = self._done = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
             self._tasks.get()()
+            self._done += 1
 
     def put(self, task: Callable[[], object]) -> None:
+        self._given += 1
         self._tasks.put(task)
+
+    def is_idle(self) -> bool:
+        return self._done == self._given
 
     def wait_stream(self, other: HostStream) -> None:
         done = threading.Event()
@@ -60,7 +63,10 @@ class HostGateStream:
 
     def unregister(self, address: int) -> None:
         assert address
-        self.stream.synchronize()
+        assert self.is_idle()
+
+    def is_idle(self) -> bool:
+        return self.stream.is_idle()
 
     def follow(self) -> None:
         self.stream.wait_stream(self.current)
@@ -188,10 +194,42 @@ def no_such_memory() -> bool:
     return Bench(folder).gate is None
 
 
-def a_variable_that_says_neither(value: str) -> str:
-    with mock.patch.dict("os.environ", {GATE_VARIABLE: value}):
-        try:
-            ShardCollectives(None).start_gate(torch.device("cpu"))
-        except ConfigError as error:
-            return str(error)
-    return ""
+def one_device_cannot(how: str) -> list[int]:
+    """Ranks that this one waits for, where rank 1's device `refuses` to write or `loses` it."""
+
+    def refuse(address: int, value: int) -> None:
+        raise RuntimeError(f"{address} = {value}: not supported")
+
+    stream = HostGateStream()
+    if dist.get_rank() == 1:
+        stream.set = refuse if how == "refuses" else lambda address, value: None
+    with mock.patch.object(stream_gate, "_CLOSING_SECONDS", 0.2):
+        gate = open_gate(dist.get_rank(), dist.get_world_size(), None, lambda: stream)
+    return _closed(gate)
+
+
+def one_does_not_want_to() -> list[int]:
+    """Ranks that this one waits for, where rank 1 wants no gate."""
+    rank = dist.get_rank()
+    gate = open_gate(rank, dist.get_world_size(), None, HostGateStream, is_wanted=rank != 1)
+    return _closed(gate)
+
+
+def _closed(gate: StreamGate | None) -> list[int]:
+    if gate is None:
+        return []
+    gate.close()
+    return gate._others
+
+
+def closed_behind_what_never_ends() -> tuple[float, bool]:
+    """(seconds to close a gate whose stream stands still, whether its memory is left alone)."""
+    bench = Bench()
+    assert bench.gate is not None
+    bench.gate_stream.current = bench.streams[0]
+    bench.streams[0].put(threading.Event().wait)
+    bench.gate.arrive()
+    begin = time.monotonic()
+    with mock.patch.object(stream_gate, "_CLOSING_SECONDS", 0.2):
+        bench.gate.close()
+    return time.monotonic() - begin, hasattr(bench.gate._flags, "_bytes")

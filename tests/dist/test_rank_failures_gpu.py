@@ -12,8 +12,6 @@ import torch
 import torch.multiprocessing as multiprocessing
 from test_two_gpus import enter_rank, free_port
 
-from hytrain.parallel.collectives import GATE_VARIABLE
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -31,13 +29,13 @@ def _backward(engine: Any, number: int) -> None:
     engine.backward(loss_of(engine(**make_batch("llama", number, device()))))
 
 
-def _engine(accumulation: int) -> Any:
+def _engine(accumulation: int, wait_in_stream: bool) -> Any:
     from support.engines import make_config
     from support.models import make_model
 
     import hytrain
 
-    section = {"shard_fractions": [0.6, 0.4]}
+    section = {"shard_fractions": [0.6, 0.4], "wait_in_stream": wait_in_stream}
     config = make_config(gpu_fraction=0.5, accumulation=accumulation, hytrain=section)
     model = make_model("llama")
     engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -50,12 +48,12 @@ def _train(engine: Any, numbers: range) -> None:
         engine.step()
 
 
-def fails_in_backward(rank: int, port: int, folder: str) -> None:
+def fails_in_backward(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
     from hytrain.errors import RankFailedError
     from hytrain.parallel import watch
 
     enter_rank(rank, port)
-    engine = _engine(1)
+    engine = _engine(1, wait_in_stream)
     armed = [False]
 
     def strike(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,11 +79,11 @@ def fails_in_backward(rank: int, port: int, folder: str) -> None:
     os._exit(0)  # the group is broken: its destructor would wait
 
 
-def fewer_micro_batches(rank: int, port: int, folder: str) -> None:
+def fewer_micro_batches(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
     from hytrain.errors import OutOfStepError, RankFailedError
 
     enter_rank(rank, port)
-    engine = _engine(3)
+    engine = _engine(3, wait_in_stream)
     for number in range(6):
         _backward(engine, number)
         engine.step()
@@ -109,18 +107,20 @@ def fewer_micro_batches(rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.fixture(params=["0", "1"], ids=["in kernels", "in streams"], autouse=True)
-def _waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GATE_VARIABLE, request.param)
+in_both = pytest.mark.parametrize("wait_in_stream", [True, False], ids=["in stream", "in kernels"])
 
 
-def test_an_exception_in_one_ranks_backward(tmp_path: Path) -> None:
-    multiprocessing.spawn(fails_in_backward, args=(free_port(), str(tmp_path)), nprocs=2)
+@in_both
+def test_an_exception_in_one_ranks_backward(tmp_path: Path, wait_in_stream: bool) -> None:
+    arguments = free_port(), str(tmp_path), wait_in_stream
+    multiprocessing.spawn(fails_in_backward, args=arguments, nprocs=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
-def test_fewer_micro_batches_on_one_rank(tmp_path: Path) -> None:
-    multiprocessing.spawn(fewer_micro_batches, args=(free_port(), str(tmp_path)), nprocs=2)
+@in_both
+def test_fewer_micro_batches_on_one_rank(tmp_path: Path, wait_in_stream: bool) -> None:
+    arguments = free_port(), str(tmp_path), wait_in_stream
+    multiprocessing.spawn(fewer_micro_batches, args=arguments, nprocs=2)
     texts = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     # NCCL may let collectives pass that do not fit; somebody waits for one too many in the end.
     assert any("out of step" in text for text in texts), texts

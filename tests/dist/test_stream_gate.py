@@ -36,11 +36,20 @@ def test_where_memory_cannot_be_shared_nobody_waits(ranks: RankPools) -> None:
     assert ranks(2).run(cases.no_such_memory) == [True, True]
 
 
-def test_the_variable_is_0_or_1(ranks: RankPools) -> None:
-    for words in ranks(2).run(cases.a_variable_that_says_neither, "true"):
-        assert 'HYTRAIN_WAIT_IN_STREAM is "true": set it to 1 or 0' in words
-    for value in ("0", "1"):  # gloo's ranks wait on the host, whatever it says
-        assert ranks(2).run(cases.a_variable_that_says_neither, value) == ["", ""]
+def test_a_device_that_does_not_write_has_no_gate(ranks: RankPools) -> None:
+    """Others go without that rank; in a step it would have raised, or waited for ever."""
+    for how in ("refuses", "loses"):
+        assert ranks(3).run(cases.one_device_cannot, how) == [[2], [], [0]]
+
+
+def test_a_rank_that_does_not_want_to_wait_is_left_out(ranks: RankPools) -> None:
+    assert ranks(3).run(cases.one_does_not_want_to) == [[2], [], [0]]
+
+
+def test_the_end_does_not_wait_for_a_collective_that_never_ends(ranks: RankPools) -> None:
+    for seconds, is_kept in ranks(2).run(cases.closed_behind_what_never_ends):
+        assert seconds < 5.0
+        assert is_kept, "the stream may still read it"
 
 
 def test_no_file_is_left() -> None:

@@ -65,14 +65,18 @@ def train(
     shard_fractions: tuple[float, ...] | None = None,
     rank: int = 0,
     frozen: str | None = None,
+    wait_in_stream: bool = True,
 ) -> Trained:
     """Eight steps; each rank has batches of its own. ``frozen``: what of it is not trained."""
+    section: dict[str, Any] = {"wait_in_stream": wait_in_stream}
+    if shard_fractions:
+        section["shard_fractions"] = list(shard_fractions)
     config = make_config(
         gpu_fraction=gpu_fraction,
         stage=stage,
         offload={"chunk_elements": 2**20, "cpu_threads": 8},
         optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-        hytrain={"shard_fractions": list(shard_fractions)} if shard_fractions else None,
+        hytrain=section,
     )
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     if streamed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,7 @@ from support.models import make_model
 from support.plans import a_plan
 
 from hytrain.errors import HyTrainError
-from hytrain.optim import plan_watch
-from hytrain.optim.plan_watch import PlanReport, PlanWatch, RankState, advice
-from hytrain.parallel.collectives import GATE_VARIABLE
+from hytrain.optim.plan_watch import PlanReport, PlanWatch, RankState
 from hytrain.planner.plan_file import Predicted
 
 BOTH = Predicted(
@@ -95,38 +92,3 @@ def test_the_steps_of_warming_up_are_not_measured() -> None:
     found = made.report()
     assert (found.first_step, found.last_step) == (4, 4)
     assert found.measured_seconds == 0.4
-
-
-def of_two_ranks(seconds: float) -> PlanReport:
-    found = report(BOTH, "-----")
-    (rank,) = found.ranks
-    plan = a_plan(make_model("mlp"), (4, 4), (2, 2), predicted=BOTH)
-    slow = replace(rank, step_seconds=seconds)
-    return PlanReport(found.first_step, found.last_step, plan, (rank, slow))
-
-
-def test_advice_where_ranks_wait_for_each_other_on_their_gpus() -> None:
-    late = of_two_ranks(0.44)
-    late = replace(late, ranks=tuple(replace(r, clipped_share=0.75) for r in late.ranks))
-    assert late.error == pytest.approx(0.44 / 0.4375 - 1.0)
-    assert advice(late, is_nccl=True, environment={}) is None, "as planned"
-    late = of_two_ranks(0.44)
-    words = advice(late, is_nccl=True, environment={})
-    assert words is not None
-    assert "NCCL_MAX_CTAS=8" in words
-    assert advice(late, is_nccl=False, environment={}) is None
-    assert advice(late, is_nccl=True, environment={"NCCL_MAX_CTAS": "16"}) is None
-    assert advice(late, is_nccl=True, environment={GATE_VARIABLE: "1"}) is None
-    assert advice(report(BOTH, "-----"), is_nccl=True, environment={}) is None, "nobody waits"
-
-
-def test_advice_is_printed_below_the_report(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_watch, "advice", lambda _report, **_named: "so much for advice")
-    made = watch(BOTH)
-    for _ in range(13):
-        made.after_step(state(clipped=False))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("plan, predicted -> measured")
-    assert lines[-1] == "so much for advice"

@@ -62,13 +62,13 @@ def test_a_run_needs_the_plan_and_the_plan_the_profile() -> None:
     assert [stage.get("needs") for stage in stages[1:3]] == [["profile"], ["profile"]]
 
 
-def test_planned_runs_take_turns_with_those_that_wait_in_a_stream() -> None:
+def test_planned_runs_take_turns_with_those_that_wait_in_kernels() -> None:
     turns = comparing_waits(case(), 2)
-    runs = ("alone", "planned", "in_stream", "planned#2", "in_stream#2", "even")
+    runs = ("alone", "planned", "in_kernels", "planned#2", "in_kernels#2", "even")
     assert turns.runs == runs
     stages = stages_of(turns, {"model": "toy"})[2:]
     assert [stage["name"] for stage in stages] == list(runs)
-    kinds = ["alone", "planned", "in_stream", "planned", "in_stream", "even"]
+    kinds = ["alone", "planned", "in_kernels", "planned", "in_kernels", "even"]
     assert [stage["kind"] for stage in stages] == kinds
     assert comparing_waits(cases_of("slowdown")[0], 2).runs == ("slowdown",)
 
