@@ -257,7 +257,8 @@ class HyTrainEngine(CheckpointEngine):
         with optimizer.collectives.telling():
             super().step(lr_kwargs)
             if self._plan_watch is not None and self.global_steps != steps:
-                self._plan_watch.after_step(optimizer.rank_state())
+                activations = 0 if self._accumulation is None else self._accumulation.host_bytes
+                self._plan_watch.after_step(optimizer.rank_state(activations))
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -110,6 +111,7 @@ def measure(options: argparse.Namespace, began: float) -> Json:
     size = size_of(options.model)
     flops = model_flops(size, options.batch, options.seq) * options.micro_batches
     result: Json = {
+        "command": shlex.join(["experiments/layer_major/run.py", *sys.argv[1:]]),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "hardware": describe(options.device),
         "flops": flops,

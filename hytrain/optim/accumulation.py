@@ -37,6 +37,9 @@ class AccumulatingEngine(BatchEngine, Protocol):
 class MicroBatchMajor:
     """One micro-batch after another."""
 
+    host_bytes = 0
+    """Host memory that activations have taken."""
+
     def __init__(self, engine: BatchEngine, model: nn.Module) -> None:
         self._engine = engine
         self._model = model
@@ -85,6 +88,11 @@ class LayerMajor:
         self.refusal: str | None = None
         if not self._passes.blocks:
             self._refuse("no stack of blocks was found in it")
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that activations have taken."""
+        return self._store.host_bytes
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
         """See :data:`~hytrain.optim.global_batch.Accumulate`.

@@ -36,7 +36,7 @@ class RankMeasured:
             their forward waited for second passes.
         gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
             without a GPU.
-        host_bytes: state and pinned memory on the host.
+        host_bytes: state, weights, activations and staging on the host.
         gpu_layers: layers of ``num_layers`` whose state is on the GPU.
         num_layers: of the model, embeddings and head counted.
         is_settled: no layer moved in these steps.
@@ -150,7 +150,7 @@ class RankState:
     Attributes:
         step_seconds: from the end of the step before to this one's.
         is_clipped: whether this step's gradient was clipped, which the next one's forward feels.
-        host_bytes: state and pinned memory on the host.
+        host_bytes: state, weights, activations and staging on the host.
         gpu_layers: layers of ``num_layers`` whose state is on the GPU.
         num_layers: of the model, embeddings and head counted.
         is_settled: no layer is moving.

@@ -181,6 +181,11 @@ class WeightPasses:
         """Whether a forward or backward is under way."""
         return self.schedule is not None and self.schedule.is_open
 
+    @property
+    def host_bytes(self) -> int:
+        """Of shards that are in host memory."""
+        return 0 if self._home is None else self._home.num_bytes
+
     def wait_for_device(self) -> None:
         """Until everything on the device is done."""
         self._pipeline.streams.synchronize()

@@ -121,8 +121,12 @@ class HyTrainZeroOptimizer(PassTracker):
         """What the last step took; see :class:`~hytrain.optim.statistics.StepStatistics`."""
         return self.statistics.latest()
 
-    def rank_state(self) -> RankState:
-        """This rank after its last step, for :class:`~hytrain.optim.plan_watch.PlanWatch`."""
+    def rank_state(self, activation_bytes: int) -> RankState:
+        """This rank after its last step, for :class:`~hytrain.optim.plan_watch.PlanWatch`.
+
+        Args:
+            activation_bytes: that activations have taken of the host's memory.
+        """
         controller = self.placement.controller
         latest = self.statistics.latest()
         # None where updates are committed directly: nothing is clipped then.
@@ -130,7 +134,7 @@ class HyTrainZeroOptimizer(PassTracker):
         return RankState(
             step_seconds=latest.step_seconds,
             is_clipped=coefficient is not None and coefficient < 1.0 and not latest.skipped,
-            host_bytes=self.placement.host_bytes,
+            host_bytes=self.placement.host_bytes + self.weights.host_bytes + activation_bytes,
             gpu_layers=controller.num_gpu_layers,
             num_layers=len(self.pipeline.layers),
             is_settled=not controller.is_moving,

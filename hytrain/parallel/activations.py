@@ -33,6 +33,11 @@ class HeldTensor(Protocol):
 class ActivationStore(Protocol):
     """Where the tensors between blocks wait for backward."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken for them so far."""
+        ...
+
     def begin_step(self) -> None:
         """Nothing is held: whatever a step that was given up has left is dropped."""
         ...
@@ -82,6 +87,11 @@ class Kept:
 
 class KeptActivations:
     """Everything stays on the device."""
+
+    @property
+    def host_bytes(self) -> int:
+        """None."""
+        return 0
 
     def begin_step(self) -> None:
         """Nothing to drop: tensors go with their calls."""

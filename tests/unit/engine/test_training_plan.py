@@ -244,6 +244,24 @@ def test_layer_by_layer_where_that_was_planned(tmp_path: Path) -> None:
             torch.testing.assert_close(value, by_layer[name])
 
 
+def test_host_memory_has_weights_and_activations_that_are_there(tmp_path: Path) -> None:
+    plan = _plan(stage=3, offload_param="cpu")
+    offloaded = plan.ranks[0].model_copy(update={"activations": "offload"})
+    config = _config(write_a_plan(tmp_path, plan.model_copy(update={"ranks": (offloaded,)})))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
+    config["zero_optimization"] |= zero
+    with built(make_model("llama"), config) as engine:
+        _train(engine, 5)
+        (rank,) = engine.plan_report().ranks
+        layers = engine.optimizer.layer_states
+        weights = sum(part.nbytes for layer in layers for _, part in layer.storage.parts)
+        inputs = make_batch("llama", 0)["input_ids"]
+        # Inputs of the four blocks but the first, of both micro-batches.
+        activations = 2 * 3 * inputs.numel() * engine.module.config.hidden_size * 4
+        there = rank.host_bytes - engine.optimizer.placement.host_bytes
+        assert weights + activations <= there <= 2 * (weights + activations)
+
+
 def test_predicted_stands_beside_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
