@@ -50,6 +50,11 @@ def _positive(what: str, **values: float) -> None:
             raise PlanError(f"{what}: {name} must be positive, got {value}")
 
 
+_UNFILLED = 1.3
+"""A GPU that is busy takes 1.7 times as long or more for twice the samples; H200s whose host was
+busy took 1.0 to 1.1 times as long (experiments/unequal_gpus, case offload)."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
     """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
@@ -107,6 +112,17 @@ class GpuProfile:
         """
         is_alone = self.fetch_rate is not None and activations != "offload"
         return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
+
+    def is_unfilled(self, size: int) -> bool:
+        """Whether a micro-batch takes hardly less time than one of twice as many samples.
+
+        The host, which starts the kernels, is what takes the time there, more than the GPU.
+        """
+        passes = (self.forward_ms, self.backward_ms)
+        if min(table.points[-1][0] for table in passes) < 2 * size:
+            return False  # not measured
+        once, twice = (sum(table.at(samples) for table in passes) for samples in (size, 2 * size))
+        return twice < _UNFILLED * once
 
     def micro_sizes(self, batch: int) -> Sequence[int]:
         """Micro-batches that may be used for so many samples."""
