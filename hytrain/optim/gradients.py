@@ -26,7 +26,7 @@ from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.layers.layout import LayerLayout, ParameterSlot
 from hytrain.optim.firing_order import FiringRecord, Firings, LatePolicy, Pace
-from hytrain.optim.layer_gradient import LayerGradient
+from hytrain.optim.layer_gradient import LayerGradient, Zeros
 
 Consumer = Callable[[LayerGradient], None]
 Agreement = Callable[[Sequence[int], Sequence[bool], bool], tuple[list[int], list[bool]]]
@@ -51,6 +51,7 @@ class GradientCollector:
         recall: Callable[[LayerGradient], None] | None,
         late: LatePolicy,
         sums_squares: bool,
+        is_reduced: bool,
     ) -> None:
         """
         Args:
@@ -67,6 +68,7 @@ class GradientCollector:
             late: what follows a gradient after its layer was taken for complete.
             sums_squares: whether to sum a gradient's squares as it is copied (one rank: elsewhere
                 the reduced gradient's are wanted).
+            is_reduced: see :class:`~hytrain.optim.layer_gradient.Zeros`.
         """
         self.layers = [
             LayerGradient(
@@ -79,6 +81,8 @@ class GradientCollector:
                 sizes = [slot.numel for slot in layer.layout.slots]
                 layer.copier = GradientCopier(sizes, device)
         self._device = device
+        most = max((layout.size for layout in layouts), default=0)
+        self._zeros = Zeros(most, device, is_reduced=is_reduced)
         self._consume = consume
         self._consume_part = consume_part
         self._early = False
@@ -299,25 +303,13 @@ class GradientCollector:
         layer = self.layers[index]
         if self.in_backward and self._early and not layer.closed:
             self._parts = True
-            self._fill(layer)
+            layer.fill(self._zeros)
             self._consume_part(layer)
 
     def _close(self, layer: LayerGradient) -> None:
-        self._fill(layer)
+        layer.fill(self._zeros)
         layer.closed = True
         self._consume(layer)
-
-    def _fill(self, layer: LayerGradient) -> None:
-        """Zeros where no gradient was written: padding, and parameters unused this time."""
-        if layer.local is None:
-            layer.local = torch.zeros(layer.layout.size, dtype=layer.dtype, device=self._device)
-            layer.copied_whole = False
-            return
-        for begin, end in layer.layout.gaps:
-            layer.local[begin:end].zero_()
-        for written, slot in zip(layer.written, layer.layout.slots, strict=True):
-            if not written:
-                layer.local[slot.offset : slot.offset + slot.numel].zero_()
 
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.
@@ -337,8 +329,10 @@ class GradientCollector:
             self._learn()
         if is_new and self._pace is not None:
             self._learn_pace(self._pace)
-        if not consume:
-            return
+        if consume:
+            self._consume_rest()
+
+    def _consume_rest(self) -> None:
         if self._pace is not None:
             self._pace.finish()
         record = self.record
@@ -352,6 +346,7 @@ class GradientCollector:
                 self._consume(layer)
             elif not layer.closed:
                 self._close(layer)
+        self._zeros.forget()
 
     def _wholly_reduced(self) -> set[int]:
         """Layers of which no rank has anything that has not been reduced; may be a collective."""
@@ -387,6 +382,7 @@ class GradientCollector:
         """Forgets every gradient that has not been consumed."""
         self.in_backward = False
         self.open = False
+        self._zeros.forget()
         for layer in self.layers:
             layer.release()
             layer.held = None

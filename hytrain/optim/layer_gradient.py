@@ -10,6 +10,39 @@ from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.layers.layout import LayerLayout
 
 
+class Zeros:
+    """Gradients of layers that have got none in a backward.
+
+    A rank without samples has no other ones, and its host runs far ahead of the collectives that
+    read them: each a tensor of its own, those of all layers would be there at once.
+    """
+
+    def __init__(self, most: int, device: torch.device, *, is_reduced: bool) -> None:
+        """
+        Args:
+            most: elements of the largest layer.
+            device: where gradients are.
+            is_reduced: what is taken is only read (several ranks: it is reduced into another
+                tensor), so that all layers may have the same; otherwise each has its own.
+        """
+        self._most = most
+        self._device = device
+        self._is_reduced = is_reduced
+        self._shared: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, of so many elements."""
+        if not self._is_reduced:
+            return torch.zeros(size, dtype=dtype, device=self._device)
+        if dtype not in self._shared:
+            self._shared[dtype] = torch.zeros(self._most, dtype=dtype, device=self._device)
+        return self._shared[dtype][:size]
+
+    def forget(self) -> None:
+        """Nothing more is taken in this backward; what was taken stays."""
+        self._shared.clear()
+
+
 @dataclass(slots=True)
 class LayerGradient:
     """One layer's gradient on its way.
@@ -45,6 +78,22 @@ class LayerGradient:
         self.parts = [local[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
         self.written = [False] * len(self.parts)
         self.copied_whole = True
+
+    def fill(self, zeros: Zeros) -> None:
+        """Zeros where no gradient was written: padding, and parameters unused this time.
+
+        What there is is complete then, and may only be read.
+        """
+        local = self.local
+        if local is None:
+            self.local = zeros.take(self.layout.size, self.dtype)
+            self.copied_whole = False
+            return
+        for begin, end in self.layout.gaps:
+            local[begin:end].zero_()
+        for written, slot in zip(self.written, self.layout.slots, strict=True):
+            if not written:
+                local[slot.offset : slot.offset + slot.numel].zero_()
 
     def release(self) -> torch.Tensor | None:
         """Hands ``local`` over; nothing here refers to it any more."""

@@ -88,6 +88,7 @@ class PassTracker(DeepSpeedInterface):
             recall=self._recall if self._may_recall else None,
             late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
             sums_squares=collectives.world_size == 1 and not pipeline.norm.settings.direct,
+            is_reduced=collectives.world_size > 1,
         )
         if collectives.world_size > 1:
             weights.pace(self.collector, self.collector.set_pace)

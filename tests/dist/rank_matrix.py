@@ -203,3 +203,28 @@ def an_idle_rank_is_placed(idle: int) -> tuple[list[int], str]:
         # The kernels of both sides may differ in the last bit.
         torch.testing.assert_close(solved[name]["fp32"], tensors["fp32"], rtol=1e-5, atol=1e-6)
     return seen, decision.reason
+
+
+def gradients_that_are_zero(idle: int, stage: int) -> list[int]:
+    """A step's layers, and tensors that this rank gives to their reductions; one has no samples."""
+    rank = dist.get_rank()
+    sizes = [3, 3]
+    sizes[idle] = 0
+    config = make_config(bf16=False, stage=stage, hytrain={"batch_sizes": sizes})
+    given: list[torch.Tensor] = []
+    with built(make_model("llama"), config) as engine:
+        iterator = batches(BatchShares(tuple(sizes), (3, 3)), rank, dataset(9))
+        engine.train_batch(iterator)
+        reduce = engine.optimizer.pipeline.reduce
+
+        def watch(layer: Any, flat: torch.Tensor) -> torch.Tensor:
+            given.append(flat)  # it lives on: no memory is given out twice
+            return reduce(layer, flat)
+
+        engine.optimizer.pipeline.reduce = watch
+        for _ in range(2):
+            given.clear()
+            engine.train_batch(iterator)
+        layers = len(engine.optimizer.pipeline.layers)
+    assert all(bool(flat.any()) == (rank != idle) for flat in given)
+    return [layers, len(given), len({flat.untyped_storage().data_ptr() for flat in given})]

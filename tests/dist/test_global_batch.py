@@ -63,3 +63,11 @@ def test_a_rank_without_samples_updates_on_its_gpu(ranks: RankPools, idle: int) 
     assert seen[-1] == 6
     assert "computes no samples" in reason
     assert results[1 - idle][0] == [0] * len(seen)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_without_samples_has_one_gradient_of_zeros(ranks: RankPools, stage: int) -> None:
+    busy, idle = ranks(2).run(matrix.gradients_that_are_zero, 1, stage)
+    layers = busy[0]
+    assert busy == [layers, layers, layers]
+    assert idle == [layers, layers, 1]
