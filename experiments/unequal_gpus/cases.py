@@ -85,8 +85,8 @@ HALF = _speed_case("half", (1.0, 0.5), 96, 110.0)
 QUARTER = _speed_case("quarter", (1.0, 0.25), 96, 130.0)
 
 # Sizes for 2.915 B parameters: the training copy and its gradients take 10.9 GiB on every rank that
-# computes, a sample of 512 tokens 1.5 GiB of activations, all state 38 GiB (14 bytes a parameter);
-# 1 GiB or 4 % stays free, and 1 GiB is for workspaces.
+# computes, a sample of 512 tokens 1.5 GiB of activations, all state 38 GiB (12 bytes a parameter,
+# and 2 of its gradient at the end); 1 GiB or 4 % stays free, and 1 GiB is for workspaces.
 # 22 GiB: 17 % of the state beside two samples; an even half is 19 GiB.
 MEMORY = Case(
     label="memory",

@@ -21,7 +21,8 @@ FORWARD_SECONDS = 0.002
 BACKWARD_SECONDS = 0.004
 """Of a sample in a block at speed 1."""
 
-STATE_BYTES = 14.0
+STATE_BYTES, KEPT_BYTES = 14.0, 12.0
+"""A parameter, with its gradient and without."""
 STATE_GIB = 38.0
 """Of the 3 B model, that the cases are made for."""
 GPU_GIB = 139.0
@@ -137,8 +138,11 @@ class Memory:
         return fractions[rank] if fractions else 1.0 / len(work["batch_sizes"])
 
     def _needed(self, work: Json, rank: int, gpu_fraction: float) -> float:
-        state = STATE_BYTES * self.parameters * self._fraction(work, rank) * gpu_fraction
-        samples = min(work["micro_batch_sizes"][rank], work["batch_sizes"][rank])
-        # Who computes nothing has no gradients of its own.
-        weights_and_gradients = (4 if samples else 2) * self.parameters
-        return weights_and_gradients + self.stored(samples) + state
+        here = self.parameters * self._fraction(work, rank) * gpu_fraction
+        batch, size = work["batch_sizes"][rank], work["micro_batch_sizes"][rank]
+        whole = 2 * self.parameters if batch else 0  # who computes nothing has no gradients
+        # The reduced gradients of what is updated here come when activations have gone.
+        most = max(whole, (STATE_BYTES - KEPT_BYTES) * here, self.stored(min(size, batch)))
+        if batch > size:
+            most = max(most, whole + self.stored(min(size, batch - size)))
+        return 2 * self.parameters + most + KEPT_BYTES * here

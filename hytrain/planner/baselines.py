@@ -20,6 +20,7 @@ from hytrain.planner.loads import (
     fits_rounds,
     largest_shards,
     load,
+    shard_that_fits,
 )
 from hytrain.planner.problem import (
     MANNERS,
@@ -316,11 +317,11 @@ class _Chosen:
 def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasible:
     """What the roomiest loads lack for even shards."""
     even = problem.model.parameters / problem.cluster.num_ranks
-    each = problem.gpu_state_bytes + problem.sharded_bytes
 
     def left_for_host(work: Load) -> float:
         """Bytes that the rank's host must hold."""
-        state = max(0.0, even - work.room / each) * problem.host_state_bytes
+        on_cpu = max(0.0, even - shard_that_fits(problem, work, 1.0))
+        state = on_cpu * problem.host_state_bytes
         return state + problem.host_weight_bytes * even + work.offloaded
 
     works = [min(menu, key=lambda work: (work.room < 0.0, left_for_host(work))) for menu in menus]

@@ -36,11 +36,16 @@ backward, and the first layer's fetch of every forward is waited for (passes.py)
 host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
 
 These are the limits of a step (DESIGN.md, section 8); steps.py is finer, it walks through the steps
-of all ranks together. Memory, where an element of the training copy has 2 B: 2 B a parameter (4 B a
-parameter of the shard in stage 3, with its gradient) + 14 B a GPU-placed parameter + C(m) + what
-the activation policy leaves there + whole gradients before they are reduced; on the host 14 to 16 B
-a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a parameter of the
-shard, which then are not on the GPU.
+of all ranks together. Memory of the GPU, where an element of the training copy has 2 B: 2 B a
+parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a GPU-placed parameter
++ the larger of what there is in the passes and at the end of backward:
+
+    passes    C(m) + what the activation policy leaves there + whole gradients before they are
+              reduced (one by one: beside every micro-batch but the first)
+    end       C(m) + 2 B a GPU-placed parameter, whose gradient waits for the outcome
+
+On the host 14 to 16 B a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a
+parameter of the shard, which then are not on the GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ from hytrain.planner.passes import (
     micro_sizes,
     outside_seconds,
 )
-from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, Host, PlanProblem
+from hytrain.planner.peaks import peaks
+from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,9 @@ class Load:
         activations: policy between layers.
         compute: seconds of both passes of all micro-batches.
         edge: seconds of a step in which the CPU worker can do nothing.
-        room: bytes of the GPU left for state, and in stage 3 for the training copy; may be
-            negative.
+        room: bytes of the GPU left for state, and in stage 3 for the training copy, while passes
+            are made; may be negative.
+        end_room: the same at the end of a backward, for the gradients that wait, too; no less.
         offloaded: bytes of activations that go to the host.
         fetches: what copies of its weights from the host add to ``compute``, by its shard.
     """
@@ -85,6 +92,7 @@ class Load:
     compute: float
     edge: float
     room: float
+    end_room: float
     offloaded: float
     fetches: tuple[FetchLine, ...] = ()
 
@@ -115,45 +123,18 @@ def load(
     copy = offloaded / model.num_layers / gpu.copy_rate
     passes = layer_passes(problem, gpu, collectives, sizes, copy, activations)
     whole = 0.0 if problem.stage == 3 else float(model.itemsize * model.parameters)
+    peak, end = peaks(problem, gpu, batch, microbatch, activations)
     return Load(
         batch=batch,
         microbatch=microbatch,
         activations=activations,
         compute=model.num_layers * passes.total + outside_seconds(gpu, sizes),
         edge=passes.total + (model.num_layers - 1) * passes.further,
-        room=gpu.memory_bytes - _peak(problem, gpu, batch, microbatch, activations) - whole,
+        room=gpu.memory_bytes - peak - whole,
+        end_room=gpu.memory_bytes - end - whole,
         offloaded=offloaded,
         fetches=fetch_lines(problem, gpu, collectives, sizes, copy, activations),
     )
-
-
-def _peak(
-    problem: PlanProblem, gpu: GpuProfile, batch: int, microbatch: int, activations: Activations
-) -> float:
-    """Bytes of the GPU's peak beside training copy and state."""
-    model = problem.model
-    gradients = float(problem.gradient_bytes * model.parameters)
-    if not batch:
-        return float(gpu.idle_bytes)
-    working = gpu.peak_bytes.at(microbatch)
-    boundary = float(model.num_layers * model.boundary_bytes)
-    if activations == "store":
-        assert gpu.stored_bytes is not None, "checked by the problem"
-        peak = gpu.stored_bytes.at(microbatch)
-    elif activations == "recompute":
-        peak = working + microbatch * boundary
-    elif activations == "keep":
-        peak = working + batch * boundary
-    else:
-        peak = working
-    if problem.stage == 3:
-        return peak  # gradients are reduced as they come, in every backward
-    if activations not in LAYER_MAJOR and batch > microbatch:
-        return peak + gradients  # they wait for the last micro-batch
-    if problem.cluster.num_ranks > 1 or activations in LAYER_MAJOR:
-        # The first backward keeps them until it ends, when all activations are gone.
-        return max(peak, working + gradients)
-    return peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +181,29 @@ def gpu_bytes(
     problem: PlanProblem, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
 ) -> float:
     """The peak of a rank's GPU."""
-    sharded = problem.sharded_bytes * (on_gpu + on_cpu)
-    return gpu.memory_bytes - work.room + sharded + problem.gpu_state_bytes * on_gpu
+    shard = problem.sharded_bytes * (on_gpu + on_cpu) + problem.gpu_state_bytes * on_gpu
+    return gpu.memory_bytes + shard - min(work.room, work.end_room - problem.waiting_bytes * on_gpu)
+
+
+def shard_that_fits(problem: PlanProblem, work: Load, gpu_part: float) -> float:
+    """Parameters of the largest shard of which so much may be GPU-placed; not negative."""
+    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
+    at_end = each + problem.waiting_bytes * gpu_part
+    fitting = [math.inf if each <= 0.0 else work.room / each]
+    fitting += [math.inf if at_end <= 0.0 else work.end_room / at_end]
+    return max(0.0, min(fitting))
+
+
+def gpu_layers_that_fit(problem: PlanProblem, work: Load, shard: float) -> int:
+    """Layers of a shard of so many parameters that have room on the GPU."""
+    layers = problem.model.num_layers
+    each = problem.gpu_state_bytes * shard / layers
+    if each <= 0.0:
+        return layers
+    sharded = problem.sharded_bytes * shard
+    at_end = each + problem.waiting_bytes * shard / layers
+    fitting = min((work.room - sharded) / each, (work.end_room - sharded) / at_end)
+    return min(layers, math.floor(fitting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ class Columns:
     compute: Floats
     edge: Floats
     room: Floats
+    end_room: Floats
     offloaded: Floats
     slope: Floats
     hidden: Floats
@@ -233,6 +236,7 @@ class Columns:
             compute=np.array([work.compute for work in loads]),
             edge=np.array([work.edge for work in loads]),
             room=np.array([work.room for work in loads]),
+            end_room=np.array([work.end_room for work in loads]),
             offloaded=np.array([work.offloaded for work in loads]),
         )
 
@@ -246,14 +250,16 @@ def gpu_capacity(
 ) -> Floats:
     """Parameters of state that a GPU can keep and update in a step of so many seconds.
 
-    In stage 3 the CPU-placed part of the shard takes room, too. Negative where nothing fits.
+    The CPU-placed part of the shard takes room, too. Negative where nothing fits.
     """
-    each, room = problem.gpu_state_bytes, columns.room
-    if problem.stage == 3:
-        sharded = problem.sharded_bytes
-        each, room = each + sharded, room - sharded * on_cpu
+    sharded = problem.sharded_bytes
+    each = problem.gpu_state_bytes + sharded
+    room = np.minimum(
+        (columns.room - sharded * on_cpu) / each,
+        (columns.end_room - sharded * on_cpu) / (each + problem.waiting_bytes),
+    )
     time = step - columns.compute
-    most = np.minimum(room / each, time * gpu.update_rate)
+    most = np.minimum(room, time * gpu.update_rate)
     if problem.offload_param:
         left = time[:, None] + columns.hidden - columns.slope * np.reshape(on_cpu, (-1, 1))
         most = np.minimum(most, (left / (columns.slope + 1.0 / gpu.update_rate)).min(axis=1))
@@ -304,12 +310,14 @@ def largest_shards(
     gpu_part = np.arange(num_layers + 1) / num_layers
     on_gpu = (step - columns.compute)[:, None] * gpu.update_rate
     on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
-    each = problem.gpu_state_bytes * gpu_part
-    if problem.stage == 3:
-        each = each + problem.sharded_bytes
-    room = columns.room[:, None]
+    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
+    at_end = each + problem.waiting_bytes * gpu_part
+    room, end_room = columns.room[:, None], columns.end_room[:, None]
     unlimited = np.full((len(columns.room), num_layers + 1), np.inf)
     shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)
+    shards = np.minimum(
+        shards, np.divide(end_room, at_end, out=unlimited.copy(), where=at_end > 0.0)
+    )
     shards = np.minimum(
         shards, np.divide(on_gpu, gpu_part, out=unlimited.copy(), where=gpu_part > 0.0)
     )

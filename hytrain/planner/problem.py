@@ -280,7 +280,8 @@ class PlanProblem:
             while micro-batches pass through the model one by one, and at the end of the first
             backward of several ranks, which have not agreed on an order yet, or layer by layer,
             which is a trial.
-        gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy.
+        gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy; its gradient at
+            the end of backward is :attr:`waiting_bytes`.
         host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
         allow_idle: whether a rank may compute nothing and only hold state.
@@ -302,7 +303,7 @@ class PlanProblem:
     stage: Literal[1, 2, 3] = 2
     activations: tuple[Activations, ...] = ("keep", "offload")
     accumulation_ms: float = 0.0
-    gpu_state_bytes: int = 14
+    gpu_state_bytes: int = 12
     host_state_bytes: int = 14
     update_bytes: int = 30
     gradient_bytes: int = 0
@@ -336,6 +337,16 @@ class PlanProblem:
             return self.model.itemsize + self.gradient_bytes
         is_sent = self.cluster.num_ranks == 1 and (self.rounds or 1) == 1
         return 0 if is_sent else self.gradient_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes a GPU-placed parameter at the end of a backward, besides :attr:`gpu_state_bytes`.
+
+        Its reduced gradient waits for the outcome of the step, unless it is among
+        :attr:`sharded_bytes`. Activations are gone by then.
+        """
+        has_gradient = self.sharded_bytes > (0 if self.offload_param else self.model.itemsize)
+        return 0 if has_gradient else self.model.itemsize
 
     @property
     def host_weight_bytes(self) -> int:

@@ -118,7 +118,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         batch=options.batch,
         stage=options.stage,
         activations=options.activations,
-        gpu_state_bytes=STATE_BYTES + itemsize,
+        gpu_state_bytes=STATE_BYTES,
         host_state_bytes=STATE_BYTES + itemsize + _STAGING_BYTES,
         # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
         # a gradient comes from the GPU and a copy goes there.

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share, allocate
-from hytrain.planner.loads import Lines, Load, gpu_bytes, host_bytes, lines, traffic
+from hytrain.planner.loads import (
+    Lines,
+    Load,
+    gpu_bytes,
+    gpu_layers_that_fit,
+    host_bytes,
+    lines,
+    traffic,
+)
 from hytrain.planner.problem import LAYER_MAJOR, Accumulation, Activations, PlanProblem
 from hytrain.planner.steps import Steps
 from hytrain.planner.uneven import Infeasible
@@ -183,13 +191,9 @@ def _step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) 
 def _more_gpu_layers(problem: PlanProblem, found: Found, steps: Steps) -> tuple[Share, ...]:
     """The shares with as many more GPU layers as gain by the finer model and have room."""
     most: list[int] = []
-    layers = problem.model.num_layers
     for work, share in zip(found.loads, found.shares, strict=True):
         shard = share.fraction * problem.model.parameters
-        room = work.room - problem.sharded_bytes * shard
-        each = problem.gpu_state_bytes * shard / layers
-        fitting = layers if each <= 0.0 else math.floor(room / each)
-        most.append(min(layers, max(share.gpu_layers, fitting)))
+        most.append(max(share.gpu_layers, gpu_layers_that_fit(problem, work, shard)))
     numbers = steps.worthwhile_layers(most)
     if steps.seconds(numbers) >= steps.seconds():
         return found.shares

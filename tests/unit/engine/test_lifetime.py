@@ -26,6 +26,8 @@ from hytrain.errors import EngineClosedError
 pytestmark = pytest.mark.timeout(120)
 
 TESTS = Path(__file__).parents[2]
+PROMPT_SECONDS = 30.0
+"""Far below what anybody would wait for who waits in vain, also on a machine that is busy."""
 
 
 def test_a_thread_counts_until_it_was_joined() -> None:
@@ -177,7 +179,7 @@ def test_the_interpreter_ends_without_destroy() -> None:
         'engine.backward(engine(**make_batch("mlp", 9)))', HYTRAIN_DELAYS="3:3000"
     )
     assert result.returncode == 0, result.stderr
-    assert seconds < 5.0
+    assert seconds < PROMPT_SECONDS
 
 
 def test_an_error_at_the_end_of_main_is_not_hidden() -> None:
@@ -187,7 +189,7 @@ def test_an_error_at_the_end_of_main_is_not_hidden() -> None:
     """
     result, seconds = _run_script(body)
     assert result.returncode == 3, result.stderr
-    assert seconds < 5.0
+    assert seconds < PROMPT_SECONDS
 
 
 def test_a_forked_child_ends_by_itself() -> None:
@@ -217,7 +219,7 @@ def test_a_forked_child_ends_by_itself() -> None:
     """
     result, seconds = _run_script(body)
     assert result.returncode == 0, result.stderr
-    assert seconds < 5.0
+    assert seconds < PROMPT_SECONDS
 
 
 class Batches(Dataset[Any]):

@@ -216,9 +216,14 @@ def _largest(
     on_gpu = gpu_layers / problem.model.num_layers
     on_cpu = 1.0 - on_gpu
     room = math.inf
-    each = 14.0 * on_gpu + problem.sharded_bytes
+    each = 12.0 * on_gpu + problem.sharded_bytes
+    # Their gradients wait at the end, unless the whole shard's are counted already.
+    without_gradients = 2 if problem.stage == 3 and not problem.offload_param else 0
+    at_end = each + (2.0 * on_gpu if problem.sharded_bytes == without_gradients else 0.0)
     if each > 0.0:
         room = min(room, work.room / each)
+    if at_end > 0.0:
+        room = min(room, work.end_room / at_end)
     if on_gpu > 0.0:
         room = min(room, (step - work.compute) * gpu.update_rate / on_gpu)
     for line in work.fetches:  # each grows with the shard

@@ -155,10 +155,10 @@ def test_traffic_and_memory_of_a_host() -> None:
     assert host_bytes(given_problem, work, GB, GB) == (2 + 2 + 14) * GB
     # The GPU has gradients of its shard, state and what is gathered, which its peak has.
     idle = load(given_problem, GPU, FREE, 0, 0, "recompute")
-    assert gpu_bytes(given_problem, GPU, idle, GB, 0.0) == GB // 2 + (2 + 14) * GB
+    assert gpu_bytes(given_problem, GPU, idle, GB, 0.0) == GB // 2 + (2 + 12) * GB
     resident = replace(given_problem, offload_param=False)
     idle = load(resident, GPU, FREE, 0, 0, "recompute")
-    assert gpu_bytes(resident, GPU, idle, GB, 0.0) == GB // 2 + (4 + 14) * GB
+    assert gpu_bytes(resident, GPU, idle, GB, 0.0) == GB // 2 + (4 + 12) * GB
     assert host_bytes(resident, idle, GB, 0.0) == 0.0
 
 

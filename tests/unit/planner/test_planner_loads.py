@@ -9,7 +9,14 @@ import pytest
 
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import Collectives, Load, load
+from hytrain.planner.loads import (
+    Collectives,
+    Load,
+    gpu_bytes,
+    gpu_layers_that_fit,
+    load,
+    shard_that_fits,
+)
 from hytrain.planner.problem import (
     Activations,
     Cluster,
@@ -121,9 +128,54 @@ def test_memory_of_each_policy() -> None:
     # Layer-major: the inputs of all layers, of all samples, or none.
     assert used("keep", 16) == pytest.approx(2 * GB + 16 * 4 * 0.1 * GB)
     assert used("offload", 16) == pytest.approx(2 * GB + gradients)
-    assert load(problem(), GPU, Collectives(0.0, 0.0), 0, 0, "store").room == pytest.approx(
-        40 * GB - 4 * GB - GB // 2
-    )
+    # Without samples it has one layer's zeros for the reductions.
+    idle = load(problem(), GPU, Collectives(0.0, 0.0), 0, 0, "store")
+    assert idle.room == idle.end_room == pytest.approx((40 - 4 - 0.5 - 2 * 2 / 4) * GB)
+
+
+def test_memory_of_micro_batches_that_are_no_whole_ones() -> None:
+    def used(batch: int, microbatch: int, policy: Activations = "store") -> float:
+        found = load(problem(), GPU, Collectives(0.0, 0.0), batch, microbatch, policy)
+        return 36 * GB - found.room
+
+    # The second one, of 1 sample, is there with the first one's gradients, of 4 GB.
+    assert used(3, 2) == pytest.approx(max(9, 5 + 4) * GB)
+    assert used(4, 2) == pytest.approx((9 + 4) * GB)
+    assert used(5, 2) == pytest.approx((9 + 4) * GB)
+    # Or the first one's backward ends with more, one layer's activations and all gradients.
+    assert used(3, 2, "recompute") == pytest.approx(max(2 + 4, 2 + 0.8, 1 + 0.4 + 4) * GB)
+
+
+def test_gradients_that_wait_take_the_place_of_activations() -> None:
+    few = work("store", 2)
+    # At the end there are one layer's activations, of 2 GB, instead of all, of 9.
+    assert few.end_room == pytest.approx((36 - 2) * GB)
+    given = problem()
+    for on_gpu in (0.5 * GB, 1.5 * GB, 2.0 * GB):
+        passes, end = 9 * GB + 12 * on_gpu, 2 * GB + 14 * on_gpu
+        assert gpu_bytes(given, GPU, few, on_gpu, 0.0) == pytest.approx(4 * GB + max(passes, end))
+    assert gpu_bytes(given, GPU, few, GB, 0.5 * GB) == pytest.approx((4 + 9 + 12) * GB)
+    # In stage 3 the shard's gradients are counted with it, wherever they are updated.
+    sharded = problem(stage=3)
+    few = work("store", 2, stage=3)
+    assert gpu_bytes(sharded, GPU, few, GB, GB) == pytest.approx((9 + 12 + 2 * 4) * GB)
+    # Layer by layer the lowest layer's inputs are there to the end.
+    by_layer = work("keep", 16)
+    assert by_layer.end_room == pytest.approx((36 - 2 - 16 * 0.1) * GB)
+
+
+def test_what_is_said_to_fit_fits() -> None:
+    for changes in ({}, {"stage": 3}, {"stage": 3, "offload_param": True}):
+        given = problem(**changes)
+        for policy in ("store", "keep"):
+            found = work(policy, 6, **changes)
+            for part in (0.25, 0.5, 1.0):
+                shard = shard_that_fits(given, found, part)
+                full = gpu_bytes(given, GPU, found, part * shard, (1.0 - part) * shard)
+                assert full == pytest.approx(GPU.memory_bytes)
+                number = gpu_layers_that_fit(given, found, shard * 1.001)
+                assert number < round(4 * part)
+                assert gpu_layers_that_fit(given, found, shard * 0.999) >= round(4 * part)
 
 
 def test_storing_needs_to_know_what_is_stored() -> None:

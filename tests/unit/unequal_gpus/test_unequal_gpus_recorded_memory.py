@@ -1,0 +1,67 @@
+"""What H200s had allocated at most in recorded runs is what the planner's memory model says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.offload_step.records import OK, read_json
+from experiments.unequal_gpus import planning
+from hytrain.planner.loads import Collectives, gpu_bytes, load
+from hytrain.planner.problem import PlanProblem
+
+RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
+WHOLE = planning.Limits(host_bytes=None)
+
+
+def recorded_cases() -> Iterator[Any]:
+    """Cases whose ranks were profiled and planned for."""
+    for path in sorted(RESULTS.glob("*/results.json")):
+        for run in read_json(path)["runs"]:
+            for number, case in enumerate(run["cases"]):
+                ended = {name for name, each in case["results"].items() if each["status"] == OK}
+                if ended > {"profile", "plan"}:  # something was trained, too
+                    name = f"{path.parent.name}-{case['case']['label']}-{number}"
+                    yield pytest.param(case, id=name)
+
+
+def work_of(case: Any, run: str, rank: int, trained: Any) -> tuple[int, int, float] | None:
+    """(samples, of them at once, shard of the state) of a rank in a run; None: none of these."""
+    if run == "alone":
+        return trained["micro_batch"] * trained["accumulation"], trained["micro_batch"], 1.0
+    plan = case["results"]["plan"]["ranks"][0].get("even" if run == "even" else "planned")
+    if plan is None or run not in ("planned", "in_stream", "in_kernels", "even"):
+        return None
+    shards = plan.get("shard_fractions") or [1 / len(plan["batch_sizes"])] * 8
+    return plan["batch_sizes"][rank], plan["micro_batch_sizes"][rank], shards[rank]
+
+
+def ratios(case: Any, problem: PlanProblem) -> Iterator[float]:
+    """What is said over what was allocated, of every rank that trained."""
+    for run, result in case["results"].items():
+        if result["status"] != OK:
+            continue
+        for rank, trained in enumerate(result["ranks"]):
+            found = work_of(case, run.partition("#")[0], rank, trained)
+            if found is None or not found[0]:
+                continue
+            batch, microbatch, fraction = found
+            gpu = problem.cluster.ranks[rank][1]
+            work = load(problem, gpu, Collectives(0.0, 0.0), batch, microbatch, "store")
+            shard = fraction * problem.model.parameters
+            on_gpu = trained["gpu_fraction"] * shard
+            said = gpu_bytes(problem, gpu, work, on_gpu, shard - on_gpu)
+            yield said / trained["gpu"]["peak_allocated_bytes"]
+
+
+@pytest.mark.parametrize("case", list(recorded_cases()))
+def test_recorded_peaks(case: Any) -> None:
+    profile = planning.file_of(case["results"]["profile"]["ranks"])
+    problem = planning.problem_of(profile, case["case"]["batch"], WHOLE)
+    found = list(ratios(case, problem))
+    assert found
+    assert min(found) > 0.999
+    assert max(found) < 1.02
