@@ -298,6 +298,7 @@ def _make(
 ) -> _Made | None:
     """A rank's part of a gate, whose stream has written ``token``; None where it cannot."""
     flags: SharedFlags | None = None
+    made: _Made | None = None
     try:
         flags = SharedFlags(path, num_ranks)
         stream = make_stream()
@@ -311,4 +312,8 @@ def _make(
         return made
     except (OSError, RuntimeError, AttributeError) as error:  # no /dev/shm, no such driver call
         logger.info("ranks wait for each other in NCCL's kernels: %s", error)
+        if made is not None:
+            _give_back(made.flags, made.stream)
+        elif flags is not None:
+            flags.close()
         return None
