@@ -11,7 +11,7 @@ def peaks(
     """Bytes of the GPU beside training copy, state and shards: most in the passes, and at the end.
 
     The end is that of a backward, with the lowest layer's activations. H200s were within 2 % of the
-    larger of both, state and shards added (experiments/unequal_gpus, 110 ranks).
+    larger of both, state and shards added (experiments/unequal_gpus, 129 peaks).
 
     Args:
         problem: what is planned.
