@@ -5,7 +5,8 @@ the outer one proves that no plan is faster than ``lower_bound``, the inner one 
 which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap:
 it is at most that share longer than the best. Both are worked out for even shards, whose
 collectives are faster, and for unequal ones; then polish.py moves single samples. The step that the
-plan promises is that of steps.py.
+plan promises is that of steps.py; where it is not close to the bound, the plan is the one of those
+that the search came by, and of each manner of accumulation, that promises the shortest.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.polish import polish
 from hytrain.planner.problem import MANNERS, Activations, GpuProfile, PlanProblem
+from hytrain.planner.refine import refine
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 
 # Steps between the bound and the plan that are tried for loads that suit whole layers better.
 _RETRIES = 16
+# A plan that takes at most so many times the bound by the finer model is not compared with others.
+_CLOSE = 1.02
+# Otherwise with plans of a step up to so many times as long by the lines, and no more than these.
+_NEARBY = 1.25
+_MOST_OTHERS = 24
+# Of those, so many are refined.
+_MOST_REFINED = 3
 _GIB = 1024**3
 
 
@@ -41,8 +50,6 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
             f"a batch of {problem.batch} is less than {cluster.num_ranks} ranks, each of which "
             "must compute a sample: raise the batch, or let ranks be idle"
         )
-    bound = math.inf
-    found: Found | None = None
     simple = samples_by_speed(problem)
     if isinstance(simple, Infeasible) or (
         not problem.allow_idle and any(rank.batch_size == 0 for rank in simple.ranks)
@@ -50,23 +57,75 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         simple = None
     # Rounded up: it may be the best plan there is.
     worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
-    frontiers = [Frontier(problem, even=True, worst=worst)]
-    if cluster.num_ranks > 1:
-        frontiers.append(Frontier(problem, even=False, worst=worst))
-    for frontier in frontiers:
-        possible = _lower_bound(frontier)
-        if possible is None:
-            continue
-        bound = min(bound, possible)
-        best = _search(frontier, possible, math.inf if found is None else found.step)
-        if best is not None and (found is None or best.step < found.step * (1.0 - TOLERANCE)):
-            found = best
-    found = None if found is None else polish(problem, found)
-    if simple is not None and (found is None or simple.step_seconds < found.step):
-        return replace(simple, lower_bound=min(bound, simple.step_seconds))
-    if found is None:
-        return _missing(problem, frontiers[-1], is_bounded=math.isfinite(bound))
-    return to_plan(problem, found, min(bound, found.step))
+    search = _Search(problem, worst)
+    bound = search.bound
+    plans = [] if simple is None else [simple]
+    if search.trail:
+        found = polish(problem, min(search.trail, key=lambda each: each.step))
+        plans.append(to_plan(problem, found, found.step))
+    if not plans:
+        return _missing(problem, search.frontiers[-1], is_bounded=math.isfinite(bound))
+    best = min(plans, key=lambda plan: plan.step_seconds)
+    if best.predicted_seconds > _CLOSE * bound:
+        plans += _others(problem, search, best)
+        best = min(plans, key=lambda plan: plan.predicted_seconds)
+    return replace(best, lower_bound=min(bound, *(plan.step_seconds for plan in plans)))
+
+
+def _others(problem: PlanProblem, search: _Search, best: Plan) -> list[Plan]:
+    """Plans whose steps the finer model may find shorter than that of the best by the lines.
+
+    Those that the search has come by, and the best ones of each manner of accumulation alone: the
+    lines do not know when in a step a rank's gradients come, by which the manners differ.
+    """
+    most = _NEARBY * best.step_seconds
+    trail = list(search.trail)
+    for group in MANNERS.values():
+        policies: tuple[Activations, ...] = tuple(
+            policy for policy in problem.activations if policy in group
+        )
+        if policies and policies != problem.activations:
+            own = replace(problem, activations=policies)
+            found = _Search(own, most).trail
+            trail += found
+            if found:
+                trail.append(polish(own, min(found, key=lambda each: each.step)))
+    distinct = {(one.loads, one.shares): one for one in trail if one.step <= most}
+    nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_OTHERS]
+    plans = {to_plan(problem, one, one.step): one for one in nearest}
+    for plan in sorted(plans, key=lambda plan: plan.predicted_seconds)[:_MOST_REFINED]:
+        found = refine(problem, plans[plan])
+        plans[to_plan(problem, found, found.step)] = found
+    return list(plans)
+
+
+class _Search:
+    """The search for the shortest step by the lines.
+
+    Attributes:
+        frontiers: of even shards, and of unequal ones where there are several ranks.
+        bound: no step is shorter; infinite where none is possible.
+        trail: the plans that it has come by.
+    """
+
+    def __init__(self, problem: PlanProblem, worst: float) -> None:
+        """
+        Args:
+            problem: what is to be dealt to whom.
+            worst: seconds of a step; longer ones are of no interest.
+        """
+        self.frontiers = [Frontier(problem, even=True, worst=worst)]
+        if problem.cluster.num_ranks > 1:
+            self.frontiers.append(Frontier(problem, even=False, worst=worst))
+        self.bound = math.inf
+        self.trail: list[Found] = []
+        for frontier in self.frontiers:
+            possible = _lower_bound(frontier)
+            if possible is None:
+                continue
+            self.bound = min(self.bound, possible)
+            shortest = min((one.step for one in self.trail), default=math.inf)
+            self.trail += _search(frontier, possible, shortest)
 
 
 def _of_one_manner(problem: PlanProblem) -> Plan | Infeasible:
@@ -110,19 +169,25 @@ def _bisect(able: Callable[[float], bool], low: float, high: float) -> tuple[flo
     return low, high
 
 
-def _search(frontier: Frontier, low: float, worst: float) -> Found | None:
-    """The fastest plan by the inner reading; None where none is faster than ``worst``."""
+def _search(frontier: Frontier, low: float, worst: float) -> list[Found]:
+    """Plans by the inner reading, the fastest among them; none where all are slower than ``worst``.
+
+    Args:
+        frontier: what can be held in which time.
+        low: no step is shorter.
+        worst: seconds of a step.
+    """
     longest = min(frontier.longest(), worst)
-    best: Found | None = None
-    high, growth = low, TOLERANCE
+    growth = TOLERANCE
     while True:  # gallop up from the bound: the best is close to it
         high = min(low * (1.0 + growth), longest)
-        best = _finish(frontier, high)
-        if best is not None or high >= longest:
+        first = _finish(frontier, high)
+        if first is not None or high >= longest:
             break
         growth *= 2.0
-    if best is None:
-        return None
+    if first is None:
+        return []
+    trail = [first]
     low = max(low, low * (1.0 + growth / 2.0)) if growth > TOLERANCE else low
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2.0
@@ -131,13 +196,14 @@ def _search(frontier: Frontier, low: float, worst: float) -> Found | None:
             low = middle
         else:
             high = middle
-            best = better if better.step < best.step else best
+            trail.append(better)
     # Loads chosen for a longer step may take whole layers better.
     for number in range(1, _RETRIES):
-        longer = low * (best.step / low) ** (number / _RETRIES)
-        better = _finish(frontier, longer) if longer > high else None
-        best = better if better is not None and better.step < best.step else best
-    return best
+        shortest = min(one.step for one in trail)
+        longer = low * (shortest / low) ** (number / _RETRIES)
+        other = _finish(frontier, longer) if longer > high else None
+        trail += [] if other is None else [other]
+    return trail
 
 
 def _finish(frontier: Frontier, step: float) -> Found | None:

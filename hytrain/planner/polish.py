@@ -23,7 +23,7 @@ def polish(problem: PlanProblem, found: Found) -> Found:
         problem: what is dealt.
         found: a plan for it.
     """
-    loads = _Loads(problem, even=found.even)
+    loads = FastestLoads(problem, even=found.even)
     for _ in range(_MOST_MOVES):
         moved = _move(problem, loads, found.loads)
         if moved is None:
@@ -38,15 +38,20 @@ def polish(problem: PlanProblem, found: Found) -> Found:
     return found
 
 
-class _Loads:
+class FastestLoads:
     """The fastest load for so many samples, each worked out once."""
 
     def __init__(self, problem: PlanProblem, *, even: bool) -> None:
+        """
+        Args:
+            problem: what is dealt.
+            even: whether all shards are equal.
+        """
         self._problem = problem
         self._collectives = Collectives.of(problem, even=even)
         self._known: dict[tuple[GpuProfile, int, Activations], Load | None] = {}
 
-    def fastest(self, gpu: GpuProfile, batch: int, policy: Activations) -> Load | None:
+    def of(self, gpu: GpuProfile, batch: int, policy: Activations) -> Load | None:
         """None where no micro-batch leaves room on the GPU or makes the rounds."""
         key = gpu, batch, policy
         if key not in self._known:
@@ -62,7 +67,7 @@ class _Loads:
         return self._known[key]
 
 
-def _move(problem: PlanProblem, loads: _Loads, chosen: tuple[Load, ...]) -> list[Load] | None:
+def _move(problem: PlanProblem, loads: FastestLoads, chosen: tuple[Load, ...]) -> list[Load] | None:
     """The loads after one move; None where the slowest rank has none to give."""
     moved = list(chosen)
     gpus = [gpu for _, gpu in problem.cluster.ranks]
@@ -70,7 +75,7 @@ def _move(problem: PlanProblem, loads: _Loads, chosen: tuple[Load, ...]) -> list
     work = moved[slowest]
     least = 0 if problem.allow_idle else 1
     for batch in range(work.batch, least - 1, -1):
-        faster = loads.fastest(gpus[slowest], batch, work.activations)
+        faster = loads.of(gpus[slowest], batch, work.activations)
         if faster is not None and faster.compute < work.compute * (1.0 - TOLERANCE):
             moved[slowest] = faster
             break
@@ -81,7 +86,7 @@ def _move(problem: PlanProblem, loads: _Loads, chosen: tuple[Load, ...]) -> list
             (with_more.compute, rank, with_more)
             for rank, other in enumerate(moved)
             if rank != slowest
-            and (with_more := loads.fastest(gpus[rank], other.batch + 1, other.activations))
+            and (with_more := loads.of(gpus[rank], other.batch + 1, other.activations))
         ]
         if not given:
             return None

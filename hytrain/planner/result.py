@@ -150,10 +150,10 @@ def settle(problem: PlanProblem, loads: Sequence[Load], step: float, *, even: bo
             low = middle
         else:
             high, shares = middle, found
-    return Found(tuple(loads), tuple(shares), _step(problem, loads, shares), even)
+    return Found(tuple(loads), tuple(shares), line_step(problem, loads, shares), even)
 
 
-def _parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
+def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
     """Parameters of state on the GPU and on the host."""
     model = problem.model
     shard = share.fraction * model.parameters
@@ -164,8 +164,7 @@ def _parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
 def _lines(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> list[Lines]:
     rows = zip(problem.cluster.ranks, loads, shares, strict=True)
     return [
-        lines(problem, host, gpu, work, *_parts(problem, share))
-        for (host, gpu), work, share in rows
+        lines(problem, host, gpu, work, *parts(problem, share)) for (host, gpu), work, share in rows
     ]
 
 
@@ -178,12 +177,13 @@ def _host_seconds(
     for host in problem.cluster.hosts:
         ranks = range(first, first + len(host.gpus))
         first += len(host.gpus)
-        moved = sum(traffic(problem, loads[rank], *_parts(problem, shares[rank])) for rank in ranks)
+        moved = sum(traffic(problem, loads[rank], *parts(problem, shares[rank])) for rank in ranks)
         seconds += [moved / host.bandwidth] * len(host.gpus)
     return seconds
 
 
-def _step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> float:
+def line_step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> float:
+    """Seconds of a step by the lines of loads.py."""
     own = max(line.longest for line in _lines(problem, loads, shares))
     return max(own, *_host_seconds(problem, loads, shares))
 
@@ -219,7 +219,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     ranks: list[RankPlan] = []
     rows = zip(problem.cluster.ranks, found.loads, shares, own, shared, strict=True)
     for (host, gpu), work, share, line, on_host in rows:
-        on_gpu, on_cpu = _parts(problem, share)
+        on_gpu, on_cpu = parts(problem, share)
         by_limit = {"gpu": line.gpu, "cpu": line.cpu, "copies": line.copies, "host": on_host}
         ranks.append(
             RankPlan(
