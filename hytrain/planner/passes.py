@@ -227,9 +227,15 @@ def accumulation_seconds(problem: PlanProblem, gpu: GpuProfile, microbatch: int)
 def micro_seconds(
     gpu: GpuProfile, microbatch: int, activations: Activations
 ) -> tuple[float, float]:
-    """Seconds of one layer's forward and backward of one micro-batch, recomputation included."""
+    """Seconds of one layer's forward and backward of one micro-batch, recomputation included.
+
+    A checkpoint stops when it has what backward needs: mostly before a layer's last product. Layer
+    by layer, the layer's output is needed as well, to go back from, and all of it is computed.
+    """
     forward, backward = gpu.forward_ms.at(microbatch), gpu.backward_ms.at(microbatch)
-    if activations != "store":
-        again = forward if gpu.recompute_ms is None else gpu.recompute_ms.at(microbatch)
-        backward += again
+    if activations in LAYER_MAJOR or (activations == "recompute" and gpu.recompute_ms is None):
+        backward += forward
+    elif activations == "recompute":
+        assert gpu.recompute_ms is not None
+        backward += gpu.recompute_ms.at(microbatch)
     return forward / 1e3, backward / 1e3

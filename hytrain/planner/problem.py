@@ -73,7 +73,8 @@ class GpuProfile:
         copy_rate: bytes/s to the host, and at the same time from it.
         outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
             passes; None for nothing.
-        recompute_ms: what computing one layer again adds to its backward; None for its forward.
+        recompute_ms: what a layer's checkpoint adds to its backward; None for its forward. Layer
+            by layer it is the forward always.
         stored_bytes: C with all activations of all layers, where they are stored; None where that
             was not measured.
         multiprocessors: by which it is told apart from others of its name; 0 where not known.

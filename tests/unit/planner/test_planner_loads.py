@@ -27,7 +27,8 @@ from hytrain.planner.problem import (
 )
 
 GB = 10**9
-# Of one micro-batch of 2: forward 10 ms, backward 25, recomputation 15, outside 7.
+# Of one micro-batch of 2: forward 10 ms, backward 25, a checkpoint 15, outside 7.
+# (A real checkpoint computes less than a forward again; here the two must not be mistaken.)
 GPU = GpuProfile(
     name="g",
     memory_bytes=40 * GB,
@@ -57,14 +58,15 @@ def work(policy: Activations, batch: int = 6, gather: float = 0.0, **changes: An
 def test_stored_activations_are_not_computed_again() -> None:
     # 3 micro-batches of 4 layers.
     assert work("store").compute == pytest.approx(4 * 3 * 0.035 + 3 * 0.007)
-    for policy in ("recompute", "keep"):
-        assert work(policy).compute == pytest.approx(4 * 3 * 0.050 + 3 * 0.007)
+    assert work("recompute").compute == pytest.approx(4 * 3 * 0.050 + 3 * 0.007)
+    # Layer by layer all of the forward is, whatever a checkpoint leaves out.
+    assert work("keep").compute == pytest.approx(4 * 3 * 0.045 + 3 * 0.007)
 
 
 def test_collectives_delay_what_is_computed_beside_them() -> None:
-    # A layer's first forward takes 10 ms, its last backward 25, 40 if it is computed again.
+    # A layer's first forward takes 10 ms, its last backward 25, and what is computed again.
     beside = Collectives(0.004, 0.006, gather_delay=0.004, scatter_delay=0.006)
-    seconds: dict[Activations, float] = {"store": 0.035, "recompute": 0.050, "keep": 0.050}
+    seconds: dict[Activations, float] = {"store": 0.035, "recompute": 0.050, "keep": 0.045}
     for policy, once in seconds.items():
         passes = 3 * once
         found = load(problem(), GPU, beside, 6, 2, policy)
@@ -100,7 +102,7 @@ def test_between_the_first_and_the_last_micro_batch_the_worker_has_nothing_to_do
     one_by_one = work("recompute")
     assert one_by_one.edge == pytest.approx(one_by_one.compute - 0.021 - 3 * (0.010 + 0.040))
     layer_major = work("keep")
-    assert layer_major.edge == pytest.approx(3 * 0.050)
+    assert layer_major.edge == pytest.approx(3 * 0.045)
     assert work("recompute", batch=2).edge == pytest.approx(0.050)
 
 
