@@ -40,6 +40,7 @@ def _configs(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
-        if config is not None and "__dict__" in dir(config):
+        # Most modules of a model share one; it is looked into once, which takes a while.
+        if config is not None and id(config) not in found and "__dict__" in dir(config):
             found[id(config)] = config
     return list(found.values())
