@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -31,6 +32,7 @@ from hytrain.config import BatchShares
 from hytrain.optim.statistics import StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
+from hytrain.planner.problem import LAYER_MAJOR
 from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
 from hytrain.profile.host_share import share_host
@@ -277,10 +279,11 @@ class Bench:
         work = planning.work_of(run, plan)
         if not self.is_cuda:
             self.stand_in.check(self.case, rank, work, section["gpu_fraction"])
+        policy = work["activations"][rank]
         shares = BatchShares(tuple(work["batch_sizes"]), tuple(work["micro_batch_sizes"]))
         steps = self.settings["even_steps" if run == "even" else "steps"]
         config, sizes = self._config(section), shares.micro_batches(rank)
-        found = self._train(config, sizes, self.ranks.everyone(), steps)
+        found = self._train(config, sizes, self.ranks.everyone(), steps, policy)
         rate = shares.global_batch / found["step_seconds"]
         return {**found, "section": section, "samples_per_second": rate}
 
@@ -319,7 +322,10 @@ class Bench:
         return {name: counts.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
 
     def _bare(self, model: torch.nn.Module, sizes: Sequence[int]) -> Json | None:
-        """A micro-batch of the bare model: whether host and GPU are as fast as in the profile."""
+        """A micro-batch of the bare model: whether host and GPU are as fast as in the profile.
+
+        None for a rank without samples.
+        """
         if not sizes:
             return None
         passes = Passes(model, self.device)
@@ -328,12 +334,29 @@ class Bench:
         self.clean()
         return {"samples": sizes[0], **found}
 
-    def _train(self, config: Json, sizes: Sequence[int], job: DataParallel, steps: int) -> Json:
-        """Warm-up steps, then timed ones with nothing in between."""
+    def _train(
+        self,
+        config: Json,
+        sizes: Sequence[int],
+        job: DataParallel,
+        steps: int,
+        policy: str = "store",
+    ) -> Json:
+        """Warm-up steps, then timed ones with nothing in between.
+
+        Times are from the end of one step to the end of another, where the host knows the norm of
+        all gradients: what the CPU has left to do then, the next step hides, the first one's of
+        those that are timed as well as the one's behind the last.
+        """
         begin = time.perf_counter()
         before = host_memory()
-        model = self.build()
-        bare = self._bare(model, sizes) if "plan" in config["hytrain"] else None
+        model: Any = self.build()
+        is_planned = "plan" in config["hytrain"]
+        if policy != "store":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        bare = self._bare(model, sizes) if is_planned else None
+        if is_planned or policy in LAYER_MAJOR:
+            model.gradient_checkpointing_disable()  # hytrain sees to it
         reset_gpu_peak(self.ranks.device)
         engine, _, _, _ = hytrain.initialize(
             model=model, model_parameters=model.parameters(), config=config, mpu=job
@@ -341,19 +364,17 @@ class Bench:
         built = time.perf_counter() - begin
         batches = self._batches(sizes)
         losses = [engine.train_batch(batches) for _ in range(self.settings["warmup"])]
-        engine.synchronize()
-        self.synchronize()
         counted = self._allocator()
         rows: list[StepStatistics] = []
         start = time.perf_counter()
         for _ in range(steps):
             losses.append(engine.train_batch(batches))
             rows.append(engine.step_statistics())
+        seconds = (time.perf_counter() - start) / steps
         engine.synchronize()
         self.synchronize()
-        seconds = (time.perf_counter() - start) / steps
         grown = {name: value - counted[name] for name, value in self._allocator().items()}
-        report = engine.plan_report().to_json() if "plan" in config["hytrain"] else None
+        report = engine.plan_report().to_json() if is_planned else None
         after = host_memory()
         found = {
             "step_seconds": seconds,

@@ -103,10 +103,10 @@ MEMORY = Case(
 OFFLOAD = Case(
     label="offload",
     speeds=(1.0, 0.5),
-    memory=(0.11, 0.275),
+    memory=(0.11, 0.25),
     host_gib=15.6,
     batch=48,
-    sizes=(1, 2, 3, 4, 5, 6, 7, 8),
+    sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16),
     runs=("planned", "even_offload", "no_offload"),
     seconds=90.0,
 )

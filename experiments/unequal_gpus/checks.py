@@ -115,10 +115,12 @@ def bare_over_profile(case: Json) -> list[float] | None:
     ranks, measured = result_of(case, "profile"), result_of(case, "planned")
     if ranks is None or measured is None or not all("bare" in rank for rank in measured):
         return None
-    profile = file_of(ranks)
+    profile, plan = file_of(ranks), result_of(case, "plan")
+    policies = plan[0]["planned"].get("activations") if plan else None
     found: list[float] = []
     for rank, bare in enumerate(each["bare"] for each in measured):
-        known = {p.samples: p for p in passes_of(profile, rank)}
+        policy = policies[rank] if policies else "store"
+        known = {p.samples: p for p in passes_of(profile, rank, policy)}
         if bare is None or bare["samples"] not in known:
             found.append(0.0)
             continue

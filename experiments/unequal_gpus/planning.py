@@ -12,7 +12,7 @@ from hytrain.planner.baselines import even_split
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_file import plan_file
-from hytrain.planner.problem import PlanProblem
+from hytrain.planner.problem import ACTIVATIONS, LAYER_MAJOR, PlanProblem
 from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan
@@ -60,8 +60,14 @@ class Passes:
         return self.samples / (self.forward + self.backward)
 
 
-def passes_of(profile: ProfileFile, rank: int) -> list[Passes]:
-    """By ascending micro-batch, from a layer's times and those outside of the layers."""
+def passes_of(profile: ProfileFile, rank: int, activations: str = "store") -> list[Passes]:
+    """By ascending micro-batch, from a layer's times and those outside of the layers.
+
+    Args:
+        profile: of all ranks.
+        rank: whose.
+        activations: stored, or of which policy that computes them again.
+    """
     device = device_of(profile, rank)
     layers = profile.model.num_layers
     outside = {row.samples: row for row in device.outside}
@@ -69,7 +75,8 @@ def passes_of(profile: ProfileFile, rank: int) -> list[Passes]:
     for row in device.layer:
         rest = outside.get(row.samples)
         forward = layers * row.forward_ms + (rest.forward_ms if rest else 0.0)
-        backward = layers * row.backward_ms + (rest.backward_ms if rest else 0.0)
+        of_layer = row.backward_ms if activations == "store" else row.recompute_backward_ms
+        backward = layers * of_layer + (rest.backward_ms if rest else 0.0)
         found.append(Passes(row.samples, forward / 1e3, backward / 1e3))
     return found
 
@@ -80,7 +87,7 @@ def best_passes(passes: Sequence[Passes]) -> Passes:
 
 
 def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
-    """A batch for all ranks of the profile; all activations are stored, as they are in training.
+    """A batch for all ranks of the profile, with whatever activations suit them, as by default.
 
     Raises:
         PlanError: nothing can be planned with these limits.
@@ -96,7 +103,7 @@ def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
         gpu_reserve=lambda total: max(limits.least_reserve, int(GPU_RESERVE_SHARE * total)),
         host_reserve=kept_free,
         stage=2,
-        activations=("store",),
+        activations=ACTIVATIONS,
     )
     return problem_from(profile, options)
 
@@ -107,6 +114,7 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
     return {
         "batch_sizes": [rank.batch_size for rank in plan.ranks],
         "micro_batch_sizes": [max(1, rank.microbatch_size) for rank in plan.ranks],
+        "activations": [rank.activations for rank in plan.ranks],
         "shard_fractions": [fraction / sum(fractions) for fraction in fractions],
         "gpu_fractions": [rank.gpu_layers / problem.model.num_layers for rank in plan.ranks],
         "predicted_seconds": plan.predicted_seconds,
@@ -158,20 +166,15 @@ def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
 
 
 def naive_even(profile: ProfileFile, batch: int) -> Json:
-    """Where the planner finds no even split: what somebody would do who does not ask it.
+    """Where the planner finds no even split: the one that takes the least memory.
 
-    All do the same, with the micro-batch that the roomiest GPU does best with, of those that divide
-    a share if any does, and all state on the GPUs.
+    All do the same: one sample at once, activations computed again, all state on the GPUs.
     """
     number = len(profile.hosts[0].ranks)
-    share = batch // number
-    roomiest = max(range(number), key=lambda rank: device_of(profile, rank).memory_bytes)
-    passes = passes_of(profile, roomiest)
-    dividing = [each for each in passes if share % each.samples == 0]
-    size = best_passes(dividing or passes).samples
     return {
-        "batch_sizes": [share] * number,
-        "micro_batch_sizes": [size] * number,
+        "batch_sizes": [batch // number] * number,
+        "micro_batch_sizes": [1] * number,
+        "activations": ["recompute"] * number,
         "shard_fractions": None,
         "gpu_fractions": [1.0] * number,
     }
@@ -208,6 +211,8 @@ def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: 
         "micro_batch_sizes": even["micro_batch_sizes"],
         "gpu_fraction": even["gpu_fractions"][rank],
     }
+    if even["activations"][rank] in LAYER_MAJOR:
+        section |= {"accumulation": "layer_major", "activations": even["activations"][rank]}
     if run == "even_offload":
         section["gpu_fraction"] = "solve"
         if limits.host_bytes is not None:

@@ -48,7 +48,8 @@ def case_lines(case: Json) -> list[str]:
     if plan is not None:
         planned = plan[0]["planned"]
         lines.append(
-            f"  plan: batches {planned['batch_sizes']} by {planned['micro_batch_sizes']}, shards "
+            f"  plan: batches {planned['batch_sizes']} by {planned['micro_batch_sizes']}"
+            f"{_activations(planned)}, shards "
             f"{_numbers(planned['shard_fractions'], 3)}, k {_numbers(planned['gpu_fractions'], 2)},"
             f" predicted {planned['predicted_seconds']:.4f} s, GPU "
             f"{_numbers(planned['gpu_gib'], 1)} GiB, host {_numbers(planned['host_gib'], 1)} GiB"
@@ -56,6 +57,12 @@ def case_lines(case: Json) -> list[str]:
     for run in told["runs"]:
         lines.append(_run_line(case, run))
     return lines
+
+
+def _activations(planned: Json) -> str:
+    """Each rank's policy, where any is not to store them (old results have none)."""
+    policies = planned.get("activations", [])
+    return f" ({', '.join(policies)})" if set(policies) - {"store"} else ""
 
 
 def _run_line(case: Json, run: str) -> str:

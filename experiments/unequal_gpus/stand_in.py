@@ -27,6 +27,8 @@ STATE_GIB = 38.0
 """Of the 3 B model, that the cases are made for."""
 GPU_GIB = 139.0
 SAMPLE_GIB = 1.45
+RECOMPUTED = 0.1
+"""Of that, at most at once where it is computed again."""
 
 
 class _Slow(torch.autograd.Function):
@@ -86,7 +88,7 @@ class Memory:
                     update={
                         "kept_bytes": self.stored(row.samples) // layers,
                         "peak_bytes": self.stored(row.samples) // layers,
-                        "recompute_peak_bytes": self.stored(row.samples) // layers,
+                        "recompute_peak_bytes": int(RECOMPUTED * self.stored(row.samples)),
                     }
                 )
                 for row in one.layer
@@ -140,9 +142,12 @@ class Memory:
     def _needed(self, work: Json, rank: int, gpu_fraction: float) -> float:
         here = self.parameters * self._fraction(work, rank) * gpu_fraction
         batch, size = work["batch_sizes"][rank], work["micro_batch_sizes"][rank]
+        # Activations that are computed again are there for one layer at a time.
+        part = 1.0 if work["activations"][rank] == "store" else RECOMPUTED
         whole = 2 * self.parameters if batch else 0  # who computes nothing has no gradients
         # The reduced gradients of what is updated here come when activations have gone.
-        most = max(whole, (STATE_BYTES - KEPT_BYTES) * here, self.stored(min(size, batch)))
+        first, next_ones = min(size, batch), min(size, batch - size)
+        most = max(whole, (STATE_BYTES - KEPT_BYTES) * here, part * self.stored(first))
         if batch > size:
-            most = max(most, whole + self.stored(min(size, batch - size)))
+            most = max(most, whole + part * self.stored(next_ones))
         return 2 * self.parameters + most + KEPT_BYTES * here

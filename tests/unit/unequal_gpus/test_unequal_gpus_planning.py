@@ -136,18 +136,28 @@ def test_memory_goes_to_who_has_it_and_samples_to_who_is_fast() -> None:
     assert planned["shard_fractions"][0] < 0.3
     assert planned["gpu_fractions"] == [1.0, 1.0]
     assert planned["gpu_gib"][0] <= 22.0
-    # What is tried all the same: the micro-batch of the GPU that has room.
+    # What is tried all the same: the one that takes the least memory.
     assert found["even_split"] is not None
     assert found["even"] == naive_even(file_with((1.0, 22.0), (0.5, 139.0)), 48)
-    assert found["even"]["micro_batch_sizes"] == [8, 8]
+    assert found["even"]["batch_sizes"] == [24, 24]
+    assert found["even"]["micro_batch_sizes"] == [1, 1]
+    assert found["even"]["activations"] == ["recompute", "recompute"]
 
 
-def test_a_naive_even_split_takes_a_size_that_divides_its_share() -> None:
-    profile = file_with((1.0, 139.0), (0.25, 139.0))
-    told = naive_even(profile, 24)
-    assert told["batch_sizes"] == [12, 12]
-    assert told["micro_batch_sizes"] == [4, 4]
-    assert naive_even(profile, 32)["micro_batch_sizes"] == [8, 8]
+def test_even_runs_have_the_activations_that_were_planned() -> None:
+    plan = {"path": "p", "even": naive_even(file_with((1.0, 22.0), (0.5, 139.0)), 48)}
+    assert "accumulation" not in section_of("even", plan, 0, UNLIMITED, 0)
+    plan["even"]["activations"] = ["keep", "store"]
+    section = section_of("even", plan, 0, UNLIMITED, 0)
+    assert (section["accumulation"], section["activations"]) == ("layer_major", "keep")
+    assert "accumulation" not in section_of("even", plan, 1, UNLIMITED, 0)
+
+
+def test_passes_that_compute_again_take_longer() -> None:
+    profile = file_with((1.0, 139.0), (0.5, 139.0))
+    stored, again = passes_of(profile, 0), passes_of(profile, 0, "recompute")
+    assert [p.forward for p in stored] == [p.forward for p in again]
+    assert all(p.backward < q.backward for p, q in zip(stored, again, strict=True))
 
 
 def test_a_gpu_alone_has_its_share_in_its_best_micro_batches() -> None:
