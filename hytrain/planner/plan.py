@@ -20,7 +20,7 @@ from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.polish import polish
 from hytrain.planner.problem import MANNERS, Activations, GpuProfile, PlanProblem
-from hytrain.planner.refine import refine
+from hytrain.planner.refine import refine, unevenly
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 
@@ -32,7 +32,7 @@ _CLOSE = 1.02
 _NEARBY = 1.25
 _MOST_OTHERS = 24
 # Of those, so many are refined.
-_MOST_REFINED = 3
+_MOST_REFINED = 6
 _GIB = 1024**3
 
 
@@ -66,7 +66,8 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     if not plans:
         return _missing(problem, search.frontiers[-1], is_bounded=math.isfinite(bound))
     best = min(plans, key=lambda plan: plan.step_seconds)
-    if best.predicted_seconds > _CLOSE * bound:
+    # One of many numbers of rounds is one of many plans already.
+    if problem.rounds is None and best.predicted_seconds > _CLOSE * bound:
         plans += _others(problem, search, best)
         best = min(plans, key=lambda plan: plan.predicted_seconds)
     return replace(best, lower_bound=min(bound, *(plan.step_seconds for plan in plans)))
@@ -75,28 +76,40 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
 def _others(problem: PlanProblem, search: _Search, best: Plan) -> list[Plan]:
     """Plans whose steps the finer model may find shorter than that of the best by the lines.
 
-    Those that the search has come by, and the best ones of each manner of accumulation alone: the
-    lines do not know when in a step a rank's gradients come, by which the manners differ.
+    Those that the search has come by, and the best ones of fewer policies: the lines do not know
+    when in a step a rank's gradients come, by which the policies differ.
     """
     most = _NEARBY * best.step_seconds
     trail = list(search.trail)
-    for group in MANNERS.values():
-        policies: tuple[Activations, ...] = tuple(
-            policy for policy in problem.activations if policy in group
-        )
-        if policies and policies != problem.activations:
-            own = replace(problem, activations=policies)
-            found = _Search(own, most).trail
-            trail += found
-            if found:
-                trail.append(polish(own, min(found, key=lambda each: each.step)))
+    for policies in _choices(problem.activations):
+        own = replace(problem, activations=policies)
+        found = _Search(own, most).trail
+        trail += found
+        if found:
+            trail.append(polish(own, min(found, key=lambda each: each.step)))
     distinct = {(one.loads, one.shares): one for one in trail if one.step <= most}
     nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_OTHERS]
-    plans = {to_plan(problem, one, one.step): one for one in nearest}
-    for plan in sorted(plans, key=lambda plan: plan.predicted_seconds)[:_MOST_REFINED]:
-        found = refine(problem, plans[plan])
-        plans[to_plan(problem, found, found.step)] = found
-    return list(plans)
+    plans = [(to_plan(problem, one, one.step), one) for one in nearest]
+    plans.sort(key=lambda pair: pair[0].predicted_seconds)
+    # Small changes lead from one choice of policies to another seldom: the best of each is refined.
+    starts: dict[tuple[Activations, ...], Found] = {}
+    for plan, one in plans:
+        starts.setdefault(tuple(rank.activations for rank in plan.ranks), one)
+    first = list(starts.values())[:_MOST_REFINED]
+    first += [unevenly(problem, one) for one in first if one.even and len(one.loads) > 1]
+    refined = [refine(problem, one) for one in first]
+    return [
+        *(plan for plan, _ in plans),
+        *(to_plan(problem, found, found.step) for found in refined),
+    ]
+
+
+def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:
+    """Each policy alone, and those of each manner of accumulation."""
+    groups: list[tuple[Activations, ...]] = [(policy,) for policy in activations]
+    for own in MANNERS.values():
+        groups.append(tuple(policy for policy in activations if policy in own))
+    return [group for group in dict.fromkeys(groups) if group and group != activations]
 
 
 class _Search:

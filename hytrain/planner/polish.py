@@ -55,16 +55,20 @@ class FastestLoads:
         """None where no micro-batch leaves room on the GPU or makes the rounds."""
         key = gpu, batch, policy
         if key not in self._known:
-            problem = self._problem
             sizes = gpu.micro_batches(batch) if batch else (0,)
-            made = (
-                load(problem, gpu, self._collectives, batch, size, policy)
-                for size in sizes
-                if fits_rounds(problem, batch, size)
-            )
-            roomy = (work for work in made if work.room >= 0.0)
+            made = (self.of_size(gpu, batch, size, policy) for size in sizes)
+            roomy = (work for work in made if work is not None)
             self._known[key] = min(roomy, key=lambda work: work.compute, default=None)
         return self._known[key]
+
+    def of_size(
+        self, gpu: GpuProfile, batch: int, microbatch: int, policy: Activations
+    ) -> Load | None:
+        """With these micro-batches; None where they leave no room or do not make the rounds."""
+        if not fits_rounds(self._problem, batch, microbatch):
+            return None
+        work = load(self._problem, gpu, self._collectives, batch, microbatch, policy)
+        return work if work.room >= 0.0 else None
 
 
 def _move(problem: PlanProblem, loads: FastestLoads, chosen: tuple[Load, ...]) -> list[Load] | None:

@@ -86,6 +86,7 @@ class GpuProfile:
         accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
             micro-batch's samples; None for the problem's.
         fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
+        layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
     """
 
     name: str
@@ -105,6 +106,11 @@ class GpuProfile:
     sizes: tuple[int, ...] | None = None
     accumulation_ms: Table | None = None
     fetch_rate: float | None = None
+    layer_peak_bytes: Table | None = None
+
+    def layer_peak(self, samples: int) -> float:
+        """C in the passes of a layer: what is outside of the layers (the logits) is not there."""
+        return (self.layer_peak_bytes or self.peak_bytes).at(samples)
 
     def fetch_rates(self, activations: Activations) -> tuple[float, float]:
         """Bytes/s from the host in forward, and in backward, where gradients go there.

@@ -172,7 +172,8 @@ def gpu_profile(
         memory_bytes=memory - reserve,
         forward_ms=times(device.layer, lambda row: row.forward_ms),
         backward_ms=times(device.layer, lambda row: row.backward_ms),
-        peak_bytes=_peak_table(device, model, idle),
+        peak_bytes=_peak_table(device, model, idle, _outside_bytes(device)),
+        layer_peak_bytes=_peak_table(device, model, idle, None),
         idle_bytes=idle,
         update_rate=device.update_rate,
         copy_rate=min(device.copies.to_host_both, device.copies.from_host_both),
@@ -268,9 +269,10 @@ def _outside_bytes(device: DeviceProfile) -> Table | None:
     return _bytes(device.outside, lambda row: row.peak_bytes) if device.outside else None
 
 
-def _peak_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
+def _peak_table(
+    device: DeviceProfile, model: ProfiledModel, idle: int, outside: Table | None
+) -> Table:
     """C where layers are computed again: the larger of one layer's peak and that outside."""
-    outside = _outside_bytes(device)
 
     def peak(row: LayerSample) -> float:
         most = max(row.recompute_peak_bytes, outside.at(row.samples) if outside else 0.0)

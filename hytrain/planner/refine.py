@@ -8,7 +8,7 @@ changes are tried, and the best of each round is taken while the walked step bec
 - state from one rank's shard to another's, each keeping as many layers on its GPU as have room;
 - fewer or more layers of a shard on the GPU;
 - a sample from one rank to another, each with its fastest micro-batch;
-- another policy for a rank's activations.
+- another policy for a rank's activations, or other micro-batches, which leave more room.
 
 Equal ranks (the same GPU, work and share, on equal hosts) change together, but for samples.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share
-from hytrain.planner.loads import Load, gpu_layers_that_fit, host_bytes
+from hytrain.planner.loads import Collectives, Load, gpu_layers_that_fit, host_bytes, load
 from hytrain.planner.polish import FastestLoads
 from hytrain.planner.problem import PlanProblem
 from hytrain.planner.result import Found, line_step, parts
@@ -29,6 +29,8 @@ from hytrain.planner.steps import Steps
 _MOVED = (0.16, 0.04, 0.01)
 """Of the model's state, from one kind of ranks to another."""
 _LAYERS = (-4, -1, 1, 4)
+_SIZES = 4
+"""Of micro-batches on either side of what a rank has."""
 _GAIN = 1e-3
 """A change that gains less of the step is none."""
 _MOST_TRIES = 600
@@ -53,6 +55,16 @@ def refine(problem: PlanProblem, found: Found) -> Found:
         found: a plan for it; even shards stay even.
     """
     return _Refinement(problem, found).run()
+
+
+def unevenly(problem: PlanProblem, found: Found) -> Found:
+    """A plan with even shards as one whose shards need not be: its collectives take longer."""
+    collectives = Collectives.of(problem, even=False)
+    loads = tuple(
+        load(problem, gpu, collectives, work.batch, work.microbatch, work.activations)
+        for (_, gpu), work in zip(problem.cluster.ranks, found.loads, strict=True)
+    )
+    return Found(loads, found.shares, line_step(problem, loads, found.shares), even=False)
 
 
 class _Refinement:
@@ -114,7 +126,7 @@ class _Refinement:
         members = list(kinds.values())
         for alike in members:
             yield from self._other_layers(now, alike)
-            yield from self._other_policies(now, alike)
+            yield from self._other_work(now, alike)
         for one, other in itertools.permutations(members, 2):
             if not self._even:
                 yield from self._moved_state(now, one, other)
@@ -149,14 +161,25 @@ class _Refinement:
                 shares[rank] = replace(shares[rank], gpu_layers=layers)
             yield loads, shares
 
-    def _other_policies(
+    def _other_work(
         self, now: _Work, alike: Sequence[int]
     ) -> Iterator[tuple[list[Load], list[Share]]]:
-        work = now.loads[alike[0]]
-        for policy in self._problem.activations:
-            if policy == work.activations or not work.batch:
-                continue
-            other = self._fastest.of(self._gpus[alike[0]], work.batch, policy)
+        work, gpu = now.loads[alike[0]], self._gpus[alike[0]]
+        if not work.batch:
+            return
+        others = [
+            self._fastest.of(gpu, work.batch, policy)
+            for policy in self._problem.activations
+            if policy != work.activations
+        ]
+        sizes = gpu.micro_batches(work.batch)
+        smaller = [size for size in sizes if size < work.microbatch][-_SIZES:]
+        larger = [size for size in sizes if size > work.microbatch][:_SIZES]
+        others += [
+            self._fastest.of_size(gpu, work.batch, size, work.activations)
+            for size in (*smaller, *larger)
+        ]
+        for other in others:
             if other is None:
                 continue
             loads = list(now.loads)

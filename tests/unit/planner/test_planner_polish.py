@@ -1,4 +1,4 @@
-"""Moving single samples: never worse, and the best there is where only samples matter."""
+"""Plans made better: never worse, and the best there is where only samples matter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hytrain.planner.loads import Collectives, load
 from hytrain.planner.plan import make_plan
 from hytrain.planner.polish import polish
 from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
-from hytrain.planner.result import Found, Plan
+from hytrain.planner.refine import refine
+from hytrain.planner.result import Found, Plan, to_plan
+from hytrain.planner.steps import Steps
 
 PARAMETERS = 3 * 10**9
 FREE = Table(((1.0, 0.0),))
@@ -104,3 +106,39 @@ def test_never_worse(random_problem: PlanProblem) -> None:
         least = 0 if random_problem.allow_idle else 1
         assert all(work.batch >= least for work in after.loads)
         assert [w.activations for w in after.loads] == [w.activations for w in before.loads]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_problem=plan_problems(most_ranks=3, most_batch=8))
+def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
+    seen: list[tuple[Found, Found]] = []
+
+    def watch(problem: PlanProblem, found: Found) -> Found:
+        better = refine(problem, found)
+        seen.append((found, better))
+        return better
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "refine", watch)
+        make_plan(random_problem)
+    for before, after in seen:
+        plans = [to_plan(random_problem, found, found.step) for found in (before, after)]
+        walked = [
+            max(found.step, _walked(random_problem, found).seconds()) for found in (before, after)
+        ]
+        assert walked[1] <= walked[0]
+        assert after.even == before.even
+        assert sum(rank.batch_size for rank in plans[1].ranks) == random_problem.batch
+        assert sum(rank.shard_fraction for rank in plans[1].ranks) == pytest.approx(1.0)
+        by_host: dict[str, float] = {}
+        for rank, (host, gpu) in zip(plans[1].ranks, random_problem.cluster.ranks, strict=True):
+            assert rank.batch_size >= (0 if random_problem.allow_idle else 1)
+            assert rank.shard_fraction >= 0.0
+            assert rank.gpu_bytes <= gpu.memory_bytes * (1.0 + 1e-9)
+            by_host[host.name] = by_host.get(host.name, 0.0) + rank.host_bytes
+        for host in random_problem.cluster.hosts:
+            assert by_host[host.name] <= host.memory_bytes * (1.0 + 1e-9) + 1.0
+
+
+def _walked(problem: PlanProblem, found: Found) -> Steps:
+    return Steps(problem, found.loads, found.shares, even=found.even)
