@@ -61,6 +61,7 @@ def steps_of(rows: Sequence[StepStatistics]) -> Json:
     return {
         "gpu_fraction": rows[-1].gpu_fraction,
         "clipped_share": sum(c is not None and c < 1.0 for c in clipped) / len(rows),
+        "step_times": [row.step_seconds for row in rows],
         "update_seconds": [row.update_seconds for row in rows],
         "exposed_seconds": [row.exposed_seconds for row in rows],
     }

@@ -101,8 +101,20 @@ def judged_prediction(case: Json) -> float | None:
     return predicted_seconds(plan[0]["planned"], clipped_share(case, "planned"))
 
 
+def reported(case: Json) -> Json | None:
+    """What the engine itself reported of the planned run; None where there is no such run."""
+    ranks = result_of(case, "planned")
+    return None if ranks is None else ranks[0].get("plan_report")
+
+
 def prediction_error(case: Json) -> float | None:
-    """Measured over predicted step, less 1."""
+    """Measured over predicted step, less 1: as the engine reports it, by the median of its steps.
+
+    Where there is no report, by the mean.
+    """
+    report = reported(case)
+    if report is not None:
+        return report["error"]
     error = ratio(step_seconds(case, "planned"), judged_prediction(case))
     return None if error is None else error - 1.0
 

@@ -97,6 +97,12 @@ def _planned_words(case: Json, ranks: Sequence[Json]) -> str:
         predicted = checks.judged_prediction(case)
         if predicted is not None:
             words += f" (predicted {predicted:.4f} s)"
+    report = checks.reported(case)
+    if report is not None:
+        words += (
+            f", by the engine's report median {report['measured_seconds']:.4f} s, predicted "
+            f"{report['predicted_seconds']:.4f} s"
+        )
     again = checks.bare_over_profile(case)
     if again is not None:
         words += f", bare passes {_numbers(again, 2)} of the profile's"

@@ -93,6 +93,17 @@ def test_the_prediction_is_judged_at_the_share_of_clipped_steps(
     assert line.endswith(f", {share:.0%} clipped (predicted {predicted:.4f} s), retries [2, 2]")
 
 
+def test_the_engines_own_report_is_what_a_prediction_is_judged_by() -> None:
+    made = speed_case(95.0, 40.0)
+    told = {"measured_seconds": 0.97, "predicted_seconds": 1.0, "error": -0.03}
+    for rank in made["results"]["planned"]["ranks"]:
+        rank |= {"plan_report": told, "clipped_share": 1.0, "allocator": {}}
+    assert checks.prediction_error(made) == -0.03
+    assert "by the engine's report median 0.9700 s, predicted 1.0000 s" in report.text_of([made])
+    made["results"]["planned"]["ranks"][0]["plan_report"] = {**told, "error": -0.08}
+    assert verdicts_of(made)["step predicted, error"] == "missed"
+
+
 def test_a_host_that_became_slower_shows_beside_the_profile() -> None:
     made = speed_case(95.0, 40.0)
     assert checks.bare_over_profile(made) is None

@@ -1,0 +1,67 @@
+"""Plans from profiles that were recorded on H200s: more choice and more memory make none slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from experiments.offload_step.records import read_json
+from experiments.unequal_gpus import planning
+from experiments.unequal_gpus.cases import GIB, OFFLOAD
+from hytrain.planner import plan as plan_module
+from hytrain.planner.plan import make_plan
+from hytrain.planner.problem import ACTIVATIONS, LAYER_MAJOR, Activations, PlanProblem
+from hytrain.planner.result import Plan
+
+RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
+FOLDERS = ("nvidia_h200_x2_2026-11-22_fifth", "nvidia_h200_x2_2026-11-22_seventh")
+assert OFFLOAD.host_gib is not None
+LIMITS = planning.Limits(host_bytes=int(OFFLOAD.host_gib * GIB))
+
+
+@cache
+def offload_problem(folder: str) -> PlanProblem:
+    """Case offload, whose CPUs have much to update, in a folder's first run."""
+    runs = read_json(RESULTS / folder / "results.json")["runs"]
+    (case, *_) = [case for case in runs[0]["cases"] if case["case"]["label"] == "offload"]
+    profile = planning.file_of(case["results"]["profile"]["ranks"])
+    return planning.problem_of(profile, case["case"]["batch"], LIMITS)
+
+
+def seconds(problem: PlanProblem) -> float:
+    plan = make_plan(problem)
+    assert isinstance(plan, Plan), plan
+    assert plan.lower_bound <= plan.predicted_seconds
+    return plan.predicted_seconds
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_more_policies_make_no_slower_plan(folder: str) -> None:
+    problem = offload_problem(folder)
+    assert problem.activations == ACTIVATIONS
+    fewer: list[tuple[Activations, ...]] = [("store",), ("store", "recompute"), LAYER_MAJOR]
+    alone = [seconds(replace(problem, activations=policies)) for policies in fewer]
+    assert seconds(problem) <= min(alone) * (1.0 + 1e-6)
+    # Only to store them leaves room for one sample at a time there.
+    assert seconds(problem) < 0.7 * alone[0]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_more_memory_makes_no_slower_plan(folder: str) -> None:
+    """Within a percent: not every plan is tried."""
+    problem = offload_problem(folder)
+    (host,) = problem.cluster.hosts
+    grown = tuple(replace(gpu, memory_bytes=gpu.memory_bytes + 3 * GIB) for gpu in host.gpus)
+    roomier = replace(host, gpus=grown, memory_bytes=host.memory_bytes + 3 * GIB)
+    cluster = replace(problem.cluster, hosts=(roomier,))
+    assert seconds(replace(problem, cluster=cluster)) <= seconds(problem) * 1.01
+
+
+def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = offload_problem(FOLDERS[1])
+    refined = seconds(problem)
+    monkeypatch.setattr(plan_module, "refine", lambda _problem, found: found)
+    assert seconds(problem) > 1.05 * refined, "there is nothing to gain in this case"
