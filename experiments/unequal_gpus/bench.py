@@ -25,7 +25,7 @@ from experiments.solve_k.sizes import register
 from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, Case
 from experiments.unequal_gpus.green import Limited, limited_stream
-from experiments.unequal_gpus.measure import Passes, passes_of_size
+from experiments.unequal_gpus.measure import Passes, collector_pauses, passes_of_size
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
@@ -367,11 +367,12 @@ class Bench:
         losses = [engine.train_batch(batches) for _ in range(self.settings["warmup"])]
         counted = self._allocator()
         rows: list[StepStatistics] = []
-        start = time.perf_counter()
-        for _ in range(steps):
-            losses.append(engine.train_batch(batches))
-            rows.append(engine.step_statistics())
-        seconds = (time.perf_counter() - start) / steps
+        with collector_pauses() as pauses:
+            start = time.perf_counter()
+            for _ in range(steps):
+                losses.append(engine.train_batch(batches))
+                rows.append(engine.step_statistics())
+            seconds = (time.perf_counter() - start) / steps
         engine.synchronize()
         self.synchronize()
         grown = {name: value - counted[name] for name, value in self._allocator().items()}
@@ -384,6 +385,7 @@ class Bench:
             "bare": bare,
             **steps_of(rows),
             "allocator": grown,
+            "collector_pauses": pauses,
             "losses": [float(loss) for loss in losses],
             "gpu": gpu_memory(self.ranks.device),
             "host_grown_bytes": after.rss_bytes - before.rss_bytes,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import threading
+import time
+from collections.abc import Generator
 
 import torch
 
@@ -57,6 +61,29 @@ class Passes:
             "other_thread": self._seen.get("thread") != threading.get_ident(),
             "stream": self._seen.get("stream"),
         }
+
+
+@contextlib.contextmanager
+def collector_pauses() -> Generator[list[float]]:
+    """Seconds of each pass of Python's garbage collector in the block: all ranks wait for one.
+
+    A full one takes some tenths of a second in a process that has imported all that these have.
+    """
+    pauses: list[float] = []
+    begin = time.perf_counter()
+
+    def note(phase: str, _info: object) -> None:
+        nonlocal begin
+        if phase == "start":
+            begin = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - begin)
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
 
 
 def passes_of_size(passes: Passes, batch: Batch) -> Json:

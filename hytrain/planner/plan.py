@@ -5,8 +5,8 @@ the outer one proves that no plan is faster than ``lower_bound``, the inner one 
 which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap:
 it is at most that share longer than the best. Both are worked out for even shards, whose
 collectives are faster, and for unequal ones; then polish.py moves single samples. The step that the
-plan promises is that of steps.py; where it is not close to the bound, the plan is the one of those
-that the search came by, and of each manner of accumulation, that promises the shortest.
+plan promises is that of steps.py; where it is not close to the bound, plans of fewer policies are
+searched as well, refine.py makes the best of each choice better, and the shortest promise is taken.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ def refine(problem: PlanProblem, found: Found) -> Found:
     """The plan, or one whose steps are shorter by the finer model.
 
     Args:
-        problem: what is dealt. Stage 3 with rounds that all ranks make together is left as it is
-            where a change would need others.
-        found: a plan for it; even shards stay even.
+        problem: what is dealt.
+        found: a plan for it; even shards stay even (see :func:`unevenly`).
     """
     return _Refinement(problem, found).run()
 

@@ -78,6 +78,8 @@ def test_the_plan_is_trained_by(result: Json) -> None:
         assert told["clipped_share"] == planned[0]["clipped_share"]
         assert [len(told[name]) for name in ("update_seconds", "exposed_seconds")] == [1, 1]
         assert told["allocator"] == {}
+        assert len(told["step_times"]) == 1
+        assert told["step_times"][0] > sum(told["collector_pauses"]) >= 0.0
     assert checks.prediction_error(case) is not None
 
 
