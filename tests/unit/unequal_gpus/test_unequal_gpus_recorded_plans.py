@@ -35,6 +35,10 @@ def seconds(problem: PlanProblem) -> float:
     plan = make_plan(problem)
     assert isinstance(plan, Plan), plan
     assert plan.lower_bound <= plan.predicted_seconds
+    (host,) = problem.cluster.hosts
+    assert sum(rank.host_bytes for rank in plan.ranks) <= host.memory_bytes
+    for rank, gpu in zip(plan.ranks, host.gpus, strict=True):
+        assert rank.gpu_bytes <= gpu.memory_bytes
     return plan.predicted_seconds
 
 
