@@ -32,7 +32,7 @@ from hytrain.config import BatchShares
 from hytrain.optim.statistics import StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
-from hytrain.planner.problem import LAYER_MAJOR
+from hytrain.planner.policies import LAYER_MAJOR
 from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
 from hytrain.profile.host_share import share_host

@@ -12,7 +12,8 @@ from hytrain.planner.baselines import even_split
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_file import plan_file
-from hytrain.planner.problem import ACTIVATIONS, LAYER_MAJOR, PlanProblem
+from hytrain.planner.policies import ACTIVATIONS, LAYER_MAJOR
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
 from hytrain.planner.result import Plan

@@ -356,7 +356,7 @@ def _live_parameters(arguments: argparse.Namespace) -> Any:
 
 def _policies(arguments: argparse.Namespace) -> Any:
     """Of the activations those of the manner of accumulation that is asked for."""
-    from hytrain.planner.problem import MANNERS
+    from hytrain.planner.policies import MANNERS
 
     asked = tuple(dict.fromkeys(arguments.activations))
     if arguments.accumulation is None:

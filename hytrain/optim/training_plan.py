@@ -32,7 +32,7 @@ from hytrain.planner.plan_file import (
     difference,
     parse_plan,
 )
-from hytrain.planner.problem import LAYER_MAJOR
+from hytrain.planner.policies import LAYER_MAJOR
 from hytrain.profile.device_facts import device_facts
 from hytrain.profile.host_share import machine_identity, share_host
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hytrain.planner.cluster import Host
 from hytrain.planner.cover import Floats, Ints
 from hytrain.planner.loads import Columns, Load, host_budgets, largest_shards
-from hytrain.planner.problem import Host, PlanProblem
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.shards import water_fill
 
 # Levels of a host's memory and bandwidth where its ranks compete for them.

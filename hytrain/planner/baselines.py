@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hytrain.planner.cluster import GpuProfile, Host
 from hytrain.planner.loads import (
     Collectives,
     Columns,
@@ -22,14 +23,8 @@ from hytrain.planner.loads import (
     load,
     shard_that_fits,
 )
-from hytrain.planner.problem import (
-    MANNERS,
-    Accumulation,
-    Activations,
-    GpuProfile,
-    Host,
-    PlanProblem,
-)
+from hytrain.planner.policies import MANNERS, Accumulation, Activations
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, OtherManner, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible
 

@@ -56,6 +56,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hytrain.planner.cluster import GpuProfile, Host
 from hytrain.planner.cover import Floats
 from hytrain.planner.passes import (
     Collectives,
@@ -66,7 +67,8 @@ from hytrain.planner.passes import (
     outside_seconds,
 )
 from hytrain.planner.peaks import peaks
-from hytrain.planner.problem import Activations, GpuProfile, Host, PlanProblem
+from hytrain.planner.policies import Activations
+from hytrain.planner.problem import PlanProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, PlanProblem
+from hytrain.planner.cluster import GpuProfile
+from hytrain.planner.policies import LAYER_MAJOR, Activations
+from hytrain.planner.problem import PlanProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hytrain.planner.problem import LAYER_MAJOR, Activations, GpuProfile, PlanProblem
+from hytrain.planner.cluster import GpuProfile
+from hytrain.planner.policies import LAYER_MAJOR, Activations
+from hytrain.planner.problem import PlanProblem
 
 
 def peaks(

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hytrain.planner.baselines import best_manner, samples_by_speed
+from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
+from hytrain.planner.policies import MANNERS, Activations
 from hytrain.planner.polish import polish
-from hytrain.planner.problem import MANNERS, Activations, GpuProfile, PlanProblem
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.refine import refine, unevenly
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.planner.uneven import Infeasible

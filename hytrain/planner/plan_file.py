@@ -26,7 +26,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hytrain.planner.errors import PlanError
-from hytrain.planner.problem import LAYER_MAJOR, Activations, PlanProblem
+from hytrain.planner.policies import LAYER_MAJOR, Activations
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.result import Plan
 
 VERSION = 1

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hytrain.planner.baselines import Baseline, own_speeds
+from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.plan_file import plan_file
-from hytrain.planner.problem import Accumulation, GpuProfile, PlanProblem
+from hytrain.planner.policies import Accumulation
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.report import align
 from hytrain.planner.result import Plan, RankPlan
 from hytrain.planner.uneven import Infeasible

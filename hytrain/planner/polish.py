@@ -9,8 +9,10 @@ while the step becomes shorter.
 
 from __future__ import annotations
 
+from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.planner.problem import Activations, GpuProfile, PlanProblem
+from hytrain.planner.policies import Activations
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.result import TOLERANCE, Found, settle
 
 _MOST_MOVES = 64

@@ -11,18 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from hytrain.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
-from hytrain.planner.problem import (
-    STATE_BYTES,
-    UNEVEN_FACTOR,
-    Activations,
-    Cluster,
-    GpuProfile,
-    Host,
-    Model,
-    PlanProblem,
-)
+from hytrain.planner.policies import Activations
+from hytrain.planner.problem import STATE_BYTES, Model, PlanProblem
 from hytrain.planner.profile_file import (
     CollectiveProfile,
     CollectiveSample,

@@ -16,7 +16,8 @@ from hytrain.planner.loads import (
     lines,
     traffic,
 )
-from hytrain.planner.problem import LAYER_MAJOR, Accumulation, Activations, PlanProblem
+from hytrain.planner.policies import LAYER_MAJOR, Accumulation, Activations
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.steps import Steps
 from hytrain.planner.uneven import Infeasible
 

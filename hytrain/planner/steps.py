@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.planner.allocation import Share
+from hytrain.planner.cluster import GpuProfile, Host
 from hytrain.planner.loads import Load
 from hytrain.planner.passes import (
     Collectives,
@@ -49,7 +50,8 @@ from hytrain.planner.passes import (
     micro_sizes,
     outside_seconds,
 )
-from hytrain.planner.problem import LAYER_MAJOR, GpuProfile, Host, PlanProblem
+from hytrain.planner.policies import LAYER_MAJOR
+from hytrain.planner.problem import PlanProblem
 
 # A preview as a share of an update. By the bytes that they move it would be 0.53. On the host of an
 # H200 it was 0.67 to 0.93 (experiments/solve_k: median 0.80 of 14 windows with every step clipped,

@@ -9,17 +9,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.planner.problem import (
-    LAYER_MAJOR,
-    Activations,
-    Cluster,
-    GpuProfile,
-    Host,
-    Model,
-    PlanProblem,
-)
+from hytrain.planner.policies import LAYER_MAJOR, Activations
+from hytrain.planner.problem import Model, PlanProblem
 
 PARAMETERS = 1_000_000_000
 _POLICIES: tuple[tuple[Activations, ...], ...] = (

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from planner_clusters import plan_problems
 
 from hytrain.planner.baselines import baselines, even_split, samples_by_speed
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.plan import make_plan
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import Model, PlanProblem
 from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
 

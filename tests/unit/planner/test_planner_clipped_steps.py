@@ -11,12 +11,13 @@ from steps_twin import TwinRank, train
 
 from hytrain.planner import steps as planner_steps
 from hytrain.planner.allocation import Share
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import Collectives, Load, load
 from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_report import plan_text
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import Model, PlanProblem
 from hytrain.planner.result import Plan
 from hytrain.planner.steps import Steps
 

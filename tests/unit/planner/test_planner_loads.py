@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import (
@@ -17,14 +18,8 @@ from hytrain.planner.loads import (
     load,
     shard_that_fits,
 )
-from hytrain.planner.problem import (
-    Activations,
-    Cluster,
-    GpuProfile,
-    Host,
-    Model,
-    PlanProblem,
-)
+from hytrain.planner.policies import Activations
+from hytrain.planner.problem import Model, PlanProblem
 
 GB = 10**9
 # Of one micro-batch of 2: forward 10 ms, backward 25, a checkpoint 15, outside 7.

@@ -11,20 +11,14 @@ from hypothesis import strategies as st
 from planner_clusters import best_step, plan_problems
 
 from hytrain.planner.allocation import Share
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.loads import Collectives, load
 from hytrain.planner.plan import make_plan
 from hytrain.planner.plan_report import plan_text
-from hytrain.planner.problem import (
-    LAYER_MAJOR,
-    Activations,
-    Cluster,
-    GpuProfile,
-    Host,
-    Model,
-    PlanProblem,
-)
+from hytrain.planner.policies import LAYER_MAJOR, Activations
+from hytrain.planner.problem import Model, PlanProblem
 from hytrain.planner.result import Plan
 from hytrain.planner.steps import Steps
 from hytrain.planner.uneven import Infeasible

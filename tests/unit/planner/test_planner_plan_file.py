@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from planner_clusters import PARAMETERS
 
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan import make_plan
@@ -22,7 +23,7 @@ from hytrain.planner.plan_file import (
     read_plan,
     write_plan,
 )
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import Model, PlanProblem
 from hytrain.planner.result import Plan
 
 GB = 10**9

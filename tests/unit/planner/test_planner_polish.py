@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from planner_clusters import plan_problems
 
 from hytrain.planner import plan as plan_module
+from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
 from hytrain.planner.loads import Collectives, load
 from hytrain.planner.plan import make_plan
 from hytrain.planner.polish import polish
-from hytrain.planner.problem import Cluster, GpuProfile, Host, Model, PlanProblem
+from hytrain.planner.problem import Model, PlanProblem
 from hytrain.planner.refine import refine
 from hytrain.planner.result import Found, Plan, to_plan
 from hytrain.planner.steps import Steps

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.configs import LLAMA, write_config
 
-from hytrain.planner.problem import GpuProfile
+from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.profile_file import CopyRates, DeviceProfile, ProfiledModel
 from hytrain.planner.profile_problem import PlanOptions, gpu_profile
 from hytrain.profile.block_hooks import Recomputation

@@ -13,7 +13,8 @@ from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, OFFLOAD
 from hytrain.planner import plan as plan_module
 from hytrain.planner.plan import make_plan
-from hytrain.planner.problem import ACTIVATIONS, LAYER_MAJOR, Activations, PlanProblem
+from hytrain.planner.policies import ACTIVATIONS, LAYER_MAJOR, Activations
+from hytrain.planner.problem import PlanProblem
 from hytrain.planner.result import Plan
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
