@@ -25,7 +25,7 @@ def check_with_delays(case: Case, seed: int) -> None:
         check_parity(case)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.parity_full)])
 @pytest.mark.parametrize("fractions", SHARDS, ids=str)
 def test_with_delays_at_every_hand_off(
     fractions: tuple[float, ...], seed: int, ranks: RankPools

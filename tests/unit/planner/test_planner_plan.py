@@ -87,7 +87,7 @@ def check(given: PlanProblem, plan: Plan) -> None:
     assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random=plan_problems(most_ranks=3, most_batch=4))
 def test_the_best_plan_lies_between_the_bound_and_the_plan(random: PlanProblem) -> None:
     best = best_step(random)

@@ -86,7 +86,7 @@ def test_it_finds_the_best_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(raw) > 1.004, "there is nothing to gain in these cases"
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=12))
 def test_never_worse(random_problem: PlanProblem) -> None:
     seen: list[tuple[Found, Found]] = []
@@ -109,7 +109,7 @@ def test_never_worse(random_problem: PlanProblem) -> None:
         assert [w.activations for w in after.loads] == [w.activations for w in before.loads]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=8))
 def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
     seen: list[tuple[Found, Found]] = []
