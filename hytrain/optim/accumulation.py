@@ -11,7 +11,7 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import HyTrainError, UnsupportedError
-from hytrain.layers.model_switches import training_switches
+from hytrain.layers.model_switches import TrainingSwitches
 from hytrain.offload.boundary_store import OffloadedActivations
 from hytrain.optim.global_batch import BatchEngine, MicroBatches, micro_batch_major
 from hytrain.optim.layer_passes import LayerPasses
@@ -42,12 +42,12 @@ class MicroBatchMajor:
 
     def __init__(self, engine: BatchEngine, model: nn.Module) -> None:
         self._engine = engine
-        self._model = model
+        self._switches = TrainingSwitches(model)
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
         """See :data:`~hytrain.optim.global_batch.Accumulate`."""
         with (
-            training_switches(self._model, ()),
+            self._switches.turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             return micro_batch_major(self._engine, share, randomness)
@@ -85,6 +85,8 @@ class LayerMajor:
         self._passes = LayerPasses(optimizer)
         self._store = store
         self._calls = BlockCalls(self._passes.blocks, self._passes.names)
+        self._switches = TrainingSwitches(model)
+        self._switches_by_layer = TrainingSwitches(model, self._passes.blocks)
         self.refusal: str | None = None
         if not self._passes.blocks:
             self._refuse("no stack of blocks was found in it")
@@ -104,7 +106,7 @@ class LayerMajor:
         # A rank without samples has no layers to go through, but others may need its shards.
         by_layer = self.refusal is None and (bool(share.batches) or self._passes.needs_all)
         with (
-            training_switches(self._model, self._calls.blocks if by_layer else ()),
+            (self._switches_by_layer if by_layer else self._switches).turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.

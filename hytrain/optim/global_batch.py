@@ -134,8 +134,10 @@ def micro_batch_major(
     for number in range(len(share.batches)):
         engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
         randomness.choose(number)
-        output = share.forward(number, engine)
-        engine.backward(share.weigh(number, output, mean), scale_wrt_gas=False)
+        # No name for the output: its logits would stay through backward and the next forward.
+        loss = share.weigh(number, share.forward(number, engine), mean)
+        engine.backward(loss, scale_wrt_gas=False)
+        del loss
     return mean
 
 

@@ -134,8 +134,9 @@ class FakeAllocator:
         self.reserved = 0
         self.free, self.total, self.fraction = 0, 0, 1.0
         for name, value in {
-            "memory_allocated": lambda _device: self.allocated,
-            "max_memory_allocated": lambda _device: self.peak,
+            "memory_stats_as_nested_dict": lambda _device: {
+                "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}}
+            },
             "memory_reserved": lambda _device: self.reserved,
             "mem_get_info": lambda _device: (self.free, self.total),
             "get_per_process_memory_fraction": lambda _device: self.fraction,
