@@ -14,7 +14,7 @@ def peaks(
 
     The end is that of a backward, with the lowest layer's activations; the logits are gone by then.
     H200s were within 2.5 % of the larger of both, state and shards added (experiments/unequal_gpus,
-    137 peaks, all policies but "offload").
+    149 peaks, all policies but "offload").
 
     Args:
         problem: what is planned.

@@ -65,5 +65,6 @@ def test_recorded_peaks(case: Any) -> None:
     problem = planning.problem_of(profile, case["case"]["batch"], WHOLE)
     found = list(ratios(case, problem))
     assert found
-    assert min(found) > 0.997
+    # Up to run 8's second, a micro-batch's logits stayed through its backward, unplanned.
+    assert min(found) > 0.995
     assert max(found) < 1.025
