@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -35,7 +36,13 @@ class ThreadChoice:
     seconds_per_parameter: float
 
 
+@cache
 def choose_threads(cores: int, given: int | None) -> ThreadChoice:
+    """As :func:`measure_threads`, which a process does once: its machine stays the same."""
+    return measure_threads(cores, given)
+
+
+def measure_threads(cores: int, given: int | None) -> ThreadChoice:
     """The fewest threads within 3 % of the fastest count, measured on the real kernel.
 
     Args:

@@ -56,6 +56,8 @@ SETTLE_SECONDS = 6.0
 _IMPORTED = (
     "hytrain.engine",
     "hytrain.optim.build",
+    # DeepSpeed's first engine imports it, and torch's compiler with it: three seconds a rank.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.vit.modeling_vit",
@@ -243,27 +245,35 @@ class RankPool:
 
 
 class RankPools:
-    """One pool a number of ranks; only one is alive at a time, to spare memory and cores."""
+    """One pool a number of ranks. Idle ranks take no time, and a hundred megabytes each.
+
+    On a machine with a GPU only one pool is alive at a time: each of its ranks holds GPU memory.
+    """
 
     def __init__(self) -> None:
-        self._pool: RankPool | None = None
+        self._pools: dict[int, RankPool] = {}
 
     def __call__(self, num_ranks: int) -> RankPool:
         """The pool of that many ranks."""
-        if self._pool is None or self._pool.num_ranks != num_ranks:
-            self.close()
-            self._pool = RankPool(num_ranks)
-        return self._pool
+        if num_ranks not in self._pools:
+            if _has_gpu():
+                self.close()
+            self._pools[num_ranks] = RankPool(num_ranks)
+        return self._pools[num_ranks]
 
     def close(self) -> None:
         """Ends the processes."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
 
 
 def _context(has_own_environment: bool) -> Any:
-    if has_own_environment or Path("/dev/nvidiactl").exists():
+    if has_own_environment or _has_gpu():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))

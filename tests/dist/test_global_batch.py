@@ -25,7 +25,7 @@ THREE = [
     Shares((3, 0, 2), (1, 1, 2), (0.2, 0.5, 0.3), 3, 0.05, (0.5, 0.0, 1.0)),
 ]
 
-# Ordered by ranks: only one pool of them is alive at a time.
+# Ordered by ranks: with a GPU only one pool of them is alive at a time.
 MATRIX = sorted((matrix.Case(**v) for v in covering(matrix.VALUES)), key=lambda case: case.ranks)
 MATRIX_FULL = sorted((matrix.Case(**v) for v in every(matrix.VALUES)), key=lambda case: case.ranks)
 

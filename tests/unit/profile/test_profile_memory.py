@@ -240,7 +240,7 @@ def timed_kernel(
 
 def test_the_fewest_threads_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     order, _ = timed_kernel(monkeypatch, {8: 1.05, 10: 1.02, 12: 1.0, 15: 1.01})
-    choice = threads.choose_threads(16, None)
+    choice = threads.measure_threads(16, None)
     assert choice.num_threads == 10
     assert choice.seconds_per_parameter == pytest.approx(1.02 / 1024)
     assert order[:4] == [8, 10, 12, 15]  # in turns: a slow moment hits them all
@@ -248,7 +248,7 @@ def test_the_fewest_threads_near_the_best(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_given_count_is_timed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runs = timed_kernel(monkeypatch, {3: 2.0})
-    assert threads.choose_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024)
+    assert threads.measure_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024)
     assert set(runs) == {3}
 
 
@@ -260,6 +260,6 @@ def test_candidates_leave_a_core_free(cores: int, counts: list[int]) -> None:
 
 
 def test_the_real_kernel_is_timed() -> None:
-    choice = threads.choose_threads(1, 1)
+    choice = threads.measure_threads(1, 1)
     assert choice.num_threads == 1
     assert 1e-11 < choice.seconds_per_parameter < 1e-6
