@@ -13,7 +13,7 @@ class TrainingSwitches:
     """Key-value caches, and blocks' own checkpointing; to be turned off while a step is computed.
 
     Every step asks, while the GPU waits for it: which modules have a switch at all is found out
-    once (3 to 6 ms beside an H200), how it stands each time.
+    once, which takes milliseconds, and how it stands each time.
     """
 
     def __init__(self, model: nn.Module, recomputed: Iterable[nn.Module] = ()) -> None:

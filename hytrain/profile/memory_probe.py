@@ -36,8 +36,8 @@ def usable_gpu_bytes(device: torch.device) -> int | None:
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
     """What torch's allocator has handed out on a GPU: now, and the most so far.
 
-    ``torch.cuda.memory_allocated`` says the same, but sorts hundreds of statistics for it, which
-    takes the host 0.5 to 0.9 ms beside an H200: too much for autograd's thread, once a layer.
+    ``torch.cuda.memory_allocated`` says the same, but names and sorts hundreds of statistics for
+    it in Python: too much for autograd's thread, once a layer.
     """
     found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return int(found["current"]), int(found["peak"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -86,20 +87,27 @@ def test_it_finds_the_best_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(raw) > 1.004, "there is nothing to gain in these cases"
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(random_problem=plan_problems(most_ranks=3, most_batch=12))
-def test_never_worse(random_problem: PlanProblem) -> None:
+def _changes(
+    problem: PlanProblem, change: Callable[[PlanProblem, Found], Found]
+) -> list[tuple[Found, Found]]:
+    """What a part of the planner was given and gave back while a plan was made."""
     seen: list[tuple[Found, Found]] = []
 
-    def watch(problem: PlanProblem, found: Found) -> Found:
-        better = polish(problem, found)
+    def watch(given: PlanProblem, found: Found) -> Found:
+        better = change(given, found)
         seen.append((found, better))
         return better
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "polish", watch)
-        make_plan(random_problem)
-    for before, after in seen:
+        patch.setattr(plan_module, change.__name__, watch)
+        make_plan(problem)
+    return seen
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_problem=plan_problems(most_ranks=3, most_batch=12))
+def test_never_worse(random_problem: PlanProblem) -> None:
+    for before, after in _changes(random_problem, polish):
         assert after.step <= before.step
         assert after.even == before.even
         assert sum(work.batch for work in after.loads) == random_problem.batch
@@ -112,17 +120,7 @@ def test_never_worse(random_problem: PlanProblem) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=8))
 def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
-    seen: list[tuple[Found, Found]] = []
-
-    def watch(problem: PlanProblem, found: Found) -> Found:
-        better = refine(problem, found)
-        seen.append((found, better))
-        return better
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "refine", watch)
-        make_plan(random_problem)
-    for before, after in seen:
+    for before, after in _changes(random_problem, refine):
         plans = [to_plan(random_problem, found, found.step) for found in (before, after)]
         walked = [
             max(found.step, _walked(random_problem, found).seconds()) for found in (before, after)
