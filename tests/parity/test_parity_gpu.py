@@ -7,7 +7,8 @@ serial loop; those on the GPU are within torch.optim.AdamW's bound, like the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,8 +50,18 @@ def test_with_delays_on_every_stream_and_at_every_hand_off(case: Case, seed: int
         check_on_gpu(case, stream_delays(seed))
 
 
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """More than the one of toy tensors: the reference updates 100 million parameters."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(min(8, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(usual)
+
+
 @pytest.mark.parametrize("clipping", ["never", "sometimes", "always"])
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+@pytest.mark.usefixtures("torch_threads")
 def test_100m_parameters(gpu_fraction: float, clipping: str) -> None:
     case = Case("llama-100m", gpu_fraction, clipping, dtype="bf16", steps=20, observe=(1, 10))
     check_on_gpu(case, None)

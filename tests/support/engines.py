@@ -40,6 +40,11 @@ def join_process_group() -> None:
     comm.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
 
 
+# For models of 100 million parameters: 1024 elements at once, which make every toy layer several
+# chunks, would be 100 000 hand-offs a step there.
+OFFLOAD_AT_SCALE = {"chunk_elements": 2**20, "cpu_threads": 8}
+
+
 def make_config(
     *,
     gpu_fraction: float = 0.0,

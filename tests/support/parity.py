@@ -18,7 +18,7 @@ from torch import nn
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 from hytrain.kernels.norm import Outcome
 from hytrain.layers.state import LayerState
-from support.engines import built, device, make_config
+from support.engines import OFFLOAD_AT_SCALE, built, device, make_config
 from support.models import loss_of, make_batch, make_model
 
 # The gradient's norm swings by a factor of 1000 between steps, so that one threshold between the
@@ -67,6 +67,7 @@ class Case:
             accumulation=self.accumulation,
             stage=self.stage,
             hytrain={"shard_fractions": list(self.fractions) or None},
+            offload=OFFLOAD_AT_SCALE if self.model == "llama-100m" else None,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from support.engines import built, device, environment, make_config
+from support.engines import OFFLOAD_AT_SCALE, built, device, environment, make_config
 from support.frozen import FROZEN
 from support.streams import stream_delays
 
@@ -74,7 +74,7 @@ def train(
     config = make_config(
         gpu_fraction=gpu_fraction,
         stage=stage,
-        offload={"chunk_elements": 2**20, "cpu_threads": 8},
+        offload=OFFLOAD_AT_SCALE,
         optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
         hytrain=section,
     )
