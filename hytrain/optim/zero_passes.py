@@ -102,6 +102,16 @@ class PassTracker(DeepSpeedInterface):
         self._begin_backward()
         self._graph_task = graph_task()
 
+    def enter_backward(self) -> None:
+        """DeepSpeed's mark that a backward runs: one, however many forwards' outputs announce it.
+
+        Of two forwards and one loss DeepSpeed would count two, and leave one; of two forwards and
+        then two backwards it would queue one end.
+        """
+        if self._backward_active_depth == 0:
+            self._backward_hook_state.post_backward_callback_queued = False
+            super().enter_backward()
+
     def scale_if_loss(self, value: Any) -> Any:
         """engine.backward() is about to run; there is no loss scale."""
         self._clean_up_aborted()
