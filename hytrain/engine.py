@@ -218,7 +218,8 @@ class HyTrainEngine(CheckpointEngine):
 
         Raises:
             torch.OutOfMemoryError: the device's memory is used up. Where k is solved, state has
-                been moved off the device by then: the step can be repeated.
+                been moved off the device by then: the forward can be repeated, and a call of
+                :meth:`train_batch` as a whole.
         """
         optimizer = self.open_optimizer()
         optimizer.begin_forward()
@@ -290,6 +291,8 @@ class HyTrainEngine(CheckpointEngine):
         Raises:
             UnsupportedError: the loss, or over what it is a mean, cannot be told.
             StopIteration: the iterator has no further step.
+            Exception: the model's. Its step has left nothing behind: weights and state are those of
+                the last one, and the next call begins a step of its own.
         """
         optimizer = self.open_optimizer()
         if self._accumulation is None:
@@ -303,9 +306,10 @@ class HyTrainEngine(CheckpointEngine):
         most = count
         if shares is not None and int(self.zero_optimization_stage()) == 3:
             most = max(len(shares.micro_batches(each)) for each in range(len(shares.sizes)))
-        self._in_train_batch = optimizer.sums_over_ranks = True
+        steps_before = self.micro_steps // steps
+        self._in_train_batch = True
         try:
-            with optimizer.collectives.telling():
+            with optimizer.collectives.telling(), optimizer.summing_over_ranks():
                 loss = train_global_batch(
                     cast(BatchEngine, self),
                     data_iter,
@@ -317,8 +321,8 @@ class HyTrainEngine(CheckpointEngine):
                     most - count,
                 )
         finally:
-            self._in_train_batch = optimizer.sums_over_ranks = False
-        self.micro_steps += steps - 1  # step() has counted one
+            self._in_train_batch = False
+        self.micro_steps = (steps_before + 1) * steps  # also where some were made by hand before
         return loss
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
@@ -340,6 +344,10 @@ class HyTrainEngine(CheckpointEngine):
     def give_up_forward(self) -> None:
         """A forward that has begun will not end."""
         self._forward_epilogue()
+
+    def abandon_step(self) -> None:
+        """Not all micro-batches of the step will come: nothing of those that came stays."""
+        self.open_optimizer().abandon_step()
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""

@@ -45,6 +45,10 @@ class BatchEngine(Protocol):
         """Whether the next backward is the step's last; None: as counted."""
         ...
 
+    def abandon_step(self) -> None:
+        """Not all micro-batches of the step will come: nothing of those that came stays."""
+        ...
+
 
 def valid_labels(batch: Any) -> torch.Tensor:
     """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
@@ -112,10 +116,12 @@ class MicroBatches:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def weigh(self, number: int, output: Any, mean: torch.Tensor) -> torch.Tensor:
-        """The loss to run back; what it adds to the global batch's mean goes to ``mean``."""
-        loss = loss_of(output)
+        """The loss to run back, 0-dimensional; what it adds to the global mean goes to ``mean``."""
+        loss = loss_of(output).reshape(())
         weight = self.weights[number]
-        mean += loss.detach().double() * weight
+        part = loss.detach().double() * weight
+        # A micro-batch without a valid token has no mean (0/0), and no part in the global one.
+        mean += torch.where(weight > 0, part, torch.zeros_like(part))
         return loss * weight.to(loss.dtype)
 
 
@@ -164,23 +170,30 @@ def train_global_batch(
         absent: micro-batches that other ranks have more, where that matters (ZeRO-3).
 
     Returns:
-        The global batch's mean loss, fp32, on the device; the same on all ranks.
+        The global batch's mean loss, fp32, on the device; the same on all ranks. NaN where no token
+        of it is valid.
 
     Raises:
         StopIteration: the iterator ended before a step's first micro-batch.
         UnsupportedError: loss or number of valid tokens cannot be told.
+        Exception: the model's; the step has left nothing behind.
     """
     batches = [next(micro_batches) for _ in range(count)]
     counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
     total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
     sum_over_ranks(total)
-    total.clamp_(min=1.0)
+    divisor = total.clamp(min=1.0)
     try:
-        weights = [valid / total for valid in counts]
-        mean = accumulate(MicroBatches(batches, weights, device, absent))
+        weights = [valid / divisor for valid in counts]
+        try:
+            mean = accumulate(MicroBatches(batches, weights, device, absent))
+        except BaseException:
+            # Or the gradients of the first micro-batches would be the next step's as well.
+            engine.abandon_step()
+            raise
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
     finally:
         engine.set_gradient_accumulation_boundary(None)
     sum_over_ranks(mean)
-    return mean.float()
+    return torch.where(total > 0, mean, torch.full_like(mean, torch.nan)).float()

@@ -138,6 +138,14 @@ class GradientCollector:
         """Whether no gradient is kept for the next step."""
         return not any(layer.local is not None or layer.held is not None for layer in self.layers)
 
+    def scale(self, factor: float) -> None:
+        """Multiplies what is kept for the next step."""
+        for layer in self.layers:
+            for kept in (layer.local, layer.held):
+                if kept is not None:
+                    kept.mul_(factor)
+            layer.copied_whole = False  # its squares are no longer known
+
     def begin(self, *, early: bool, by_layer: int | None = None) -> None:
         """A backward begins.
 

@@ -228,7 +228,7 @@ class PlacementManager:
         self._limits = None
         return text + (
             f"Now {controller.num_gpu_layers} layers are left there, and as many at most for the "
-            "next steps: the step can be repeated from the forward of its first micro-batch"
+            "next steps: repeat this micro-batch's forward, or all of engine.train_batch"
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:

@@ -14,12 +14,12 @@ import torch
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.norm import Outcome
+from hytrain.optim.layer_major_passes import LayerMajorPasses
 from hytrain.optim.plan_watch import RankState
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
-from hytrain.optim.zero_passes import PassTracker
 
 
-class HyTrainZeroOptimizer(PassTracker):
+class HyTrainZeroOptimizer(LayerMajorPasses):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     overflow = False

@@ -1,12 +1,14 @@
 """Forward and backward passes as the optimizer sees them: which gradients count, and for what.
 
-What a step does with the gradients is in :mod:`hytrain.optim.zero_optimizer`.
+All micro-batches of a step layer by layer are in :mod:`hytrain.optim.layer_major_passes`; what a
+step does with the gradients is in :mod:`hytrain.optim.zero_optimizer`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -66,8 +68,7 @@ class PassTracker(DeepSpeedInterface):
         self._is_reducing = False  # the current backward hands layers on as they become final
         self._was_reduced = False  # one of the backward passes since the last step did
         self.sums_over_ranks = False
-        """Gradients of this step are summed over ranks, however they are averaged otherwise: the
-        losses are weighted."""
+        """Gradients of this step are not averaged over ranks; see :meth:`summing_over_ranks`."""
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._by_layer = False  # a step's micro-batches go through the layers together
@@ -92,6 +93,27 @@ class PassTracker(DeepSpeedInterface):
         )
         if collectives.world_size > 1:
             weights.pace(self.collector, self.collector.set_pace)
+
+    # -- a step over a global batch --------------------------------------------------------------
+
+    @contextmanager
+    def summing_over_ranks(self) -> Generator[None]:
+        """Around a step whose losses are weighted by their parts of the global batch.
+
+        What the user has left for it by hand counts as it would in any other step.
+        """
+        self._clean_up_aborted()
+        if not self.is_between_steps and self.settings.unscale != 1.0:
+            self._end_micro_batch()
+            for state in self.pipeline.layers:
+                if state.sent:
+                    self._withdraw(state)
+            self.collector.scale(self.settings.unscale)
+        self.sums_over_ranks = True
+        try:
+            yield
+        finally:
+            self.sums_over_ranks = False
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -267,7 +289,7 @@ class PassTracker(DeepSpeedInterface):
         if not self._by_layer:
             self.timer.end_forward()
 
-    # -- all micro-batches of a step, layer by layer ---------------------------------------------
+    # -- between steps, and beside other ranks' passes ------------------------------------------
 
     @property
     def is_by_layer(self) -> bool:
@@ -280,44 +302,6 @@ class PassTracker(DeepSpeedInterface):
         idle = not self.collector.open and not any(s.sent for s in self.pipeline.layers)
         return idle and self.collector.is_empty
 
-    def begin_layers(self) -> None:
-        """Several forwards begin, which go through the layers together."""
-        self.begin_forward()
-        self._by_layer = True
-        if self.weights.active is not None:
-            self.weights.active.begin("layers")
-
-    def turn_back(self, micro_batches: int) -> None:
-        """The micro-batches have passed the last block: their backward begins, as one."""
-        if self.weights.active is not None:
-            self.weights.active.turn()
-        self._turn(micro_batches)
-
-    def _turn(self, micro_batches: int) -> None:
-        self.timer.end_forward()
-        if not self.collector.knows(by_layer=True):
-            self.timer.invalidate()  # layers leave at other times
-        self._begin_backward(by_layer=micro_batches)
-
-    def end_layers(self) -> None:
-        """The last micro-batch is back at the first layer."""
-        self.leave_layers()
-        self.end_backward()
-
-    def leave_layers(self) -> None:
-        """What follows is one forward or backward at a time; what is open counts as aborted."""
-        self._by_layer = False
-
-    def fail_layers(self) -> None:
-        """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
-        if self.weights.active is not None:
-            self.weights.active.fail()
-
-    def drop_layers(self) -> None:
-        """Nothing of what was begun counts: the step's micro-batches are computed anew."""
-        self.timer.invalidate()
-        self.discard_gradients()
-
     def join_micro_batch(self) -> None:
         """Takes part in the gathers of a micro-batch that other ranks have and this one has not."""
         schedule = self.weights.active
@@ -327,22 +311,6 @@ class PassTracker(DeepSpeedInterface):
         self._begin_backward(follows=True)
         schedule.follow("backward")
         self.end_backward()
-
-    def join_layers(self) -> bool:
-        """Takes part in a step that other ranks compute layer by layer, with no samples (ZeRO-3).
-
-        Returns:
-            Whether they could.
-        """
-        schedule = self.weights.active
-        assert schedule is not None
-        self.begin_forward()
-        self._by_layer = True
-        done = schedule.follow("layers", lambda: self._turn(0))
-        self.leave_layers()
-        if done:
-            self.end_backward()
-        return done
 
     def join_forward(self, kind: Literal["train", "eval"] = "eval") -> None:
         """Takes part in the gathers of a forward that other ranks make."""
@@ -389,6 +357,13 @@ class PassTracker(DeepSpeedInterface):
                 "state are those of the last step. Repeat the step from the forward of its first "
                 "micro-batch"
             )
+
+    def abandon_step(self) -> None:
+        """Not all micro-batches of the step will come: nothing of those that came stays."""
+        # What is committed cannot be taken back; the next forward says so.
+        if not self.pipeline.is_partly_committed:
+            self.timer.invalidate()
+            self.discard_gradients()
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""

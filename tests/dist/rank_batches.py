@@ -178,3 +178,41 @@ def refuses_what_it_cannot_weigh() -> None:
         with pytest.raises(UnsupportedError, match="num_valid"):
             engine.train_batch(iter([batch]))
         engine.train_batch(iter([batch]), num_valid=lambda _batch: 1)
+
+
+def what_was_left_by_hand_is_averaged(stage: int, accumulation: str) -> None:
+    """Each rank's micro-batch by hand has the weight that it has in any other step."""
+    rank = dist.get_rank()
+    config = make_config(
+        bf16=False,
+        stage=stage,
+        clipping=0.0,
+        accumulation=2,
+        hytrain={"accumulation": accumulation},
+    )
+    data = [collate(dataset(12)[2 * number : 2 * number + 2]) for number in range(6)]
+    found: dict[int, torch.Tensor] = {}
+    with built(make_model("llama"), config) as engine:
+        engine.optimizer.on_reduced_gradient = lambda state, shard: found.__setitem__(
+            state.index, shard.clone()
+        )
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(**data[rank]).loss)
+        engine.set_gradient_accumulation_boundary(None)
+        engine.train_batch(iter(data[2 + 2 * rank : 4 + 2 * rank]))
+        whole = make_model("llama")
+        for batch in data[:2]:
+            (whole(**batch).loss / 4).backward()  # of two ranks and two micro-batches
+        valid = [int((batch["labels"][:, 1:] != -100).sum()) for batch in data[2:]]
+        for count, batch in zip(valid, data[2:], strict=True):
+            (whole(**batch).loss * count / sum(valid)).backward()
+        gradients = {name: p.grad for name, p in whole.named_parameters()}
+        for state in engine.optimizer.layer_states:
+            flat = torch.zeros(state.layout.size)
+            for slot in state.layout.slots:
+                gradient = gradients[slot.name]
+                assert gradient is not None
+                flat[slot.offset : slot.offset + slot.numel] = gradient.flatten()
+            expected = flat[state.begin : state.end]
+            size = float(flat.abs().max())
+            torch.testing.assert_close(found[state.index], expected, rtol=1e-4, atol=2e-6 * size)

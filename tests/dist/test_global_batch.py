@@ -40,6 +40,12 @@ def test_gradients_are_those_of_the_whole_batch(ranks: RankPools, case: Shares) 
     ranks(len(case.sizes)).run(cases.gradients_are_the_whole_batch, case)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+def test_gradients_left_by_hand(ranks: RankPools, stage: int, accumulation: str) -> None:
+    ranks(2).run(cases.what_was_left_by_hand_is_averaged, stage, accumulation)
+
+
 def test_a_mean_over_nobody_knows_what_is_refused(ranks: RankPools) -> None:
     ranks(2).run(cases.refuses_what_it_cannot_weigh)
 

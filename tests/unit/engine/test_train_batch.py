@@ -1,0 +1,139 @@
+"""What ``engine.train_batch`` does beside gradients: errors, counts, losses of odd kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, make_config
+from support.models import Mlp, make_batch, make_model
+from training import FRACTIONS, UserError, backward, inputs
+
+MANNERS = ["micro_batch_major", "layer_major"]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("manner", MANNERS)]
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def _config(manner: str, **options: Any) -> dict[str, Any]:
+    options = {"accumulation": 2, "bf16": False, "clipping": 0.5, **options}
+    return make_config(hytrain={"accumulation": manner}, **options)
+
+
+def _rows(batch: dict[str, torch.Tensor]) -> int:
+    return len(batch["inputs"])
+
+
+def _pair(number: int) -> list[dict[str, torch.Tensor]]:
+    return [inputs(2 * number), inputs(2 * number + 1)]
+
+
+def _assert_equal(one: State, other: State) -> None:
+    for name, tensors in one.items():
+        for key, value in tensors.items():
+            assert torch.equal(value, other[name][key]), f"{key} of {name}"
+
+
+class Failing(Mlp):
+    """Fails in the forward of that number, counted from when it is set."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.error = error
+        self.fails_in = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise self.error("of the user's")
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+@pytest.mark.parametrize("error", [UserError, torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_failed_step_leaves_nothing_behind(
+    manner: str, gpu_fraction: float, error: type[BaseException], first: int
+) -> None:
+    """With failures in the second micro-batch from some step on, and without any."""
+    states: list[State] = []
+    for fails in (True, False):
+        model = Failing(error)
+        with built(model, _config(manner, gpu_fraction=gpu_fraction)) as engine:
+            for number in range(4):
+                if fails and number >= first:
+                    model.fails_in = 2
+                    with pytest.raises(error):
+                        engine.train_batch(iter(_pair(90)), _rows)
+                    model.fails_in = 0
+                engine.train_batch(iter(_pair(number)), _rows)
+                assert engine.global_steps == number + 1
+            states.append(engine.fp32_state_dict())
+    _assert_equal(*states)
+
+
+def test_micro_batches_made_by_hand_before_are_part_of_the_step(manner: str) -> None:
+    """The next step by hand has all of its micro-batches."""
+    with built(make_model("mlp"), _config(manner)) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.train_batch(iter(_pair(1)), _rows)
+        assert engine.global_steps == 1
+        for made in (1, 2):
+            backward(engine, 3)
+            engine.step()
+            backward(engine, 4)
+            assert engine.global_steps == made
+            engine.step()
+            assert engine.global_steps == made + 1
+
+
+class OneElement(Mlp):
+    """Returns its loss as a tensor of shape [1]."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).reshape(1)
+
+
+def test_a_loss_of_one_element(manner: str) -> None:
+    runs: list[tuple[list[torch.Tensor], State]] = []
+    for kind in (Mlp, OneElement):
+        torch.manual_seed(0)
+        with built(kind(), _config(manner)) as engine:
+            losses = [engine.train_batch(iter(_pair(n)), _rows) for n in range(3)]
+            assert all(loss.shape == () for loss in losses)
+            runs.append((losses, engine.fp32_state_dict()))
+    assert runs[0][0] == runs[1][0]
+    _assert_equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("empty", [(1,), (0,), (0, 1)])
+def test_micro_batches_without_a_valid_token(manner: str, empty: tuple[int, ...]) -> None:
+    """They have no part in the loss; where there is nothing else, there is no mean."""
+    batches = [make_batch("llama", number) for number in range(2)]
+    for number in empty:
+        batches[number]["labels"] = torch.full_like(batches[number]["labels"], -100)
+    plain = make_model("llama")
+    rest = [batch for number, batch in enumerate(batches) if number not in empty]
+    with built(make_model("llama"), _config(manner, clipping=0.0)) as engine:
+        found: dict[int, torch.Tensor] = {}
+        engine.optimizer.on_reduced_gradient = lambda state, shard: found.__setitem__(
+            state.index, shard.clone()
+        )
+        loss = float(engine.train_batch(iter(batches)))
+        if not rest:
+            assert loss != loss
+            assert all(not shard.any() for shard in found.values())
+            return
+        expected = plain(**rest[0]).loss
+        expected.backward()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        for state in engine.optimizer.layer_states:
+            for slot in state.layout.slots:
+                gradient = gradients[slot.name]
+                assert gradient is not None
+                ours = found[state.index][slot.offset : slot.offset + slot.numel]
+                torch.testing.assert_close(ours, gradient.flatten(), rtol=1e-4, atol=1e-7)
