@@ -2,13 +2,16 @@
 
 What the user's model computes between blocks keeps its graph. A block's inputs and outputs are
 cut: gradients that come to a cut are kept there until the block, or the piece before it, is due.
+Hooks that the user puts on a block's output see the gradient as they would in one graph: once, and
+all of it; where they would not, the model is not computed layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -28,7 +31,7 @@ class Target:
 
     Attributes:
         piece: which must be run back before the gradient is complete below it.
-        edge: where the user's graph goes on; None for a block's output.
+        edge: where the user's graph goes on; None where the block itself is next.
     """
 
     piece: int
@@ -43,6 +46,107 @@ class Target:
         """The sum so far; it begins anew."""
         gradient, self.gradient = self.gradient, None
         return gradient
+
+
+class GradientSink(Protocol):
+    """Who takes the gradients that come to a cut."""
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Takes one."""
+        ...
+
+
+class BlockOutput:
+    """What the user's code gets as a block's output: a tensor that it may put hooks on.
+
+    Gradients come here through the tensor's own node, where its hooks have run. Those that later
+    blocks send back know nothing of the node: :attr:`direct` takes them, and where there are hooks
+    they go through the node when all of them are there. Hooks on the node itself
+    (``tensor.grad_fn.register_hook``) cannot be seen from here and miss them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """
+        Args:
+            target: where the gradient of the block's output goes.
+        """
+        self.target = target
+        self.direct = _Direct(self)
+        self.times = 0
+        """How often gradients came through the node."""
+        self._pending: torch.Tensor | None = None
+        self._node: Node | None = None
+        self._hooks: Mapping[int, Any] | None = None
+        self._tensor: weakref.ref[torch.Tensor] | None = None
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """The tensor that goes to the user's code."""
+        # torch makes the table with the first hook; later ones are put into the same table, which
+        # stays with the node when the tensor has gone or has been written to.
+        tensor.register_hook(_no_hook).remove()
+        self._hooks = tensor._backward_hooks
+        self._node = tensor.grad_fn
+        self._tensor = weakref.ref(tensor)
+
+    def release(self) -> None:
+        """No gradient comes any more; the node, which refers to this object, is let go."""
+        self._node = None
+        self._pending = None
+
+    @property
+    def piece(self) -> int:
+        """Which must be run back before the gradient is complete."""
+        return self.target.piece
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user wants to see, or to change, the gradient on its way."""
+        if self._hooks:
+            return True
+        tensor = None if self._tensor is None else self._tensor()
+        return tensor is not None and tensor.retains_grad
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """A gradient that came through the node."""
+        self.times += 1
+        self.target.add(gradient)
+
+    def add_direct(self, gradient: torch.Tensor) -> None:
+        """A gradient that a later block sends back."""
+        if self.has_hooks:
+            known = self._pending
+            self._pending = gradient if known is None else known + gradient
+        else:
+            self.target.add(gradient)
+
+    def take_pending(self) -> tuple[GradientEdge, torch.Tensor] | None:
+        """What must go through the node now."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else (GradientEdge(cast(Node, self._node), 0), pending)
+
+    def check(self) -> None:
+        """All gradients have come.
+
+        Raises:
+            NotLayerMajor: hooks have seen it in parts.
+        """
+        if self.times > 1 and self.has_hooks:
+            raise NotLayerMajor(
+                "a hook is on a tensor that a block returns, and its gradient comes in parts: the "
+                "tensor is used behind a later block, too"
+            )
+
+
+def _no_hook(_gradient: torch.Tensor) -> None:
+    """Sees nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Direct:
+    output: BlockOutput
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.output.add_direct(gradient)
 
 
 class InsideBlock:
@@ -70,7 +174,7 @@ class _Cut(torch.autograd.Function):
         return None, None, None
 
 
-def cut(data: torch.Tensor, target: Target | InsideBlock) -> torch.Tensor:
+def cut(data: torch.Tensor, target: GradientSink) -> torch.Tensor:
     """The tensor without its graph; its gradient goes to the target.
 
     It is no leaf: the user's code may write to it in place.
@@ -80,11 +184,11 @@ def cut(data: torch.Tensor, target: Target | InsideBlock) -> torch.Tensor:
     return cast(torch.Tensor, _Cut.apply(token, data.detach(), target))
 
 
-def target_of(node: Node) -> Target | InsideBlock | None:
-    """The target of a cut; None for any other node."""
+def target_of(node: Node) -> BlockOutput | InsideBlock | None:
+    """The target of a cut that the user's code sees; None for any other node."""
     if isinstance(node, BackwardCFunction):
         found = vars(node).get("target")
-        if isinstance(found, (Target, InsideBlock)):
+        if isinstance(found, (BlockOutput, InsideBlock)):
             return found
     return None
 
@@ -105,8 +209,17 @@ class MicroBatchGraph:
     def __init__(self) -> None:
         self._claims: dict[Node, _Claim] = {}
         self._targets: dict[tuple[Node, int], Target] = {}
+        self._outputs: dict[int, list[BlockOutput]] = {}
 
-    def target(self, tensor: torch.Tensor) -> Target | InsideBlock:
+    def output(self, tensor: torch.Tensor, target: Target) -> torch.Tensor:
+        """What the user's code gets for a block's output: cut off, its gradient for the target."""
+        output = BlockOutput(target)
+        given = cut(tensor, output)
+        output.watch(given)
+        self._outputs.setdefault(output.piece, []).append(output)
+        return given
+
+    def target(self, tensor: torch.Tensor) -> GradientSink:
         """Where the gradient of a tensor that was given to a block must go.
 
         Raises:
@@ -115,7 +228,7 @@ class MicroBatchGraph:
         node = tensor.grad_fn
         found = None if node is None else target_of(node)
         if found is not None:
-            return found
+            return found.direct if isinstance(found, BlockOutput) else found
         edge = get_gradient_edge(tensor)
         key = edge.node, edge.output_nr
         if key not in self._targets:
@@ -174,12 +287,20 @@ class MicroBatchGraph:
         return claim.piece
 
     def run_back(self, piece: int) -> None:
-        """The gradients of a piece go on to the parameters in it and to the blocks before it."""
+        """The gradients of a piece go on to the parameters in it and to the blocks before it.
+
+        Raises:
+            NotLayerMajor: see :meth:`BlockOutput.check`.
+        """
         due = [t for t in self._targets.values() if t.piece == piece and t.gradient is not None]
-        if due:
-            edges = [cast(GradientEdge, target.edge) for target in due]
-            gradients = [cast(torch.Tensor, target.take()) for target in due]
-            torch.autograd.backward(edges, gradients)
+        ways = [(cast(GradientEdge, t.edge), cast(torch.Tensor, t.take())) for t in due]
+        outputs = self._outputs.pop(piece, ())
+        ways += [way for output in outputs if (way := output.take_pending()) is not None]
+        if ways:
+            torch.autograd.backward([edge for edge, _ in ways], [gradient for _, gradient in ways])
+        for output in outputs:
+            output.check()
+            output.release()
         for key in [key for key, target in self._targets.items() if target.piece == piece]:
             del self._targets[key]
 
@@ -187,6 +308,10 @@ class MicroBatchGraph:
         """Nothing of the graph is kept alive by this object any more."""
         self._claims.clear()
         self._targets.clear()
+        for outputs in self._outputs.values():
+            for output in outputs:
+                output.release()
+        self._outputs.clear()
 
 
 def run_back(outputs: Sequence[torch.Tensor], targets: Sequence[Target]) -> None:

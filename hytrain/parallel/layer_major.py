@@ -21,6 +21,7 @@ import torch
 from hytrain.parallel.activations import ActivationStore, HeldTensor
 from hytrain.parallel.block_calls import BlockCalls, Call
 from hytrain.parallel.graph_cut import (
+    GradientSink,
     InsideBlock,
     MicroBatchGraph,
     NotLayerMajor,
@@ -76,7 +77,7 @@ class _Input:
     """A tensor among a block's arguments."""
 
     held: HeldTensor
-    target: Target | None
+    target: GradientSink | None
 
 
 @dataclass(slots=True)
@@ -249,7 +250,7 @@ class LayerMajorStep:
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             target = Target(call.index) if tensor.requires_grad else None
             saved.outputs.append(target)
-            return tensor if target is None else cut(tensor, target)
+            return tensor if target is None else self._graphs[number].output(tensor, target)
 
         if self._trial is not None:
             self._trial.first_pass(call.index, number, leaves(output, torch.Tensor))
