@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -224,7 +225,7 @@ class HyTrainEngine(CheckpointEngine):
         optimizer = self.open_optimizer()
         optimizer.begin_forward()
         try:
-            with optimizer.weights.watching():
+            with self.watching_reads():
                 return super().forward(*inputs, **kwargs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(f"{error}\n{optimizer.make_gpu_room()}") from error
@@ -336,6 +337,13 @@ class HyTrainEngine(CheckpointEngine):
         if self._in_forward:
             self._in_forward = False
             super()._forward_epilogue()
+
+    @contextmanager
+    def watching_reads(self) -> Generator[None]:
+        """Around a forward: where it is the first, reads that no hook tells of are seen."""
+        assert self._guards is not None
+        with self.open_optimizer().weights.watching(), self._guards.watching():
+            yield
 
     def join_micro_batch(self) -> None:
         """Takes part in a micro-batch that other ranks have and this one has not; a collective."""

@@ -1,8 +1,9 @@
 """Hooks that make a layer's weights ready before they are used.
 
 A block's forward waits for its layer; other modules wait for the parameters that they own. What
-belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
-waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that).
+belongs to a module whose forward was not seen in the last pass (weights used from elsewhere), or
+was read in the first pass before a module that waits for it, is waited for at the start of the
+model's forward (under ZeRO-3 the gather schedule does that).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from hytrain.layers.state import LayerState
+from hytrain.layers.weight_reads import WeightReads
 from hytrain.layers.weights import LayerWeights
 
 
@@ -71,6 +73,10 @@ class LayerGuards:
         self._guarded = _modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
+        self._layer_of = {id(slot.parameter): x.index for x in owner.layers for slot in x.slots}
+        self._watched: set[bool] = set()  # with gradients or without: such a pass was watched
+        self._waiting_for: set[int] | None = None  # whose modules a watched pass has entered
+        self._read_early: set[int] = set()
         for module, indices in self._guarded.items():
             if module is model:
                 continue
@@ -94,6 +100,25 @@ class LayerGuards:
         finally:
             self._reads_names = False
 
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around a forward: where it is the first, reads before a layer's own modules are seen."""
+        kind = torch.is_grad_enabled()
+        if self._owner.gathers or kind in self._watched:
+            yield
+            return
+        self._waiting_for = set()
+        try:
+            with WeightReads.watched_by(self._layer_of, self._read):
+                yield
+            self._watched.add(kind)
+        finally:
+            self._waiting_for = None
+
+    def _read(self, index: int) -> None:
+        if self._waiting_for is not None and index not in self._waiting_for:
+            self._read_early.add(index)
+
     def _before_state_dict(self, *_args: object) -> None:
         if not self._reads_names:
             self._owner.read_weights()
@@ -101,8 +126,12 @@ class LayerGuards:
     def _guard(
         self, module: nn.Module, layers: Sequence[LayerWeights]
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        indices = [layer.index for layer in layers]
+
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
+            if self._waiting_for is not None:
+                self._waiting_for.update(indices)
             self._owner.enter_forward(layers)
 
         return hook
@@ -135,9 +164,11 @@ class LayerGuards:
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()
         self._seen = {model}
+        if self._waiting_for is not None:
+            self._waiting_for.clear()
         if self._owner.gathers:
             return  # then all ranks must wait at the same places
-        unguarded: set[int] = set()
+        unguarded = set(self._read_early)
         for module, indices in self._guarded.items():
             if module is model or self._seen_before is None or module not in self._seen_before:
                 unguarded |= indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -27,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class AccumulatingEngine(BatchEngine, Protocol):
-    """An engine whose forward can be given up."""
+    """An engine that computes forwards otherwise than by calling it."""
+
+    def watching_reads(self) -> AbstractContextManager[None]:
+        """Around the model's forward: where it is the first, its reads of weights are seen."""
+        ...
 
     def give_up_forward(self) -> None:
         """A forward that has begun will not end."""
@@ -135,7 +140,8 @@ class LayerMajor:
                 self._passes.join_plain_forward()
             for number in range(len(share.batches)):
                 randomness.choose(number)
-                output = share.forward(number, self._model)
+                with self._engine.watching_reads():
+                    output = share.forward(number, self._model)
                 trial.plain_losses.append(share.weigh(number, output, mean))
                 del output
         trial.undo()

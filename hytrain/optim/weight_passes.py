@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from hytrain.layers.weight_reads import WeightReads
 from hytrain.layers.weights import LayerWeights
 from hytrain.offload.arena import Arena
 from hytrain.offload.gatherer import LayerGatherer
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.gather_context import Reducer
 from hytrain.optim.gather_schedule import GatherSchedule
-from hytrain.optim.weight_reads import WeightReads
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.gather_plan import GatherSettings
 
@@ -78,7 +78,7 @@ class WeightPasses:
         if schedule is None or schedule.knows("train" if torch.is_grad_enabled() else "eval"):
             return nullcontext()
         layer_of = {id(slot.parameter): x.index for x in self.layers for slot in x.slots}
-        return WeightReads(layer_of, schedule.hold)
+        return WeightReads.watched_by(layer_of, schedule.hold)
 
     # -- one layer at a time, for who knows best -----------------------------------------------
 

@@ -38,7 +38,7 @@ def test_zero_3_is_zero_2(ranks: RankPools, sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (0, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["gpt2", "vit", "mlp"])
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "mlp", "borrowing"])
 def test_zero_3_of_other_models(ranks: RankPools, kind: str, sizes: tuple[int, int]) -> None:
     ranks(2).run(cases.other_models, kind, sizes)
 

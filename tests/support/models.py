@@ -17,7 +17,7 @@ TRANSFORMERS = ("llama", "gpt2", "vit")
 
 
 def make_model(kind: str, *, seed: int = 0) -> nn.Module:
-    """A randomly initialized model: one of TRANSFORMERS, "t5" or "mlp"."""
+    """A randomly initialized model: one of TRANSFORMERS, "t5", "mlp" or "borrowing"."""
     torch.manual_seed(seed)
     builders = {
         "llama": _llama,
@@ -26,6 +26,7 @@ def make_model(kind: str, *, seed: int = 0) -> nn.Module:
         "vit": _vit,
         "t5": _t5,
         "mlp": Mlp,
+        "borrowing": Borrowing,
     }
     return builders[kind]()
 
@@ -37,7 +38,7 @@ def make_batch(kind: str, number: int, device: torch.device | str = "cpu") -> di
         images = torch.randn(BATCH, 3, 16, 16, generator=generator)
         labels = torch.randint(0, 10, (BATCH,), generator=generator)
         return {"pixel_values": images.to(device), "labels": labels.to(device)}
-    if kind == "mlp":
+    if kind in ("mlp", "borrowing"):
         return {"inputs": torch.randn(BATCH, HIDDEN, generator=generator).to(device)}
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens}
@@ -157,6 +158,16 @@ class Mlp(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).float().pow(2).mean()
+
+
+class Borrowing(Mlp):
+    """Its end multiplies with the first module's weight, outside of that module."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) @ self.embed.weight.T).pow(2).mean()
 
 
 class Recomputed(Mlp):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,10 @@ _OF_SHAPE = frozenset(
      "is_floating_point", "type", "element_size", "ndimension", "__len__", "__repr__", "data_ptr")
 )  # fmt: skip
 """Functions of a tensor that read nothing of it (the first two are every attribute's)."""
+_VIEWS = frozenset(
+    id(getattr(torch.Tensor, name)) for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
+"""Attributes that are another tensor with the same elements, by their descriptors."""
 
 
 class WeightReads(TorchFunctionMode):
@@ -33,6 +39,20 @@ class WeightReads(TorchFunctionMode):
         self._layer_of = layer_of
         self._read = read
 
+    @staticmethod
+    @contextmanager
+    def watched_by(layer_of: Mapping[int, int], read: Callable[[int], None]) -> Generator[None]:
+        """A block in which reads are told of; what torch.compile has made runs as it was written.
+
+        A compiled function would be compiled for this block, and again for all that follow.
+        Arguments are those of the class.
+        """
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # whose import takes seconds
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(WeightReads(layer_of, read))
+            yield
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -43,7 +63,9 @@ class WeightReads(TorchFunctionMode):
         """Calls ``func``, after having told."""
         del types
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _OF_SHAPE:
+        name = getattr(func, "__name__", "")
+        is_view = name == "__get__" and id(getattr(func, "__self__", None)) in _VIEWS
+        if name not in _OF_SHAPE or is_view:
             for value in (*args, *kwargs.values()):
                 for item in value if isinstance(value, (tuple, list)) else (value,):
                     if isinstance(item, torch.Tensor) and id(item) in self._layer_of:
