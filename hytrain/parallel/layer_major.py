@@ -30,7 +30,7 @@ from hytrain.parallel.graph_cut import (
     run_back,
 )
 from hytrain.parallel.randomness import MicroBatchRandomness, State
-from hytrain.parallel.surroundings import Autocast
+from hytrain.parallel.surroundings import Autocast, warning_filters_kept
 from hytrain.parallel.suspended_forward import BlockCall, SuspendedForward
 from hytrain.parallel.tensor_tree import leaves, map_leaves, snapshot, was_changed
 from hytrain.parallel.trial import Trial
@@ -144,11 +144,12 @@ class LayerMajorStep:
             NotLayerMajor: the model cannot be computed layer by layer.
         """
         self._store.begin_step()
-        try:
-            with self._calls.stopping() as blocks:
-                self._walk(blocks)
-        finally:
-            self._give_up()
+        with warning_filters_kept():
+            try:
+                with self._calls.stopping() as blocks:
+                    self._walk(blocks)
+            finally:
+                self._give_up()
 
     def _walk(self, blocks: Sequence[Call]) -> None:
         owner, last = self._owner, len(blocks) - 1
@@ -166,7 +167,7 @@ class LayerMajorStep:
 
     def _give_up(self) -> None:
         """Nothing is kept any more, whether the step is over or not."""
-        for forward in self._forwards:
+        for forward in reversed(self._forwards):
             forward.cancel()
         for graph in self._graphs:
             graph.forget()
@@ -221,6 +222,8 @@ class LayerMajorStep:
                 f"'{self._calls.names[block]}' is called inside of a checkpoint, or of other hooks "
                 "on saved tensors: remove them, for blocks are recomputed here anyway"
             )
+        if self._trial is not None:
+            self._trial.at_block(block)
         return event
 
     def _compute(self, block: Call, number: int, call: BlockCall) -> Any:

@@ -1,7 +1,8 @@
-"""torch's settings of a thread, taken along to another one."""
+"""torch's settings of a thread, taken along to another one, and those of the whole process."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,3 +81,36 @@ class Surroundings:
             stack.enter_context(torch.set_grad_enabled(self.with_gradients))
             stack.enter_context(self.autocast.applied())
             yield
+
+
+def process_settings() -> dict[str, object]:
+    """torch's settings that all threads share and on which results depend, by name."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the attention kernels (sdpa_kernel)": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the precision of fp32 matrix products": (
+            torch.get_float32_matmul_precision(),
+            cudnn.allow_tf32,
+        ),
+        "cuDNN's flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+    }
+
+
+@contextmanager
+def warning_filters_kept() -> Generator[None]:
+    """What is changed of Python's warning filters inside, in whatever order, is undone."""
+    # catch_warnings would forget which warnings have been shown.
+    filters = warnings.filters
+    try:
+        yield
+    finally:
+        if warnings.filters is not filters:
+            warnings.filters = filters
+            vars(warnings)["_filters_mutated"]()

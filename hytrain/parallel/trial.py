@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hytrain.parallel.graph_cut import NotLayerMajor
+from hytrain.parallel.surroundings import process_settings
 
 _TOLERANCE = 1e-3
 """Of the sum of absolute values. Kernels that add up in any order stay far below it."""
@@ -27,9 +28,25 @@ class Trial:
         self._versions: list[int] = []
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._differences: list[tuple[int, torch.Tensor]] = []
+        self._settings = process_settings()
         self.plain_losses: list[torch.Tensor] = []
         """Of the micro-batches, one forward after another."""
         self._losses: list[torch.Tensor] = []
+
+    def at_block(self, index: int) -> None:
+        """A micro-batch's forward stands at a block, and others will go on before it does.
+
+        Raises:
+            NotLayerMajor: it has changed settings of the whole process: neither the others nor the
+                block's second pass would know that they hold for this one.
+        """
+        now = process_settings()
+        changed = [name for name, value in self._settings.items() if now[name] != value]
+        if changed:
+            raise NotLayerMajor(
+                f"its forward changes {' and '.join(changed)} of the whole process around "
+                f"'{self._names[index]}': do it outside of the model, or inside of the blocks"
+            )
 
     def before_block(self, index: int) -> None:
         """A block is about to be computed for the first time for a micro-batch."""
