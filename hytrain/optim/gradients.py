@@ -81,6 +81,7 @@ class GradientCollector:
                 sizes = [slot.numel for slot in layer.layout.slots]
                 layer.copier = GradientCopier(sizes, device)
         self._device = device
+        self._agrees = is_reduced  # with other ranks: all of them learn at the same time
         most = max((layout.size for layout in layouts), default=0)
         self._zeros = Zeros(most, device, is_reduced=is_reduced)
         self._consume = consume
@@ -330,6 +331,8 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
+        if not consume and not self._agrees and not self._clock:
+            return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected
         if is_new:
             self._expected[self._by_layer] = [self._for_each(layer.fired) for layer in self.layers]

@@ -230,3 +230,18 @@ def test_without_overlap_of_the_forward_the_weights_are_there_after_step(
             shadow.step()
             shadow.assert_copy_is_current()
         shadow.check()
+
+
+def test_a_first_backward_without_gradients_teaches_nothing(gpu_fraction: float) -> None:
+    """torch.autograd.grad goes through the model and fires no hook; later steps overlap."""
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
+        shadow = Shadow(engine)
+        given = inputs(0)["inputs"].requires_grad_()
+        assert torch.autograd.grad(engine(inputs=given), given)[0].any()
+        early = []
+        for number in range(3):
+            backward(engine, number)
+            early.append(sum(state.sent for state in shadow.states))
+            shadow.step()
+        assert early[1:] == [6, 6]
+        shadow.check()
