@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
 
 from hytrain._deepspeed import DeepSpeedEngine
@@ -15,6 +16,7 @@ from hytrain.checkpoint.export import collect_module_state, shared_parameters
 from hytrain.errors import EngineClosedError
 from hytrain.layers.guards import LayerGuards
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.gather_plan import GatherSettings
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,18 @@ class WeightsEngine(DeepSpeedEngine):
         super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:
-        if int(self.zero_optimization_stage()) != 3:
-            super()._broadcast_model()
+        """Rank 0's parameters on all ranks; under ZeRO-3 each layer's when it is sharded.
+
+        DeepSpeed's takes no parameters without dimensions, and no transposed ones.
+        """
+        if self.dist_backend is None or int(self.zero_optimization_stage()) == 3:
+            return
+        collectives = ShardCollectives(
+            cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
+        )
+        for parameter in self._model.parameters():
+            if not hasattr(parameter, "ds_optim_param"):  # DeepSpeed's OptimizedLinear: shards
+                collectives.broadcast_from_first(parameter.data)
 
     def zero_optimization_partition_weights(self) -> bool:
         """False: what DeepSpeed does to modules and checkpoints under ZeRO-3 is done here."""

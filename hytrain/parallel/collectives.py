@@ -265,7 +265,11 @@ class ShardCollectives:
         """Rank 0's contents on all ranks, in place; of any dtype."""
         if self.world_size > 1:
             what = f"the broadcast of {tensor.numel()} weights"
-            self._run(what, dist.broadcast, tensor.view(torch.uint8), self.global_rank(0))
+            whole = tensor.contiguous()
+            flat = whole.view(-1).view(torch.uint8)
+            self._run(what, dist.broadcast, flat, self.global_rank(0))
+            if whole is not tensor:
+                tensor.copy_(whole)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the ranks, in place."""

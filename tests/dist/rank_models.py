@@ -1,0 +1,104 @@
+"""Cases of two ranks with models, and uses of them, that are not the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.engines import built, make_config
+from support.models import HIDDEN, Mlp, loss_of, make_batch, make_model
+from torch import nn
+
+STEPS = 3
+Backward = Callable[[Any, int], None]
+
+
+class WithScalar(Mlp):
+    """Has a parameter without dimensions, as CLIP's logit scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs * self.odd)
+
+
+class WithTransposed(Mlp):
+    """Has a parameter whose memory is not in the order of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.randn(HIDDEN, HIDDEN).t() / HIDDEN)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs @ self.odd)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {"scalar": WithScalar, "transposed": WithTransposed}
+
+
+def odd_parameters(kind: str, stage: int) -> None:
+    """Ranks begin with rank 0's weights, and make the steps of one process with both batches."""
+
+    def backward(model: Any, number: int) -> torch.Tensor:
+        return loss_of(model(**make_batch("mlp", number)))
+
+    def ours(engine: Any, step: int) -> None:
+        engine.backward(backward(engine, 2 * step + dist.get_rank()))
+
+    def alone(model: Any, step: int) -> None:
+        ((backward(model, 2 * step) + backward(model, 2 * step + 1)) / 2).backward()
+
+    _same_steps(lambda seed: _seeded(KINDS[kind], seed), stage, ours, alone)
+
+
+def two_forwards(stage: int) -> None:
+    """One loss of two forwards on each rank is that of four in one process."""
+
+    def total(model: Any, numbers: range) -> torch.Tensor:
+        losses = [loss_of(model(**make_batch("mlp", number))) for number in numbers]
+        return torch.stack(losses).sum()
+
+    def ours(engine: Any, step: int) -> None:
+        begin = 4 * step + 2 * dist.get_rank()
+        engine.backward(total(engine, range(begin, begin + 2)))
+
+    def alone(model: Any, step: int) -> None:
+        (total(model, range(4 * step, 4 * step + 4)) / 2).backward()
+
+    _same_steps(lambda seed: make_model("mlp", seed=seed), stage, ours, alone)
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def _same_steps(
+    make: Callable[[int], nn.Module], stage: int, ours: Backward, alone: Backward
+) -> None:
+    config = make_config(gpu_fraction=0.5, bf16=False, stage=stage, clipping=0.0)
+    config["hytrain"]["shard_fractions"] = [0.7, 0.3]
+    # With an eps like the gradients, roundings of them make no steps of their own.
+    config["optimizer"]["params"]["eps"] = 1e-2
+    with built(make(dist.get_rank()), config) as engine:
+        for step in range(STEPS):
+            ours(engine, step)
+            engine.step()
+        state = engine.fp32_state_dict()
+    model = make(0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        alone(model, step)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        if dist.get_rank() == 0:
+            assert not torch.equal(parameter, before[name])
+            torch.testing.assert_close(
+                state[name]["fp32"].view_as(parameter), parameter.detach(), rtol=1e-5, atol=1e-6
+            )

@@ -1,0 +1,22 @@
+"""Two ranks with models, and uses of them, that are not the usual ones."""
+
+from __future__ import annotations
+
+import pytest
+import rank_models as cases
+from harness import RankPools
+
+pytestmark = pytest.mark.timeout(240)
+
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@stages
+@pytest.mark.parametrize("kind", sorted(cases.KINDS))
+def test_parameters_of_odd_shapes(ranks: RankPools, kind: str, stage: int) -> None:
+    ranks(2).run(cases.odd_parameters, kind, stage)
+
+
+@stages
+def test_two_forwards_and_one_backward(ranks: RankPools, stage: int) -> None:
+    ranks(2).run(cases.two_forwards, stage)
