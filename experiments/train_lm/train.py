@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_user_error(error: ValueError) -> bool:
     """Whether the message alone says what to change; a traceback would only hide it."""
-    # By name, because hytrain need not be installed for --engine deepspeed.
-    return isinstance(error, _USER_ERRORS) or type(error).__module__ == "hytrain.errors"
+    # Not imported, because hytrain need not be installed for --engine deepspeed; what it raises
+    # is a ValueError where the user can mend it, whichever of its modules the class is from.
+    errors = sys.modules.get("hytrain.errors")
+    return isinstance(error, _USER_ERRORS) or (
+        errors is not None and isinstance(error, errors.HyTrainError)
+    )
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -6,15 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import metrics
 import pytest
+import train
+from options import OptionError
 from support.processes import fresh_environment
 
 import hytrain.cli
+from hytrain.errors import ConfigError, EngineClosedError
+from hytrain.placement.errors import MemoryBudgetError
+from hytrain.planner.errors import PlanError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
@@ -49,6 +55,30 @@ def test_user_error_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1] == "train.py: --steps is 0; 1 is the least"
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", [OptionError, ConfigError, PlanError, MemoryBudgetError])
+def test_what_the_user_can_mend_is_one_line(
+    kind: type[ValueError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(argv: Sequence[str] | None) -> None:
+        raise kind("too little memory")
+
+    monkeypatch.setattr(train, "run", refuse)
+    assert train.main([]) == 2
+    assert capsys.readouterr().err == "train.py: too little memory\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), EngineClosedError("not the user's")])
+def test_other_errors_keep_their_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(argv: Sequence[str] | None) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(type(error)):
+        train.main([])
 
 
 @pytest.fixture(scope="module")
