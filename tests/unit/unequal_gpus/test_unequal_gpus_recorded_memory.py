@@ -41,14 +41,14 @@ def work_of(case: Any, run: str, rank: int, trained: Any) -> tuple[int, int, flo
     return plan["batch_sizes"][rank], plan["micro_batch_sizes"][rank], shards[rank], policies[rank]
 
 
-def ratios(case: Any, problem: PlanProblem) -> Iterator[float]:
-    """What is said over what was allocated, of every rank that trained."""
+def ratios(case: Any, problem: PlanProblem) -> Iterator[tuple[int, float]]:
+    """(samples, what is said over what was allocated) of every rank that trained."""
     for run, result in case["results"].items():
         if result["status"] != OK:
             continue
         for rank, trained in enumerate(result["ranks"]):
             found = work_of(case, run.partition("#")[0], rank, trained)
-            if found is None or not found[0]:
+            if found is None:
                 continue
             batch, microbatch, fraction, policy = found
             gpu = problem.cluster.ranks[rank][1]
@@ -56,7 +56,7 @@ def ratios(case: Any, problem: PlanProblem) -> Iterator[float]:
             shard = fraction * problem.model.parameters
             on_gpu = trained["gpu_fraction"] * shard
             said = gpu_bytes(problem, gpu, work, on_gpu, shard - on_gpu)
-            yield said / trained["gpu"]["peak_allocated_bytes"]
+            yield batch, said / trained["gpu"]["peak_allocated_bytes"]
 
 
 @pytest.mark.parametrize("case", list(recorded_cases()))
@@ -64,7 +64,24 @@ def test_recorded_peaks(case: Any) -> None:
     profile = planning.file_of(case["results"]["profile"]["ranks"])
     problem = planning.problem_of(profile, case["case"]["batch"], WHOLE)
     found = list(ratios(case, problem))
-    assert found
+    computing = [ratio for samples, ratio in found if samples]
+    assert computing
     # Up to run 8's second, a micro-batch's logits stayed through its backward, unplanned.
-    assert min(found) > 0.995
-    assert max(found) < 1.025
+    assert min(computing) > 0.995
+    assert max(computing) < 1.025
+    # A rank that computes nothing still updates a shard. One is recorded, whose allocator was at its
+    # limit: 3.7 % of what it took is not said, and nobody has looked into why.
+    idle = [ratio for samples, ratio in found if not samples]
+    assert all(0.96 < ratio < 1.025 for ratio in idle)
+
+
+def test_what_the_readme_counts() -> None:
+    """Ranks that compute samples, and those that do not, of all recorded cases."""
+    counts = {True: 0, False: 0}
+    for parameters in recorded_cases():
+        (case,) = parameters.values
+        profile = planning.file_of(case["results"]["profile"]["ranks"])
+        problem = planning.problem_of(profile, case["case"]["batch"], WHOLE)
+        for samples, _ in ratios(case, problem):
+            counts[samples > 0] += 1
+    assert counts == {True: 149, False: 1}
