@@ -69,8 +69,8 @@ def test_recorded_peaks(case: Any) -> None:
     # Up to run 8's second, a micro-batch's logits stayed through its backward, unplanned.
     assert min(computing) > 0.995
     assert max(computing) < 1.025
-    # A rank that computes nothing still updates a shard. One is recorded, whose allocator was at its
-    # limit: 3.7 % of what it took is not said, and nobody has looked into why.
+    # A rank that computes nothing still updates a shard. One is recorded, whose allocator was at
+    # its limit: 3.7 % of what it took is not said, and nobody has looked into why.
     idle = [ratio for samples, ratio in found if not samples]
     assert all(0.96 < ratio < 1.025 for ratio in idle)
 
