@@ -193,9 +193,18 @@ def _would_fit(profile: Any, options: Any) -> str:
     from hytrain.planner.profile_problem import problem_from
     from hytrain.planner.uneven import Infeasible
 
-    on_gpu = "without --offload-param" if options.offload_param else "with --stage 3"
-    for words, is_offloaded in ((on_gpu, False), ("with --stage 3 --offload-param cpu", True)):
-        other = replace(options, stage=3, offload_param=is_offloaded)
+    others: list[tuple[str, int, bool]] = []
+    if options.offload_param:
+        others.append(("without --offload-param", 3, False))
+    elif options.stage != 3:
+        others.append(("with --stage 3", 3, False))
+    if options.stage == 3:
+        # One GPU shards nothing in stage 3, and keeps gradients there that stage 2 sends away.
+        words = "with --stage 2" + " and without --offload-param" * options.offload_param
+        others.append((words, 2, False))
+    others.append(("with --stage 3 --offload-param cpu", 3, True))
+    for words, stage, is_offloaded in others:
+        other = replace(options, stage=stage, offload_param=is_offloaded)
         if other != options and not isinstance(make_plan(problem_from(profile, other)), Infeasible):
             return f"; it would fit {words}"
     return ""

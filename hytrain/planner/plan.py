@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hytrain.planner.baselines import best_manner, samples_by_speed
-from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.policies import MANNERS, Activations
@@ -24,6 +23,7 @@ from hytrain.planner.polish import polish
 from hytrain.planner.problem import PlanProblem
 from hytrain.planner.refine import refine, unevenly
 from hytrain.planner.result import TOLERANCE, Found, Plan, settle, to_plan
+from hytrain.planner.shortage import missing
 from hytrain.planner.uneven import Infeasible
 
 # Steps between the bound and the plan that are tried for loads that suit whole layers better.
@@ -35,7 +35,6 @@ _NEARBY = 1.25
 _MOST_OTHERS = 24
 # Of those, so many are refined.
 _MOST_REFINED = 6
-_GIB = 1024**3
 
 
 def make_plan(problem: PlanProblem) -> Plan | Infeasible:
@@ -66,7 +65,7 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         found = polish(problem, min(search.trail, key=lambda each: each.step))
         plans.append(to_plan(problem, found, found.step))
     if not plans:
-        return _missing(problem, search.frontiers[-1], is_bounded=math.isfinite(bound))
+        return missing(problem, search.frontiers[-1], is_bounded=math.isfinite(bound))
     best = min(plans, key=lambda plan: plan.step_seconds)
     # One of many numbers of rounds is one of many plans already.
     if problem.rounds is None and best.predicted_seconds > _CLOSE * bound:
@@ -269,46 +268,3 @@ def _micro_size(problem: PlanProblem, batch: int, most: int) -> int | None:
         return 0
     sizes = range(min(most, batch), 0, -1)
     return next((size for size in sizes if fits_rounds(problem, batch, size)), None)
-
-
-def _missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> Infeasible:
-    """What no step, however long, would mend."""
-    cluster = problem.cluster
-    for rank, (host, gpu) in enumerate(cluster.ranks):
-        if not frontier.menu(host, gpu).loads:
-            return _rank_is_missing(problem, rank, gpu)
-    longest = frontier.longest()
-    held = frontier.held(longest)
-    total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
-    what = "weights and optimizer state" if problem.offload_param else "optimizer state"
-    if is_bounded:
-        return Infeasible(
-            "the state fits only if layers are split between GPU and host, or by less than a "
-            "thousandth of it: no plan was found; a little more memory would help",
-            is_close=True,
-        )
-    return Infeasible(
-        f"the GPUs and hosts can hold {held:.1%} of the model's {what} together: memory "
-        f"for {(1.0 - held) * total / _GIB:.2f} GiB is missing, on any host or GPU",
-        (1.0 - held) * total / _GIB,
-    )
-
-
-def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile) -> Infeasible:
-    """A rank whose GPU holds not even the training copy with the smallest micro-batch."""
-    collectives = Collectives.of(problem, even=True)
-    batch = 0 if problem.allow_idle else 1
-    roomy = replace(gpu, memory_bytes=2**62)
-    works = [
-        load(problem, roomy, collectives, batch, batch, policy) for policy in problem.activations
-    ]
-    missing = (2**62 - max(work.room for work in works) - gpu.memory_bytes) / _GIB
-    what = "nothing but the training copy" if batch == 0 else "a single sample"
-    return Infeasible(
-        f"rank {rank} ({gpu.name}) has {gpu.memory_bytes / _GIB:.2f} GiB, {missing:.2f} too little "
-        f"for {what} (stage 3 would shard that)"
-        if problem.stage != 3
-        else f"rank {rank} ({gpu.name}) has {missing:.2f} GiB too little for {what}",
-        missing,
-        rank,
-    )

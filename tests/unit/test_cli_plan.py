@@ -215,6 +215,17 @@ def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: 
     assert "would fit" not in _error(capsys, "--profile", poor, "--batch", 4)
 
 
+def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -> None:
+    # In stage 3 one GPU has the gradients beside the weights, in stage 2 they go to the host.
+    path = _small(tmp_path, 6, 64)
+    arguments = ("--profile", path, "--batch", 4)
+    text = _error(capsys, *arguments, "--stage", 3)
+    assert "GPU memory is short: the GPU (Small) can use 4.50 GiB and must hold " in text
+    assert text.rstrip().endswith("; it would fit with --stage 2")
+    assert _run(*arguments, "--stage", 2) == 0
+    capsys.readouterr()
+
+
 def test_weights_stay_where_they_fit(profile: Path, capsys: Capture) -> None:
     arguments = ("--profile", profile, "--batch", 8, "--stage", 3, "--activations", "keep")
     resident = _json(capsys, *arguments)

@@ -399,6 +399,42 @@ def test_what_is_missing_is_said() -> None:
     assert plan.missing == pytest.approx((42 - 5 - 8) * GB / 2**30, rel=0.05)
 
 
+@pytest.mark.parametrize("gigabytes", [64, 2000])
+def test_short_gpu_memory_is_said_whatever_the_hosts_have(gigabytes: int) -> None:
+    # Weights of 6 GB and their gradients in 12 GB of GPU less 1, with nothing else.
+    given = replace(
+        problem(host(gpu("a", 12, 1.0), gigabytes=gigabytes)), stage=3, gradient_bytes=2
+    )
+    plan = make_plan(given)
+    assert isinstance(plan, Infeasible)
+    assert plan.reason.startswith("GPU memory is short: the GPU (a) can use ")
+    assert "with all optimizer state in host memory" in plan.reason
+    assert "host memory is short" not in plan.reason
+    words = plan.reason.split()
+    usable, least = float(words[words.index("use") + 1]), float(words[words.index("hold") + 1])
+    assert usable == pytest.approx(12 * GB / 2**30, abs=0.01)
+    assert least >= (12 + 1) * GB / 2**30
+    assert plan.missing == pytest.approx(least - usable, abs=0.02)
+
+
+def test_a_gpu_too_small_for_a_sample_is_said() -> None:
+    # Idle it would hold the weights; beside a sample there would be their gradients, too.
+    given = problem(host(gpu("b", 11, 1.0), gpu("a", 12, 1.0), gigabytes=2000))
+    plan = make_plan(replace(given, gradient_bytes=2))
+    assert isinstance(plan, Infeasible)
+    assert plan.gpu == 1, "the one that lacks less"
+    assert plan.reason.startswith("rank 1 (a) has 11.18 GiB, ")
+    assert "too little for a single sample" in plan.reason
+
+
+def test_short_host_memory_is_said_where_weights_are_there() -> None:
+    given = problem(host(*[gpu("a", 80, 1.0)] * 2, gigabytes=4))
+    plan = make_plan(replace(given, stage=3, offload_param=True))
+    assert isinstance(plan, Infeasible)
+    assert plan.reason.startswith("host memory is short: the host (")
+    assert "must hold 5.59 at least, for weights alone" in plan.reason
+
+
 def test_a_batch_below_the_ranks_is_refused_unless_ranks_may_be_idle() -> None:
     given = problem(host(*[gpu("a", 80, 1.0)] * 4), batch=3)
     assert isinstance(make_plan(given), Plan)
