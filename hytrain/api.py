@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from hytrain.layers.discovery import find_layers
 from hytrain.layers.partition import partition
 from hytrain.optim.hyper import check_optimizer
 from hytrain.optim.training_plan import adopt_plan
+
+logger = logging.getLogger(__name__)
 
 # Kept: whoever puts hytrain's in the place of ``deepspeed.initialize`` must not call itself.
 _deepspeed_initialize = deepspeed.initialize
@@ -176,8 +179,17 @@ def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> di
             f'"train_batch_size" is {given} but "hytrain.batch_sizes" sums to {sum(sizes)}: make '
             "them equal, or leave the former out"
         )
-    rest = {k: v for k, v in config.items() if k not in ("train_batch_size",)}
-    return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    rest = {k: v for k, v in config.items() if k != "train_batch_size"}
+    # DeepSpeed wants both; 1 is what says nothing.
+    instead = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    unused = [f'"{key}" {rest[key]}' for key in instead if rest.get(key, 1) not in (1, "auto")]
+    if unused and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            '%s: not used, since "hytrain.batch_sizes" (a plan has them) says what ranks compute: '
+            "leave it out",
+            " and ".join(unused),
+        )
+    return {**rest, **instead}
 
 
 class Registration:

@@ -11,7 +11,11 @@ from data import BatchPlan
 from options import OptionError, Options
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "ds_configs"
-_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_MICRO, _ACCUMULATION, _TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 _SCHEDULERS_WITH_TOTAL = ("WarmupCosineLR", "WarmupDecayLR")
 
 
@@ -70,7 +74,7 @@ def planned_batches(path: Path, options: Options) -> BatchPlan:
     """Read from a plan who computes how much; whether it fits the job is hytrain's to say.
 
     Raises:
-        OptionError: an option says what the plan decides.
+        OptionError: an option says what the plan decides, or sequences are of another length.
     """
     # Here, because hytrain need not be installed for --engine deepspeed.
     from hytrain.planner.plan_file import read_plan
@@ -78,7 +82,14 @@ def planned_batches(path: Path, options: Options) -> BatchPlan:
     for name in ("micro_batch", "global_batch"):
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')}: the plan {path} decides that")
-    ranks = read_plan(path).ranks
+    plan = read_plan(path)
+    # Not hytrain's to see: a model's batches have any length. Memory and times are for this one.
+    if plan.model.seq_len not in (None, options.seq_len):
+        raise OptionError(
+            f"--seq-len is {options.seq_len}, but the plan {path} is for {plan.model.seq_len} "
+            "tokens a sample: give that, or profile and plan for the other"
+        )
+    ranks = plan.ranks
     computing = [rank.microbatch_size for rank in ranks if rank.microbatch_size]
     return BatchPlan(
         micro_batch=min(computing),
@@ -125,7 +136,8 @@ def apply_options(
         The changed copy, and one line for each value of the JSON that was replaced.
 
     Raises:
-        OptionError: an option needs a part of the JSON that is not there.
+        OptionError: an option needs a part of the JSON that is not there, or the JSON asks for
+            other batches than the plan.
     """
     config = copy.deepcopy(config)
     changes: list[str] = []
@@ -138,13 +150,12 @@ def apply_options(
     if plan_path is not None:
         if "hytrain" not in config:
             raise OptionError('--plan needs a "hytrain" section in the DeepSpeed JSON')
-        for key in _BATCH_KEYS:
-            config.pop(key, None)
+        changes += _drop_batches(config, plan, plan_path, in_json=options.plan is None)
         put(config["hytrain"], "plan", str(plan_path), "hytrain.")
     else:
-        put(config, "train_micro_batch_size_per_gpu", plan.micro_batch, "")
-        put(config, "gradient_accumulation_steps", plan.accumulation, "")
-        put(config, "train_batch_size", plan.global_batch, "")
+        put(config, _MICRO, plan.micro_batch, "")
+        put(config, _ACCUMULATION, plan.accumulation, "")
+        put(config, _TOTAL, plan.global_batch, "")
     if options.lr is not None:
         params = config.get("optimizer", {}).get("params")
         if params is None:
@@ -162,6 +173,45 @@ def apply_options(
             raise OptionError('--gpu-fraction needs a "hytrain" section in the DeepSpeed JSON')
         put(config["hytrain"], "gpu_fraction", options.gpu_fraction, "hytrain.")
     return config, changes
+
+
+def _drop_batches(
+    config: dict[str, Any], plan: BatchPlan, plan_path: Path, *, in_json: bool
+) -> list[str]:
+    """Take the JSON's batch keys out, in whose place the plan is.
+
+    Args:
+        config: is changed.
+        plan: the plan's batches.
+        plan_path: its file.
+        in_json: whether the JSON itself names the plan; else an option replaces what it says.
+
+    Returns:
+        A line for each value that was not the plan's.
+
+    Raises:
+        OptionError: the JSON asks for another global batch, or contradicts its own plan.
+    """
+    pieces = [len(plan.pieces(0, rank)) for rank in range(plan.world_size)]
+    planned = {
+        _TOTAL: [plan.global_batch],
+        _MICRO: [size for size in plan.micro_sizes or () if size],
+        _ACCUMULATION: [number for number in pieces if number],
+    }
+    lines: list[str] = []
+    for key, values in planned.items():
+        given = config.pop(key, None)
+        # DeepSpeed must find a micro-batch even where another batch is used: 1 says nothing.
+        if given is None or set(values) == {given} or (key != _TOTAL and given == 1):
+            continue
+        words = " ".join(map(str, values)) + ("" if key == _TOTAL else ", a rank each")
+        if key == _TOTAL or in_json:
+            raise OptionError(
+                f"{key} is {given} in the DeepSpeed JSON, but the plan {plan_path} has {words}: "
+                "leave it out, or plan again"
+            )
+        lines.append(f"{key}: {given} -> by the plan {words}")
+    return lines
 
 
 def _schedule(scheduler: dict[str, Any], options: Options) -> dict[str, int]:

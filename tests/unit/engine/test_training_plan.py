@@ -115,6 +115,22 @@ def test_keys_that_the_plan_decides_are_refused_beside_it(
     assert named in str(refused.value)
 
 
+def test_batch_keys_that_are_not_used_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(write_a_plan(tmp_path, _plan()))
+    for micro, accumulation, said in ((1, 1, ""), (8, 1, "per_gpu"), (1, 3, "accumulation_steps")):
+        caplog.clear()
+        keys = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+        with caplog.at_level(logging.WARNING, "hytrain.api"):
+            _initialize({**config, **keys})
+        lines = [r.getMessage() for r in caplog.records if r.name == "hytrain.api"]
+        assert [said in line and "not used" in line for line in lines] == [True] * bool(said)
+
+
 def test_null_decides_nothing(tmp_path: Path) -> None:
     _initialize(_config(write_a_plan(tmp_path, _plan()), batch_sizes=None, shard_fractions=None))
 

@@ -8,8 +8,10 @@ from typing import Any
 import deepspeed
 import ds_config
 import pytest
+import torch
 from data import BatchPlan
 from options import DEMO_CPU, DEMO_GPU, OptionError, Options, build_parser, parse_options
+from support.plans import a_plan, write_a_plan
 
 
 def _parse(*argv: str, on_gpu: bool = False) -> Options:
@@ -173,15 +175,52 @@ def test_config_file_is_read_as_deepspeed_does(tmp_path: Path) -> None:
         ds_config.read_config(tmp_path / "none.json")
 
 
+def _unequal() -> BatchPlan:
+    return BatchPlan(micro_batch=1, accumulation=1, world_size=2, sizes=(3, 1), micro_sizes=(2, 1))
+
+
 def test_a_plan_takes_the_place_of_the_batch_keys(tmp_path: Path) -> None:
-    plan = BatchPlan(micro_batch=1, accumulation=1, world_size=1, sizes=(4,), micro_sizes=(1,))
-    config, changes = ds_config.apply_options(_config(), _parse(), plan, tmp_path / "plan.json")
-    assert config["hytrain"]["plan"] == str(tmp_path / "plan.json")
+    path = tmp_path / "plan.json"
+    options = _parse("--plan", str(path))
+    config, changes = ds_config.apply_options(_config(), options, _unequal(), path)
+    assert config["hytrain"]["plan"] == str(path)
     assert not {key for key in config if "batch" in key or "accumulation" in key}
-    assert not any("batch" in change for change in changes)
+    assert "train_micro_batch_size_per_gpu: 8 -> by the plan 2 1, a rank each" in changes
+    assert "gradient_accumulation_steps: 2 -> by the plan 2 1, a rank each" in changes
     bare = {key: value for key, value in _config().items() if key != "hytrain"}
     with pytest.raises(OptionError, match='needs a "hytrain" section'):
-        ds_config.apply_options(bare, _parse(), plan, tmp_path / "plan.json")
+        ds_config.apply_options(bare, options, _unequal(), path)
+
+
+def test_a_json_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    own = {**_config(), "hytrain": {"plan": "plan.json"}}
+    with pytest.raises(OptionError, match="train_micro_batch_size_per_gpu is 8 in the DeepSpeed"):
+        ds_config.apply_options(own, _parse(), _unequal(), path)
+    del own["train_micro_batch_size_per_gpu"]
+    with pytest.raises(OptionError, match="gradient_accumulation_steps is 2 in the DeepSpeed"):
+        ds_config.apply_options(own, _parse(), _unequal(), path)
+    # DeepSpeed wants these in a file, whoever says the batch.
+    own |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    _, changes = ds_config.apply_options({**own, "train_batch_size": 4}, _parse(), _unequal(), path)
+    assert not any("batch" in change or "accumulation" in change for change in changes)
+    for argv in ([], ["--plan", str(path)]):
+        with pytest.raises(OptionError, match=r"train_batch_size is 32 in .* has 4: leave it out"):
+            ds_config.apply_options(
+                {**own, "train_batch_size": 32}, _parse(*argv), _unequal(), path
+            )
+
+
+def test_a_plan_for_sequences_of_another_length_is_refused(tmp_path: Path) -> None:
+    plan = a_plan(torch.nn.Linear(2, 2), (4,), (2,))
+    model = plan.model.model_copy(update={"seq_len": 64})
+    path = Path(write_a_plan(tmp_path, plan.model_copy(update={"model": model})))
+    assert ds_config.planned_batches(path, _parse("--seq-len", "64")).sizes == (4,)
+    for other in ("32", "128"):
+        with pytest.raises(OptionError, match=f"--seq-len is {other}, but .* is for 64 tokens"):
+            ds_config.planned_batches(path, _parse("--seq-len", other))
+    unknown = Path(write_a_plan(tmp_path, plan))
+    assert ds_config.planned_batches(unknown, _parse("--seq-len", "128")).sizes == (4,)
 
 
 def test_a_plan_is_the_options_or_lies_beside_the_json(tmp_path: Path) -> None:
