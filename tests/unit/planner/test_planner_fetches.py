@@ -384,7 +384,7 @@ def test_a_host_without_room_for_the_weights_is_none() -> None:
         refused = make_plan(problem(*ranks, gigabytes=3))
         assert isinstance(refused, Infeasible)
         assert not refused.is_close
-        assert "can hold 75.0% of the model's weights and optimizer state" in refused.reason
+        assert "the host (host) can use 2.79 GiB and must hold 3.73 at least" in refused.reason
 
 
 def test_below_stage_3_it_is_refused() -> None:
