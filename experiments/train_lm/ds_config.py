@@ -66,7 +66,7 @@ def find_plan(config: dict[str, Any], config_path: Path, options: Options) -> Pa
         if place.is_file():
             return place.resolve()
     raise OptionError(
-        f"no plan {' or '.join(map(str, places))}: `hytrain plan --out` makes one, --plan names it"
+        f"no plan {' or '.join(dict.fromkeys(map(str, places)))}: `hytrain plan --out` makes one, --plan names it"
     )
 
 
