@@ -65,9 +65,8 @@ def find_plan(config: dict[str, Any], config_path: Path, options: Options) -> Pa
     for place in places:
         if place.is_file():
             return place.resolve()
-    raise OptionError(
-        f"no plan {' or '.join(dict.fromkeys(map(str, places)))}: `hytrain plan --out` makes one, --plan names it"
-    )
+    tried = " or ".join(dict.fromkeys(map(str, places)))
+    raise OptionError(f"no plan {tried}: `hytrain plan --out` makes one, --plan names it")
 
 
 def planned_batches(path: Path, options: Options) -> BatchPlan:

@@ -229,7 +229,7 @@ def test_a_plan_is_the_options_or_lies_beside_the_json(tmp_path: Path) -> None:
     assert ds_config.find_plan({"hytrain": {}}, json_file, _parse()) is None
     with pytest.raises(OptionError, match=r"no plan .*/plan.json or plan.json:"):
         ds_config.find_plan(asked, json_file, _parse())
-    with pytest.raises(OptionError, match="no plan plan.json: "):
+    with pytest.raises(OptionError, match=r"no plan plan\.json: "):
         ds_config.find_plan(asked, Path("ds_config.json"), _parse())
     for name in ("plan.json", "other.json"):
         (tmp_path / name).write_text("{}")
