@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hytrain.cli.arguments import add_library, library_folder, positive_float, positive_int
+from hytrain.cli.arguments import (
+    add_library,
+    check_outputs,
+    check_picture,
+    library_folder,
+    positive_float,
+    positive_int,
+    share,
+)
+from hytrain.cli.plan_options import plan_options, read_deepspeed
 from hytrain.errors import ConfigError
 
 _DESCRIPTION = (
@@ -19,6 +29,7 @@ _DESCRIPTION = (
 )
 _GIB = 1024**3
 _SHEET_DTYPES = ("bf16", "fp32")
+_SHEET_SEQ_LEN = 1024
 _ACTIVATIONS = ("store", "recompute", "keep", "offload")
 _MANNERS = ("micro_batch_major", "layer_major")
 
@@ -34,8 +45,9 @@ def add(plan: argparse.ArgumentParser) -> None:
     output.add_argument("--chart", type=Path, metavar="PNG", help="the picture")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
+    own = dict(vars(plan.parse_args([])))
     subjects = plan.add_subparsers(metavar="[uneven]")
-    _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"))
+    _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
 
 
 def _add_subject(group: Any) -> None:
@@ -65,13 +77,21 @@ def _add_subject(group: Any) -> None:
         "with profiles, it must be the profiled one",
     )
     group.add_argument(
-        "--seq-len", type=positive_int, metavar="N", help="tokens of a sample, data sheets (1024)"
+        "--seq-len",
+        type=positive_int,
+        metavar="N",
+        help=f"tokens of a sample, data sheets ({_SHEET_SEQ_LEN})",
     )
     group.add_argument("--dtype", choices=_SHEET_DTYPES, help="of data sheets (bf16)")
 
 
 def _add_choices(group: Any) -> None:
-    group.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO (2)")
+    group.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        help="of ZeRO (that of --deepspeed-config, else 2)",
+    )
     group.add_argument(
         "--offload-param",
         choices=("cpu",),
@@ -83,8 +103,8 @@ def _add_choices(group: Any) -> None:
         "--deepspeed-config",
         type=Path,
         metavar="JSON",
-        help="with --stage 3: whose stage3_* keys say how many layers are gathered at once "
-        "(default: DeepSpeed's own)",
+        help="of the training: has the stage and offload_param; in stage 3 its stage3_* keys say "
+        "how many layers are gathered at once (default: DeepSpeed's own)",
     )
     group.add_argument(
         "--activations",
@@ -107,7 +127,7 @@ def _add_choices(group: Any) -> None:
     )
     group.add_argument(
         "--clipped-share",
-        type=float,
+        type=share,
         default=1.0,
         metavar="F",
         help="of the steps, those whose gradient is clipped, which takes the CPU longer (1: the "
@@ -160,12 +180,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.batch is None:
         raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
+    _check_files(arguments)
+    config = read_deepspeed(arguments)
     profile, is_estimated = _profile(arguments)
-    options = _options(arguments, profile, is_estimated=is_estimated)
+    options = plan_options(arguments, config, profile, is_estimated=is_estimated)
     problem = problem_from(profile, options)
     plan = make_plan(problem)
     if isinstance(plan, Infeasible):
-        raise PlanError(f"nothing fits: {plan.reason}{_would_fit(profile, options)}")
+        raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
     others = baselines(problem)
     without: Any = None
     if problem.offload_param:
@@ -187,7 +209,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _would_fit(profile: Any, options: Any) -> str:
+def _check_files(arguments: argparse.Namespace) -> None:
+    """What is written must not be what is read, and have a place.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    model = arguments.model
+    if model is not None and model.is_dir():
+        model = model / "config.json"
+    read = [("--profile", path) for path in arguments.profile or ()]
+    read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
+    check_outputs({"--out": arguments.out, "--chart": arguments.chart}, read)
+    check_picture("--chart", arguments.chart)
+
+
+def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
     """With which options a plan would be found; empty where with none."""
     from hytrain.planner.plan import make_plan
     from hytrain.planner.profile_problem import problem_from
@@ -206,7 +243,8 @@ def _would_fit(profile: Any, options: Any) -> str:
     for words, stage, is_offloaded in others:
         other = replace(options, stage=stage, offload_param=is_offloaded)
         if other != options and not isinstance(make_plan(problem_from(profile, other)), Infeasible):
-            return f"; it would fit {words}"
+            path = arguments.deepspeed_config
+            return f"; it would fit {words}" + (f", and {path} to match" if path else "")
     return ""
 
 
@@ -241,12 +279,18 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
             "--gpus without --profile or --library are planned for from data sheets: give the "
             "--model, or profiles"
         )
+    from hytrain.layers.language_model import read_config
     from hytrain.optim.model_shape import read_model_shape
 
+    seq_len = arguments.seq_len or _SHEET_SEQ_LEN
+    longest = getattr(read_config(arguments.model), "max_position_embeddings", None)
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"--seq-len {seq_len}: {arguments.model} has max_position_embeddings {longest}: give "
+            "at most that"
+        )
     shape = read_model_shape(
-        arguments.model,
-        seq_len=arguments.seq_len or 1024,
-        dtype=arguments.dtype or _SHEET_DTYPES[0],
+        arguments.model, seq_len=seq_len, dtype=arguments.dtype or _SHEET_DTYPES[0]
     )
     return named_gpus.estimated_cluster(groups, shape, wishes), True
 
@@ -310,80 +354,10 @@ def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
     return ""
 
 
-def _options(arguments: argparse.Namespace, profile: Any, *, is_estimated: bool) -> Any:
-    from hytrain.placement.memory import gpu_reserve, host_reserve
-    from hytrain.planner.profile_problem import PlanOptions
-
-    interconnect = None if arguments.interconnect is None else arguments.interconnect * 1e9
-    if interconnect is None and is_estimated:
-        # Through the host, as long as nobody says otherwise.
-        interconnect = min(device.copies.to_host_both for device in profile.devices)
-
-    def given(gib: float | None) -> int | None:
-        return None if gib is None else int(gib * _GIB)
-
-    return PlanOptions(
-        batch=arguments.batch,
-        gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
-        host_reserve=lambda total: host_reserve(given(arguments.host_memory_reserve), total),
-        stage=arguments.stage,
-        offload_param=arguments.offload_param is not None,
-        live_parameters=_live_parameters(arguments),
-        activations=_policies(arguments),
-        memory_fraction=arguments.device_memory_fraction,
-        allow_idle=not arguments.no_idle,
-        interconnect=interconnect,
-        clipped_share=arguments.clipped_share,
-    )
-
-
-def _live_parameters(arguments: argparse.Namespace) -> Any:
-    """Parameters of layers that stage 3 has gathered at once, by the keys that training has."""
-    from hytrain.parallel.gather_plan import gather_settings, most_live, persistent_layers
-    from hytrain.placement.training_form import read_form
-
-    config: Any = {}
-    path = arguments.deepspeed_config
-    if path is not None:
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path} ({error.strerror})") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} must hold a JSON object")
-    settings = gather_settings(read_form(config).gather_keys)
-
-    def live(sizes: Sequence[int]) -> int:
-        whole = persistent_layers(sizes, settings)
-        sharded = set(range(len(sizes))) - whole
-        return most_live(sizes, sharded, settings) + sum(sizes[index] for index in whole)
-
-    return live
-
-
-def _policies(arguments: argparse.Namespace) -> Any:
-    """Of the activations those of the manner of accumulation that is asked for."""
-    from hytrain.planner.policies import MANNERS
-
-    asked = tuple(dict.fromkeys(arguments.activations))
-    if arguments.accumulation is None:
-        return asked
-    allowed = tuple(one for one in asked if one in MANNERS[arguments.accumulation])
-    if not allowed:
-        raise ConfigError(
-            f"--accumulation {arguments.accumulation} goes with --activations "
-            f"{' or '.join(MANNERS[arguments.accumulation])}, not with {' '.join(asked)}: leave "
-            "one of both options out"
-        )
-    return allowed
-
-
 # -- published cases ---------------------------------------------------------------------------
 
 
-def _add_uneven(uneven: argparse.ArgumentParser) -> None:
+def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
     uneven.add_argument(
         "--cases",
         type=Path,
@@ -392,10 +366,18 @@ def _add_uneven(uneven: argparse.ArgumentParser) -> None:
         help="latencies.json, memory.json, gpu_memory_gb.json, expected.json",
     )
     uneven.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    uneven.set_defaults(run=_uneven)
+    uneven.set_defaults(run=partial(_uneven, defaults))
 
 
-def _uneven(arguments: argparse.Namespace) -> int:
+def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """With what the arguments of a plan are where they are not given."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in defaults.items()
+        if name not in ("run", "json") and getattr(arguments, name) != value
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan uneven`: leave it out")
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.planner import report, uneven_cases
 

@@ -40,6 +40,16 @@ class Operation:
     layer: int
 
 
+# Where a configuration has each of :class:`GatherSettings`.
+_KEYS = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "max_live": "stage3_max_live_parameters",
+    "max_reuse": "stage3_max_reuse_distance",
+    "persistence": "stage3_param_persistence_threshold",
+    "max_persistent": "stage3_model_persistence_threshold",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class GatherSettings:
     """DeepSpeed's keys of ZeRO-3, all in elements.
@@ -63,19 +73,20 @@ class GatherSettings:
     max_persistent: int
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "max_live", "max_reuse", "persistence", "max_persistent"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"a stage3_* key is {getattr(self, name)}: it must be 0 or more")
+        for name, key in _KEYS.items():
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f'"zero_optimization.{key}" is {value}: it must be 0 or more')
 
 
 def gather_settings(keys: Mapping[str, int]) -> GatherSettings:
     """DeepSpeed's ``stage3_*`` keys as a configuration has them, with DeepSpeed's defaults."""
     return GatherSettings(
-        prefetch=keys.get("stage3_prefetch_bucket_size", 50_000_000),
-        max_live=keys.get("stage3_max_live_parameters", 10**9),
-        max_reuse=keys.get("stage3_max_reuse_distance", 10**9),
-        persistence=keys.get("stage3_param_persistence_threshold", 100_000),
-        max_persistent=keys.get("stage3_model_persistence_threshold", 2**63 - 1),
+        prefetch=keys.get(_KEYS["prefetch"], 50_000_000),
+        max_live=keys.get(_KEYS["max_live"], 10**9),
+        max_reuse=keys.get(_KEYS["max_reuse"], 10**9),
+        persistence=keys.get(_KEYS["persistence"], 100_000),
+        max_persistent=keys.get(_KEYS["max_persistent"], 2**63 - 1),
     )
 
 

@@ -105,8 +105,6 @@ def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> 
     assert plan.stage == 1
     assert plan.ranks[0].memory_bytes == 80 * GIB
     assert plan.model_dump(mode="json")["ranks"] == record["ranks"]
-    assert _run("--profile", profile, "--batch", 32, "--out", tmp_path / "no" / "plan.json") == 2
-    assert "cannot write the plan" in capsys.readouterr().err
 
 
 def test_plans_hold_where_every_step_is_clipped_unless_told(
@@ -131,11 +129,59 @@ def test_plans_hold_where_every_step_is_clipped_unless_told(
     assert plan.splitlines()[-1].endswith("predicted for 100% clipped")
 
 
-def test_a_share_that_is_no_number_is_refused(profile: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--clipped-share", "often", "'often' is not a number"),
+        ("--clipped-share", "2", "'2' is not a share: it must be from 0 to 1"),
+        ("--clipped-share", "-0.5", "'-0.5' is not a share"),
+        ("--clipped-share", "nan", "'nan' is not a number"),
+        ("--batch", "1.5", "'1.5' is not a whole number of at least 1"),
+        ("--batch", "0", "'0' is not a whole number of at least 1"),
+        ("--host-memory", "-1", "'-1' is not a number above 0"),
+        ("--host-memory", "nan", "'nan' is not a number"),
+    ],
+)
+def test_values_out_of_range_are_refused_in_words(
+    profile: Path, capsys: Capture, option: str, value: str, said: str
+) -> None:
     with pytest.raises(SystemExit) as left:
-        _run("--profile", profile, "--batch", 8, "--clipped-share", "often")
+        _run("--profile", profile, "--batch", 8, option, value)
     assert left.value.code == 2
-    assert "--clipped-share" in capsys.readouterr().err
+    assert f"argument {option}: {said}" in capsys.readouterr().err
+
+
+def test_files_are_looked_at_before_anything_is_planned(
+    profile: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out = tmp_path / "ds.json", tmp_path / "x.png"
+    config.write_text("{}")
+    before = {path: path.read_bytes() for path in (profile, config, model / "config.json")}
+    monkeypatch.setattr("hytrain.cli.plan._profile", None)  # no work is done
+    given = ("--profile", profile, "--batch", 8, "--deepspeed-config", config, "--model", model)
+    for path, owner in (
+        (profile, "--profile"),
+        (model / ".." / profile.name, "--profile"),
+        (config, "--deepspeed-config"),
+        (model / "config.json", "--model"),
+    ):
+        assert f"would replace the file of {owner}" in _error(capsys, *given, "--out", path)
+    assert "would replace the file of --out" in _error(capsys, *given, "--out", out, "--chart", out)
+    assert "is a folder" in _error(capsys, *given, "--out", tmp_path)
+    for flag in ("--out", "--chart"):
+        text = _error(capsys, *given, flag, tmp_path / "no" / "x.png")
+        assert f"{flag} {tmp_path / 'no' / 'x.png'}: there is no folder" in text
+    assert "ends with .png" in _error(capsys, *given, "--chart", tmp_path / "plan.xyz")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_host_keeps_no_more_free_than_it_has(profile: Path, capsys: Capture) -> None:
+    arguments = ("--profile", profile, "--batch", 8, "--host-memory-reserve")
+    text = _error(capsys, *arguments, 5000)
+    assert text.startswith("hytrain: --host-memory-reserve 5000: ")
+    assert "choose a smaller reserve" in text
+    assert _run(*arguments, 2) == 0
+    capsys.readouterr()
 
 
 def test_a_picture(profile: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -215,6 +261,49 @@ def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: 
     assert "would fit" not in _error(capsys, "--profile", poor, "--batch", 4)
 
 
+def test_stage_and_offload_param_are_those_of_the_configuration(
+    profile: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path, out = tmp_path / "ds.json", tmp_path / "plan.json"
+    given = (
+        "--profile",
+        profile,
+        "--batch",
+        8,
+        "--activations",
+        "keep",
+        "--deepspeed-config",
+        path,
+    )
+
+    def write(zero: object) -> None:
+        path.write_text(json.dumps({} if zero is None else {"zero_optimization": zero}))
+
+    cpu, none = {"device": "cpu"}, {"device": "none"}
+    for zero, expected in (
+        (None, (2, None)),
+        ({"stage": 1}, (1, None)),
+        ({"stage": 3}, (3, None)),
+        ({"stage": 3, "offload_param": none}, (3, None)),
+        ({"stage": 3, "offload_param": cpu}, (3, "cpu")),
+    ):
+        write(zero)
+        _json(capsys, *given, "--out", out)
+        plan = read_plan(out)
+        assert (plan.stage, plan.offload_param) == expected
+    assert _run(*given, "--stage", 3, "--offload-param", "cpu") == 0  # the same
+    capsys.readouterr()
+    assert "--stage 2, but" in _error(capsys, *given, "--stage", 2)
+    write({"stage": 3})
+    assert "--offload-param cpu, but" in _error(capsys, *given, "--offload-param", "cpu")
+    write({"stage": 3, "offload_param": {"device": "nvme"}})
+    assert "offload_param.device\" is 'nvme'" in _error(capsys, *given)
+    write({})
+    assert '"zero_optimization.stage" is 0: hytrain trains with 1, 2 or 3' in _error(capsys, *given)
+    write([])
+    assert '"zero_optimization" must be a JSON object' in _error(capsys, *given)
+
+
 def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -> None:
     # In stage 3 one GPU has the gradients beside the weights, in stage 2 they go to the host.
     path = _small(tmp_path, 6, 64)
@@ -264,6 +353,10 @@ def test_layers_that_are_gathered_are_those_of_the_configuration(
         assert four - none == pytest.approx(2 * 400_000_000, abs=1e6)
         assert default - none == pytest.approx(2 * 451_000_000, abs=1e6)
     bad = tmp_path / "bad.json"
+    for key in ("max_live_parameters", "prefetch_bucket_size"):
+        bad.write_text(json.dumps({"zero_optimization": {"stage": 3, f"stage3_{key}": -5}}))
+        text = _error(capsys, "--profile", profile, "--batch", 8, "--deepspeed-config", bad)
+        assert f'"zero_optimization.stage3_{key}" is -5: it must be 0 or more' in text
     bad.write_text("[]")
     arguments = ("--profile", profile, "--batch", 16, "--stage", 3, "--deepspeed-config")
     assert "must hold a JSON object" in _error(capsys, *arguments, bad)
@@ -402,12 +495,6 @@ def test_the_model_of_a_profile_is_checked(profile: Path, model: Path, capsys: C
         (("--batch", 8, "--profile", "{profile}", "--cores", 4), "--cores is for --gpus"),
         (("--batch", 8, "--profile", "nowhere.json"), "cannot read the profile"),
         (("--batch", 8, "--profile", "{profile}", "--device-memory-fraction", 2), "in (0, 1]"),
-        (
-            ("--batch", 8, "--profile", "{profile}", "--clipped-share", 1.5),
-            "clipped_share must be in [0, 1], got 1.5",
-        ),
-        (("--batch", 8, "--profile", "{profile}", "--clipped-share=-0.5"), "got -0.5"),
-        (("--batch", 8, "--profile", "{profile}", "--clipped-share", "nan"), "got nan"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -434,3 +521,22 @@ def test_the_published_cases_stay_a_command_of_their_own(capsys: Capture) -> Non
         cli.main(["plan", "uneven", "--help"])
     assert left.value.code == 0
     assert "--cases" in capsys.readouterr().out
+
+
+def test_longer_sequences_than_the_model_has_positions_are_refused(
+    model: Path, capsys: Capture
+) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 256}))
+    given = ("--gpus", "l4", "--batch", 4, "--model", model)
+    assert _run(*given, "--seq-len", 256) == 0
+    capsys.readouterr()
+    for options, asked in ((("--seq-len", 300), 300), ((), 1024)):
+        text = _error(capsys, *given, *options)
+        assert f"--seq-len {asked}: {model} has max_position_embeddings 256" in text
+
+
+def test_options_of_a_plan_are_not_for_published_cases(tmp_path: Path, capsys: Capture) -> None:
+    chart = tmp_path / "x.png"
+    text = _error(capsys, "--batch", 5, "--chart", chart, "uneven", "--cases", tmp_path)
+    assert "--batch, --chart: not for `hytrain plan uneven`" in text
+    assert not chart.exists()
