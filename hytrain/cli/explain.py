@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hytrain.cli.arguments import one_line, positive_float, positive_int, rank_number
+from hytrain.cli.arguments import (
+    check_outputs,
+    check_picture,
+    one_line,
+    positive_float,
+    positive_int,
+    rank_number,
+)
 from hytrain.errors import ConfigError, HyTrainError
 
 _EXPLAIN = (
@@ -73,6 +80,9 @@ def add(explain: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    check_picture("--png", arguments.png)
+    read = [("METRICS|CONFIG", arguments.file), ("--model", arguments.model)]
+    check_outputs({"--png": arguments.png}, read)
     text = _read(arguments.file)
     config = _whole_config(arguments.file, text)
     if config is not None:
@@ -174,6 +184,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
             f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, with '
             f'nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
         )
+    _check_ranks(arguments, section.shard_fractions)
     form = read_form(config)
     words = config_words(section, form, arguments.ranks)
     result: dict[str, Any] = {"kind": "config", "words": words.splitlines()}
@@ -207,6 +218,22 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
     if arguments.png is not None:
         _draw(arguments, outlook.estimated_rows(decision), costs, "estimated step time over k")
     return 0
+
+
+def _check_ranks(arguments: argparse.Namespace, fractions: Sequence[float] | None) -> None:
+    """Unequal shards are for a number of ranks, which sizes of a model depend on.
+
+    Raises:
+        ConfigError: there are not as many ranks.
+    """
+    if fractions is None or (arguments.ranks is None and arguments.model is None):
+        return
+    if len(fractions) != (arguments.ranks or 1):
+        given = "without --ranks" if arguments.ranks is None else f"--ranks {arguments.ranks}"
+        raise ConfigError(
+            f'{given}: "hytrain.shard_fractions" of {arguments.file} has {len(fractions)} numbers, '
+            f"one a rank: give --ranks {len(fractions)}"
+        )
 
 
 def _rates(arguments: argparse.Namespace) -> Any:

@@ -267,3 +267,34 @@ def test_a_reader_that_leaves_early_is_no_error(metrics: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+def test_the_picture_replaces_nothing_that_is_read(
+    metrics: Path, config: Path, model: Path, capsys: Capture
+) -> None:
+    before = metrics.read_bytes()
+    assert "is a PNG" in _error(capsys, metrics, "--png", metrics)
+    named = metrics.rename(metrics.with_suffix(".png"))
+    text = _error(capsys, named, "--png", named)
+    assert f"--png {named} would replace the file of METRICS|CONFIG" in text
+    assert named.read_bytes() == before
+    assert "there is no folder" in _error(
+        capsys, config, "--model", model, "--png", model / "no" / "x.png"
+    )
+
+
+def test_unequal_shards_are_for_a_number_of_ranks(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    section = {"shard_fractions": [0.7, 0.3], "gpu_fraction": 0.5}
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "hytrain": section}))
+    for options, said in (
+        (("--model", model), "without --ranks: "),
+        (("--model", model, "--ranks", 3), "--ranks 3: "),
+        (("--ranks", 3), "--ranks 3: "),
+    ):
+        text = _error(capsys, config, *options)
+        assert said in text
+        assert text.rstrip().endswith("give --ranks 2")
+    assert cli.main(["explain", str(config)]) == 0
+    capsys.readouterr()
