@@ -9,6 +9,7 @@ from typing import Any
 
 from hytrain.cli.arguments import (
     add_library,
+    check_outputs,
     library_folder,
     positive_float,
     positive_floats,
@@ -24,6 +25,12 @@ _PROFILE = (
     "one GPU. It takes a minute or two."
 )
 _SECONDS = 40.0
+_DTYPE = "bf16"
+# Destinations of what says how to measure, and what.
+_MEASURED = (
+    *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
+    *("device_memory_fraction", "settings"),
+)
 
 
 def add(profile: argparse.ArgumentParser) -> None:
@@ -46,7 +53,7 @@ def add(profile: argparse.ArgumentParser) -> None:
         "that returns a model, and a function of a micro-batch size that returns its arguments",
     )
     model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
-    model.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="(bf16)")
+    model.add_argument("--dtype", choices=("bf16", "fp32"), help=f"({_DTYPE})")
     model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
     how = profile.add_argument_group("measuring")
     how.add_argument(
@@ -58,7 +65,6 @@ def add(profile: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seconds",
         type=positive_float,
-        default=_SECONDS,
         help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 20",
     )
     how.add_argument(
@@ -67,17 +73,14 @@ def add(profile: argparse.ArgumentParser) -> None:
         metavar="F[,F...]",
         help="the part of each GPU's memory that may be used: one number, or one a rank",
     )
-    how.add_argument(
-        "--settings", default="", metavar="WORDS", help="noted in the profile (clocks, limits)"
-    )
+    how.add_argument("--settings", metavar="WORDS", help="noted in the profile (clocks, limits)")
     profile.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is None and arguments.library is None:
         raise ConfigError("nowhere to write the profile: give --out FILE or --library [DIR]")
-    if arguments.out is not None and not arguments.out.resolve().parent.is_dir():
-        raise ConfigError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    check_outputs({"--out": arguments.out}, [("--merge", path) for path in arguments.merge or ()])
     if arguments.merge is not None:
         return _merge(arguments)
     if arguments.model is None or arguments.seq_len is None:
@@ -89,8 +92,10 @@ def _merge(arguments: argparse.Namespace) -> int:
     # Imported here, as below: `hytrain --help` should not wait for pydantic and torch.
     from hytrain.planner.profile_file import merge_profiles, read_profile
 
-    if arguments.model is not None:
-        raise ConfigError("--merge measures nothing: leave --model out")
+    given = [name for name in _MEASURED if getattr(arguments, name) is not None]
+    if given:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"--merge measures nothing: leave {words} out")
     _write(arguments, merge_profiles([read_profile(path) for path in arguments.merge]))
     return 0
 
@@ -107,13 +112,15 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.profile.subject import read_subject
 
     options = ProfileOptions(
-        layer=LayerOptions(micro_batches=arguments.micro_batches, seconds=arguments.seconds),
-        settings=arguments.settings,
+        layer=LayerOptions(
+            micro_batches=arguments.micro_batches, seconds=arguments.seconds or _SECONDS
+        ),
+        settings=arguments.settings or "",
     )
     subject = read_subject(
         arguments.model,
         seq_len=arguments.seq_len,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype],
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or _DTYPE],
         block_class=arguments.block_class,
     )
     device = local_device()

@@ -173,7 +173,15 @@ class Subject:
 
     def _build(self, num_layers: int | None, device: torch.device) -> tuple[nn.Module, MakeBatch]:
         with self.defaults(device):
-            return self.build(num_layers, self.seq_len)
+            built: Any = self.build(num_layers, self.seq_len)
+        is_pair = isinstance(built, Sequence) and len(cast("Sequence[Any]", built)) == 2
+        if not is_pair or not isinstance(built[0], nn.Module) or not callable(built[1]):
+            raise ConfigError(
+                f"--model {self.name} returns a {type(built).__name__}: it must return "
+                "(model, make_batch), a torch module and a function of a micro-batch size that "
+                "returns the arguments of its forward"
+            )
+        return built[0], built[1]
 
 
 def _parameters(layer: LayerParameters) -> int:

@@ -188,13 +188,29 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
         capsys, "--model", llama, "--seq-len", 65, "--out", out
     )
     assert "ascending" in refusal(capsys, *model, "--out", out, "--micro-batches", "2,1")
-    assert "leave --model out" in refusal(capsys, *model, "--merge", out, "--out", out)
-    assert "cannot read the profile" in refusal(capsys, "--merge", out, "--out", out)
+    merge = ["--merge", tmp_path / "none.json", "--out", out]
+    assert "leave --model, --seq-len out" in refusal(capsys, *model, *merge)
+    for option in (["--dtype", "bf16"], ["--micro-batches", "1,2"], ["--seconds", "40"]):
+        assert f"leave {option[0]} out" in refusal(capsys, *option, *merge)
+    assert "cannot read the profile" in refusal(capsys, *merge)
+    text = refusal(capsys, "--merge", out, "--out", out)
+    assert f"--out {out} would replace the file of --merge" in text
     fraction = "--device-memory-fraction"
     assert "must be in (0, 1]" in refusal(capsys, *model, "--out", out, fraction, "1.5")
     assert "2 values for 1 ranks" in refusal(capsys, *model, "--out", out, fraction, "0.5,1.0")
     assert "there is none" in refusal(capsys, *model, "--out", out, fraction, "0.5")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("made", ["model", "(model,)", "(1, 2)", "None"])
+def test_a_function_must_return_a_model_and_its_batches(
+    tmp_path: Path, capsys: Capture, made: str
+) -> None:
+    source = "import torch\n\ndef build(num_layers, seq_len):\n    model = torch.nn.Linear(2, 2)\n"
+    (tmp_path / "models.py").write_text(f"{source}    return {made}\n")
+    given = ["--model", f"{tmp_path / 'models.py'}:build", "--seq-len", 16]
+    text = refusal(capsys, *given, "--out", tmp_path / "out.json")
+    assert "it must return (model, make_batch)" in text
 
 
 def test_a_plan_can_be_made_from_what_was_measured(tmp_path: Path, llama: Path) -> None:
