@@ -175,6 +175,14 @@ def test_files_are_looked_at_before_anything_is_planned(
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_batches_that_would_take_minutes_are_refused_at_once(
+    profile: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hytrain.cli.plan._profile", None)  # no work is done
+    text = _error(capsys, "--profile", profile, "--batch", 65_537)
+    assert "--batch 65537: at most 65536 samples are planned for" in text
+
+
 def test_a_host_keeps_no_more_free_than_it_has(profile: Path, capsys: Capture) -> None:
     arguments = ("--profile", profile, "--batch", 8, "--host-memory-reserve")
     text = _error(capsys, *arguments, 5000)
