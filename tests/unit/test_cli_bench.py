@@ -65,7 +65,7 @@ def test_subjects_keep_their_arrays_alive() -> None:
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", "kernel", "--threads", "0"])
-    assert "not a positive number" in capsys.readouterr().err
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_machine_facts_are_sane() -> None:
