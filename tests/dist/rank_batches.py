@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from support.engines import built, make_config
 from support.models import LENGTH, VOCABULARY, make_model
+from torch import nn
 
 from hytrain.config import BatchShares
 from hytrain.errors import UnsupportedError
+from hytrain.layers.state import LayerState
 from hytrain.parallel.batches import UnequalBatchSampler
 
 STEPS = 6
@@ -159,16 +161,23 @@ def gradients_are_the_whole_batch(case: Shares) -> None:
         engine.train_batch(batches(shares, rank, data))
         whole = make_model("llama")
         whole(**collate(data)).loss.backward()
-        gradients = {name: p.grad for name, p in whole.named_parameters()}
-        for state in states:
-            flat = torch.zeros(state.layout.size)
-            for slot in state.layout.slots:
-                gradient = gradients[slot.name]
-                assert gradient is not None
-                flat[slot.offset : slot.offset + slot.numel] = gradient.flatten()
-            expected = flat[state.begin : state.end]
-            size = float(flat.abs().max())
-            torch.testing.assert_close(found[state.index], expected, rtol=1e-4, atol=2e-6 * size)
+        _assert_gradients(states, found, whole)
+
+
+def _assert_gradients(
+    states: Sequence[LayerState], found: dict[int, torch.Tensor], whole: nn.Module
+) -> None:
+    """This rank's reduced shards are those of the plain model's gradients, elementwise."""
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for state in states:
+        flat = torch.zeros(state.layout.size)
+        for slot in state.layout.slots:
+            gradient = gradients[slot.name]
+            assert gradient is not None
+            flat[slot.offset : slot.offset + slot.numel] = gradient.flatten()
+        expected = flat[state.begin : state.end]
+        size = float(flat.abs().max())
+        torch.testing.assert_close(found[state.index], expected, rtol=1e-4, atol=2e-6 * size)
 
 
 def refuses_what_it_cannot_weigh() -> None:
@@ -206,13 +215,4 @@ def what_was_left_by_hand_is_averaged(stage: int, accumulation: str) -> None:
         valid = [int((batch["labels"][:, 1:] != -100).sum()) for batch in data[2:]]
         for count, batch in zip(valid, data[2:], strict=True):
             (whole(**batch).loss * count / sum(valid)).backward()
-        gradients = {name: p.grad for name, p in whole.named_parameters()}
-        for state in engine.optimizer.layer_states:
-            flat = torch.zeros(state.layout.size)
-            for slot in state.layout.slots:
-                gradient = gradients[slot.name]
-                assert gradient is not None
-                flat[slot.offset : slot.offset + slot.numel] = gradient.flatten()
-            expected = flat[state.begin : state.end]
-            size = float(flat.abs().max())
-            torch.testing.assert_close(found[state.index], expected, rtol=1e-4, atol=2e-6 * size)
+        _assert_gradients(engine.optimizer.layer_states, found, whole)
