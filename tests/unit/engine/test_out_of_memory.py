@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.engines import built, make_config
 from support.models import Mlp
-from support.shadow import Shadow
+from support.shadow import Shadow, Twin
 from training import backward, inputs
 
 SOLVE: Any = "solve"
@@ -84,4 +84,29 @@ def test_nothing_moves_while_a_step_is_under_way() -> None:
         model.fails = False
         backward(engine, 0)
         shadow.step()
+        shadow.check()
+
+
+def test_the_forward_of_a_later_micro_batch_can_be_repeated() -> None:
+    """By hand: what the micro-batches before have left stays, though layers have moved."""
+    model = Hungry()
+    twin = Twin(model)
+    config = make_config(gpu_fraction=SOLVE, clipping=0.5, bf16=False, accumulation=2)
+    with built(model, config) as engine:
+        shadow = Shadow(engine)
+        engine.set_gpu_fraction(1.0)
+        engine.set_gpu_fraction("solve")
+        for number in range(3):
+            expected = twin.gradients(engine, [inputs(2 * number), inputs(2 * number + 1)], 0.5)
+            before = engine.optimizer.pipeline.num_gpu_layers
+            backward(engine, 2 * number)
+            engine.step()
+            model.fails = True
+            with pytest.raises(torch.OutOfMemoryError, match="repeat this micro-batch's forward"):
+                backward(engine, 2 * number + 1)
+            assert engine.optimizer.pipeline.num_gpu_layers < before
+            model.fails = False
+            backward(engine, 2 * number + 1)
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
         shadow.check()
