@@ -303,8 +303,9 @@ class HyTrainEngine(EngineBuild):
     def synchronize(self) -> None:
         """Waits for every update: all weights are the newest, readable from any stream.
 
-        Weights whose step was not taken yet are those of the last step again. Called by the
-        engine itself before ``state_dict``, checkpoints and ``eval``.
+        A collective: ranks gather each other's updates here, or where weights are used. Weights
+        whose step was not taken yet are those of the last step again. Called by the engine itself
+        before ``state_dict``, checkpoints and ``eval``.
         """
         self.open_optimizer().synchronize()
 

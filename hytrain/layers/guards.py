@@ -63,6 +63,23 @@ class WeightsOwner(Protocol):
         ...
 
 
+class _Hook:
+    """A hook of a model that copies of the model do not have: their weights are their own."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: object, **named: object) -> None:
+        self._function(*arguments, **named)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return _Hook(_nothing)
+
+
+def _nothing(*_arguments: object, **_named: object) -> None:
+    """What a copy's hook does."""
+
+
 class LayerGuards:
     """Forward pre-hooks on a model's modules; whoever built the engine takes them off again."""
 
@@ -81,15 +98,15 @@ class LayerGuards:
             if module is model:
                 continue
             used = [layers[index] for index in sorted(indices)]
-            module.register_forward_pre_hook(self._guard(module, used))
+            module.register_forward_pre_hook(_Hook(self._guard(module, used)))
             if owner.gathers:
                 leave = self._leave(module, used)
-                module.register_forward_hook(leave, with_kwargs=True)
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end)
+                module.register_forward_hook(_Hook(leave), with_kwargs=True)
+        model.register_forward_pre_hook(_Hook(self._begin), prepend=True)
+        model.register_forward_hook(_Hook(self._end))
         # Tools that read a module's weights do it through its state_dict.
         self._reads_names = False
-        model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_state_dict_pre_hook(_Hook(self._before_state_dict))
 
     @contextmanager
     def reading_names(self) -> Generator[None]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hytrain.layers.layout import LayerLayout
+from hytrain.layers.layout import LayerLayout, ParameterSlot
 
 
 class ResidentStorage:
@@ -32,12 +32,14 @@ class ResidentStorage:
         """(begin, end, flat tensor of end - begin elements) for each run of one dtype."""
         for dtype, begin, end in layout.dtype_runs:
             self.runs.append((begin, end, torch.zeros(end - begin, dtype=dtype, device=device)))
+        self._views: list[tuple[ParameterSlot, torch.Tensor, int]] = []
         with torch.no_grad():
             for slot in layout.slots:
                 view = self.slice(slot.offset, slot.offset + slot.numel)
                 view = view.view(slot.parameter.shape)
                 view.copy_(slot.parameter.data)
                 slot.parameter.data = view
+                self._views.append((slot, view, view.data_ptr()))
 
     def slice(self, begin: int, end: int) -> torch.Tensor:
         """The training copy of ``[begin, end)``, which must lie within one dtype.
@@ -68,9 +70,26 @@ class ResidentStorage:
         del master
         yield self.slice(begin, end)
 
+    def restore_views(self) -> list[str]:
+        """Makes parameters whose ``.data`` somebody has put elsewhere views again.
+
+        Updates would not reach them. What they hold is dropped: it may be older than the copy.
+
+        Returns:
+            Their names.
+        """
+        moved: list[str] = []
+        for slot, view, address in self._views:
+            parameter = slot.parameter
+            if parameter.data_ptr() != address or parameter.dtype != view.dtype:
+                parameter.data = view
+                moved.append(slot.name)
+        return moved
+
     def release(self) -> None:
         """Lets go of the flat tensors; they live as long as a parameter still views them."""
         self.runs = []
+        self._views = []
 
     def mark_overwritten(self) -> None:
         """Counts an overwrite of all parameters.

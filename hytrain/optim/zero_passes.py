@@ -15,6 +15,7 @@ import torch
 
 from hytrain.errors import AbortedBackwardError, EngineClosedError
 from hytrain.layers.state import LayerState
+from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optim.autograd_engine import call_at_end, graph_task
 from hytrain.optim.deepspeed_interface import DeepSpeedInterface
@@ -71,6 +72,7 @@ class PassTracker(DeepSpeedInterface):
         """Gradients of this step are not averaged over ranks; see :meth:`summing_over_ranks`."""
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
+        self._has_warned_of_moves = False
         self._by_layer = False  # a step's micro-batches go through the layers together
         self._closed = False
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
@@ -282,7 +284,28 @@ class PassTracker(DeepSpeedInterface):
         if self._by_layer:
             return  # one of several, which count as one
         self._clean_up_aborted()
+        if torch.is_grad_enabled() and not self.is_in_graph:
+            self._restore_views()
         self.timer.begin_forward()
+
+    def _restore_views(self) -> None:
+        """Parameters that were put elsewhere since the last step are the training copy again.
+
+        Without gradients they may be: averaged weights are evaluated so.
+        """
+        moved: list[str] = []
+        for state in self.pipeline.layers:
+            if isinstance(state.storage, ResidentStorage):
+                moved += state.storage.restore_views()
+        if moved and not self._has_warned_of_moves:
+            self._has_warned_of_moves = True
+            logger.warning(
+                "%d parameters (%s, ...) were given other memory (parameter.data = ..., "
+                "module.to(...)): they are the engine's training copy again, whatever was written "
+                "there. Write values with parameter.copy_(...) after engine.synchronize()",
+                len(moved),
+                moved[0],
+            )
 
     def end_forward(self) -> None:
         """The model's forward is over."""
