@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hytrain.errors import HyTrainError, OutOfStepError
+from hytrain.parallel.bulletin import Store
 from hytrain.parallel.stream_gate import CudaGateStream, StreamGate, open_gate
-from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Store
+from hytrain.parallel.watch import SAME_NUMBER, RankWatch
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class ShardCollectives:
                 abort=self._abort,
                 group=str(self.global_rank(0)),
                 can_interrupt=self.is_nccl,
+                mark=torch.cuda.Event() if self.is_nccl else None,
             )
         except Exception as error:
             # A store of another kind (MPI has none) cannot be shared with a thread.

@@ -8,6 +8,8 @@ and no device takes part in: nothing on the way of a step waits for anything.
   long asks all to publish theirs. Two that have different ones at one number can never meet.
 - An exception that ends a rank's process, or leaves one of its steps in the middle, is published
   with its text. The others raise it, with the rank's number.
+- A rank that waits for others which only have not come yet says so: they may be slow, or it may be
+  where they never come, alone with weights that all ranks gather together.
 
 Collectives of NCCL are given up by aborting the group. Gloo's cannot be interrupted: a thread of
 their own issues them and waits, and whoever wanted one waits for that thread, and may leave.
@@ -15,8 +17,6 @@ their own issues them and waits, and whoever wanted one waits for that thread, a
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import math
 import os
@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.parallel.bulletin import BulletinBoard, History, Store, by_number
 from hytrain.parallel.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -44,34 +45,24 @@ SAME_NUMBER = (
     "steps: where they have different numbers of micro-batches, use engine.train_batch. Start the "
     "job again from a checkpoint"
 )
-_HISTORY = 1024
+WARN_SECONDS = 30.0
+"""How long a rank waits at least before it says whom it waits for."""
 _USUAL = 32
 """Waits that tell how long one usually takes: a step's backward may be longer than patience."""
 _MOST_POLLS = 16
 """Between two looks at what all others are doing."""
 _RETRIES = 3
 
-_numbers = itertools.count()
-"""Watches are made by all ranks in one order, engine by engine."""
 
+class Mark(Protocol):
+    """A place in a device's queue, such as torch.cuda.Event."""
 
-class Store(Protocol):
-    """What is needed of torch.distributed's stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Sets a key."""
+    def record(self) -> None:
+        """It is where the queue ends now."""
         ...
 
-    def get(self, key: str, /) -> bytes:
-        """A key's value."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are set."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Unsets a key."""
+    def query(self) -> bool:
+        """Whether the device has come to it."""
         ...
 
 
@@ -87,6 +78,7 @@ class RankWatch:
         *,
         group: str,
         can_interrupt: bool,
+        mark: Mark | None = None,
     ) -> None:
         """Starts the thread.
 
@@ -97,28 +89,27 @@ class RankWatch:
             abort: ends the collectives that are under way, where they can be ended.
             group: the same for the ranks of this group, and another for those of others.
             can_interrupt: whether collectives can be ended.
+            mark: of the queue that collectives are issued to, where a device has one.
         """
         self._rank = rank
         self._world_size = world_size
-        self._connect = connect
         self._abort = abort
         self._can_interrupt = can_interrupt
+        self._mark = mark
+        self._marked_at: float | None = None
         self._lane = Lane()
-        self._prefix = f"hytrain/watch/{group}/{next(_numbers)}"
         self._process = os.getpid()
-        self._issued = 0
-        self._recent: deque[tuple[int, str]] = deque(maxlen=_HISTORY)
+        self._history = History()
         self._waits_since: float | None = None
+        self._warned_of: float | None = None
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._told = False
         self._told_last = False
-        self._trouble_since: float | None = None
         self._failure: RankFailedError | OutOfStepError | None = None
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._wake = threading.Event()
-        self._lock = threading.Lock()  # of the store
-        self._store = connect()
+        self._board = BulletinBoard(rank, world_size, connect, group=group)
         self._thread = threading.Thread(target=self._run, name="hytrain-watch", daemon=True)
         self._thread.start()
         _open_watches.add(self)
@@ -133,11 +124,11 @@ class RankWatch:
             RankFailedError, OutOfStepError: it will not end.
         """
         self.check()
-        # In one piece: the thread may look at any moment.
-        self._recent.append((self._issued, what))
-        self._issued += 1
+        self._history.add(what)
         if self._told:
-            self._take_back()
+            self._told = False
+            with suppress(Exception):
+                self._board.take_back()
 
     def check(self) -> None:
         """Raises what has been found; costs nothing where nothing has.
@@ -175,6 +166,9 @@ class RankWatch:
         try:
             if self._can_interrupt:
                 collective()
+                if self._mark is not None:
+                    self._mark.record()
+                    self._marked_at = time.monotonic()
                 return
             ended = self._lane.submit(collective)
             with self.waiting():
@@ -188,8 +182,8 @@ class RankWatch:
 
     def _explain(self, error: RuntimeError) -> RuntimeError:
         """What is behind a failed collective; ``error`` itself where nobody has said anything."""
-        with suppress(Exception), self._lock:
-            self._store.set(f"{self._prefix}/trouble", "1")
+        with suppress(Exception):
+            self._board.ask()
         # Whoever has left will not come back to this one. A rank tells before it goes; what the
         # others do they say when they look next.
         self._waits_since = -math.inf
@@ -210,18 +204,12 @@ class RankWatch:
         is_forked = os.getpid() != self._process  # a child's mistakes are its own
         if is_forked or self._told_last:
             return
-        notice = {"text": f"{type(error).__name__}: {error}", "final": final}
         self._told_last = final
         # Whatever happens here must not hide the error itself.
-        with suppress(Exception), self._lock:
-            self._store.set(f"{self._prefix}/notice/{self._rank}", json.dumps(notice))
-            self._store.set(f"{self._prefix}/trouble", "1")
+        with suppress(Exception):
+            self._board.post(f"{type(error).__name__}: {error}", final=final)
+            self._board.ask()
             self._told = True
-
-    def _take_back(self) -> None:
-        self._told = False
-        with suppress(Exception), self._lock:
-            self._store.delete_key(f"{self._prefix}/notice/{self._rank}")
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -254,8 +242,7 @@ class RankWatch:
                 # The store has gone with the process that holds it, or a connection was lost.
                 failures += 1
                 if failures < _RETRIES:
-                    with suppress(Exception), self._lock:
-                        self._store = self._connect()
+                    self._board.reconnect()
                 elif not self._closed.is_set():
                     self._fail(
                         RankFailedError(
@@ -267,54 +254,61 @@ class RankWatch:
 
     def _look(self) -> bool:
         """Looks for a failure; whether there was reason to."""
-        since = self._waits_since
         patience = max(PATIENCE_SECONDS, 3.0 * max(self._usual, default=0.0))
-        is_late = since is not None and time.monotonic() - since > patience
-        with self._lock:
-            if is_late:
-                self._store.set(f"{self._prefix}/trouble", "1")
-            elif not self._is_trouble():
-                return False
-            self._publish()
-            notices = self._read("notice")
-            failure = self._failure_of(notices, is_late=is_late)
-            failure = failure or self._mismatch(self._read("history"))
+        since = self._late_since(patience)
+        if since is not None:
+            self._board.ask()
+        elif not self._board.is_asked(forget_after=3 * PATIENCE_SECONDS):
+            return False
+        self._board.publish(self._history)
+        failure = self._failure_of(self._board.notices(), is_late=since is not None)
+        histories = self._board.histories()
+        failure = failure or self._mismatch(histories)
         if failure is not None:
             self._fail(failure)
+        elif since is not None:
+            self._warn_of_others(since, max(WARN_SECONDS, patience), histories)
         return True
 
-    def _is_trouble(self) -> bool:
-        """Whether a rank has asked what the others are doing, or has something to say."""
-        if not self._store.check([f"{self._prefix}/trouble"]):
-            self._trouble_since = None
-            return False
-        now = time.monotonic()
-        if self._trouble_since is None:
-            self._trouble_since = now
-        elif now - self._trouble_since > 3 * PATIENCE_SECONDS:
-            # It has passed, it seems; whoever is still in trouble says so again.
-            self._store.delete_key(f"{self._prefix}/trouble")
-        return True
+    def _late_since(self, patience: float) -> float | None:
+        """Since when this rank, or its device, has waited, where that is longer than patience."""
+        now, since = time.monotonic(), self._waits_since
+        if since is not None:
+            return since if now - since > patience else None
+        if self._mark is None or self._marked_at is None or now - self._marked_at <= patience:
+            return None
+        # The host has gone on; that the device has not is seen at what was queued last.
+        try:
+            return None if self._mark.query() else self._marked_at
+        except RuntimeError:  # a broken device is reported by whoever uses it
+            return None
 
-    def _publish(self) -> None:
-        recent = list(self._recent)
-        names = sorted({what for _, what in recent})
-        number_of = {name: number for number, name in enumerate(names)}
-        history = {
-            "first": recent[0][0] if recent else 0,
-            "names": names,
-            "recent": [number_of[what] for _, what in recent],
+    def _warn_of_others(
+        self, since: float, seconds: float, histories: dict[int, dict[str, Any]]
+    ) -> None:
+        """Says once a wait which ranks have not come to where this one is."""
+        waited = time.monotonic() - since
+        if since == self._warned_of or not seconds < waited < math.inf:
+            return
+        number, what = self._history.last
+        issued = {
+            rank: len(history["recent"]) + history["first"] for rank, history in histories.items()
         }
-        self._store.set(f"{self._prefix}/history/{self._rank}", json.dumps(history))
-
-    def _read(self, kind: str) -> dict[int, dict[str, Any]]:
-        """What other ranks have published of a kind."""
-        found: dict[int, dict[str, Any]] = {}
-        for rank in range(self._world_size):
-            key = f"{self._prefix}/{kind}/{rank}"
-            if self._store.check([key]):
-                found[rank] = json.loads(self._store.get(key))
-        return found
+        behind = [r for r in range(self._world_size) if issued.get(r, 0) <= number]
+        if not behind:
+            return
+        self._warned_of = since
+        logger.warning(
+            "rank %d has waited for %.0f s at its collective number %d, %s; not there yet: ranks "
+            "%s. They may only be slow. But if this rank alone uses the model's weights, as with "
+            "'if rank == 0: evaluate(model)', they never come: then call engine.synchronize() on "
+            "all ranks before",
+            self._rank,
+            waited,
+            number + 1,
+            what,
+            behind,
+        )
 
     def _failure_of(
         self, notices: dict[int, dict[str, Any]], *, is_late: bool
@@ -331,9 +325,9 @@ class RankWatch:
         return None
 
     def _mismatch(self, histories: dict[int, dict[str, Any]]) -> OutOfStepError | None:
-        mine = _by_number(histories[self._rank])
+        mine = by_number(histories[self._rank])
         for rank, other in histories.items():
-            for number, there in _by_number(other).items():
+            for number, there in by_number(other).items():
                 here = mine.get(number, there)
                 if here != there:
                     return OutOfStepError(
@@ -350,12 +344,6 @@ class RankWatch:
         if self._can_interrupt:
             with suppress(Exception):
                 self._abort()
-
-
-def _by_number(history: dict[str, Any]) -> dict[int, str]:
-    """What a rank's collectives were, by their number."""
-    names = history["names"]
-    return dict(enumerate((names[number] for number in history["recent"]), history["first"]))
 
 
 _open_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()

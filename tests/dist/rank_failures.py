@@ -5,6 +5,7 @@ The group's timeout is far beyond a case's: whoever waited for that would fail t
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from datetime import timedelta
@@ -149,6 +150,32 @@ def slow_ranks_are_waited_for() -> None:
             backward(engine, number)
             engine.step()
         assert engine.global_steps == 3
+
+
+def one_rank_evaluates(alone: int) -> list[str]:
+    """After a step one rank uses the weights, and the other only comes back later."""
+    impatient()
+    watch.WARN_SECONDS = 2.0
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    watch.logger.addHandler(Listener(logging.WARNING))
+    with built(make_model("mlp"), config_for(SHARDS)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+            if number == 1 and dist.get_rank() == alone:
+                with torch.no_grad():
+                    engine(**make_batch("mlp", 0))
+            elif number == 1:
+                time.sleep(4 * watch.WARN_SECONDS)
+        backward(engine, 2)
+        engine.step()
+        assert engine.global_steps == 3
+    return said
 
 
 def data_ends_on_one_rank(short: int) -> str | None:

@@ -149,7 +149,7 @@ def _train_together(
         losses = [float(engine.train_batch(iterator)) for _ in range(STEPS)]
         state = engine.fp32_state_dict()
         watch = engine.optimizer.collectives.watch
-        issued = [what for _, what in watch._recent]
+        issued = [what for _, what in watch._history._recent]
     return losses, {name: tensors["fp32"] for name, tensors in state.items()}, issued
 
 

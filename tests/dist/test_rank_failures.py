@@ -56,6 +56,15 @@ def test_a_build_that_fails_on_one_rank() -> None:
     assert "rank 0 has failed" in run_alone(cases.build_fails_on_one_rank, 0)[1]
 
 
+def test_a_rank_that_evaluates_alone_is_told_why_it_waits() -> None:
+    said = run_alone(cases.one_rank_evaluates, 0)
+    assert not said[1]
+    (text,) = said[0]
+    assert "the all-gather of" in text
+    assert "not there yet: ranks [1]" in text
+    assert "engine.synchronize()" in text
+
+
 def test_all_ranks_that_fail_alike_go_on_and_slow_ones_are_waited_for() -> None:
     with RankPool(2) as pool:
         pool.run(cases.all_fail_alike, timeout=90)

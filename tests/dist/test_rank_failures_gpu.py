@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -107,6 +108,54 @@ def fewer_micro_batches(rank: int, port: int, folder: str, wait_in_stream: bool)
     os._exit(0)
 
 
+def evaluates_alone(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
+    """Rank 0 uses the weights after a step, and its host waits for what the device never gets."""
+    from support.engines import device
+    from support.models import loss_of, make_batch
+
+    from hytrain.errors import RankFailedError
+    from hytrain.parallel import watch
+
+    watch.WARN_SECONDS = watch.PATIENCE_SECONDS
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    watch.logger.addHandler(Listener(logging.WARNING))
+    enter_rank(rank, port)
+    engine = _engine(1, wait_in_stream)
+    _train(engine, range(2))
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float(loss_of(engine(**make_batch("llama", 9, device()))))
+
+    def evaluate_and_train() -> None:
+        evaluate()
+        _train(engine, range(4, 6))
+
+    if rank == 0:
+        evaluate()
+    else:
+        time.sleep(3 * watch.WARN_SECONDS)
+    _train(engine, range(2, 4))
+    assert bool(said) == (rank == 0), said
+    if rank == 1:
+        # Now it fails, and lives on; the other one is not in a step, but in its own line.
+        engine.optimizer.collectives.watch.tell(ValueError("injected"), final=False)
+        time.sleep(4 * watch.PATIENCE_SECONDS)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(RankFailedError, match="injected"):
+            evaluate_and_train()
+        assert time.monotonic() - begin < SECONDS
+        assert "not there yet: ranks [1]" in said[0]
+    Path(folder, f"rank{rank}").touch()
+    os._exit(0)
+
+
 in_both = pytest.mark.parametrize("wait_in_stream", [True, False], ids=["in stream", "in kernels"])
 
 
@@ -124,3 +173,10 @@ def test_fewer_micro_batches_on_one_rank(tmp_path: Path, wait_in_stream: bool) -
     texts = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     # NCCL may let collectives pass that do not fit; somebody waits for one too many in the end.
     assert any("out of step" in text for text in texts), texts
+
+
+@in_both
+def test_a_rank_that_evaluates_alone(tmp_path: Path, wait_in_stream: bool) -> None:
+    arguments = free_port(), str(tmp_path), wait_in_stream
+    multiprocessing.spawn(evaluates_alone, args=arguments, nprocs=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 import threading
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from hytrain.errors import OutOfStepError, RankFailedError
-from hytrain.parallel import watch
+from hytrain.parallel import bulletin, watch
 from hytrain.parallel.lane import Lane
 from hytrain.parallel.watch import RankWatch
 
@@ -48,14 +50,32 @@ class MemoryStore:
         return self.values.pop(key, None) is not None
 
 
+class Queue:
+    """A device's queue, seen at one mark: what was issued ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.is_done = True
+        self.error: Exception | None = None
+
+    def record(self) -> None:
+        self.marks += 1
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+
 class Job:
     """Some ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int = 3) -> None:
         self.store = MemoryStore()
         self.aborted: list[int] = []
-        number = iter([7] * world_size)  # one engine: the same number on all ranks
-        monkeypatch.setattr(watch, "_numbers", number)
+        number = itertools.repeat(7)  # one engine: the same number on all ranks
+        monkeypatch.setattr(bulletin, "_numbers", number)
+        self.queue = Queue()
         self.ranks = [
             RankWatch(
                 rank,
@@ -64,6 +84,7 @@ class Job:
                 abort=lambda rank=rank: self.aborted.append(rank),
                 group="0",
                 can_interrupt=rank != 2,  # the last one's backend cannot be
+                mark=self.queue if rank == 0 else None,
             )
             for rank in range(world_size)
         ]
@@ -145,6 +166,62 @@ def test_ranks_that_are_only_late_are_in_step(job: Job) -> None:
     while "hytrain/watch/0/7/trouble" in job.store.values and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "hytrain/watch/0/7/trouble" not in job.store.values, "nobody asks any more"
+
+
+def test_a_wait_of_the_device_alone_is_one(job: Job) -> None:
+    """The host has gone on to something of its own, such as a loss's value."""
+    job.queue.is_done = False
+    job.ranks[0].run(lambda: None)
+    job.ranks[1].tell(ValueError("out of luck"), final=False)
+    assert "out of luck" in str(job.wait_for(0))
+    assert job.queue.marks == 1
+    assert job.aborted == [0]
+
+
+@pytest.mark.parametrize("how", ["done", "broken", "not issued"])
+def test_a_device_that_waits_for_nobody_gives_up_nothing(job: Job, how: str) -> None:
+    job.queue.is_done = how == "done"
+    job.queue.error = RuntimeError("device-side assert") if how == "broken" else None
+    if how != "not issued":
+        job.ranks[0].run(lambda: None)
+    job.ranks[1].tell(ValueError("may be mended"), final=False)
+    time.sleep(1.0)
+    assert job.ranks[0]._failure is None
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_rank_that_is_alone_says_so(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    monkeypatch.setattr(watch, "WARN_SECONDS", 0.5)
+    for rank, count in zip(job.ranks, (10, 9, 10), strict=True):
+        for number in range(count):
+            rank.issue(f"the gather of {number}")
+    job.queue.is_done = False
+    with caplog.at_level(logging.WARNING, "hytrain"):
+        if place == "device":
+            job.ranks[0].run(lambda: None)
+            time.sleep(1.5)
+        else:
+            with job.ranks[0].waiting():
+                time.sleep(1.5)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "rank 0 has waited for" in text
+    assert "collective number 10, the gather of 9; not there yet: ranks [1]. They may" in text
+    assert "engine.synchronize()" in text
+    assert job.ranks[0]._failure is None
+
+
+def test_a_rank_that_waits_with_all_others_says_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "WARN_SECONDS", 0.3)
+    for rank in job.ranks:
+        rank.issue("the gather")
+    with caplog.at_level(logging.WARNING, "hytrain"), job.ranks[0].waiting():
+        time.sleep(1.0)
+    assert not caplog.records
 
 
 def test_waits_that_are_usual_alarm_nobody(job: Job) -> None:

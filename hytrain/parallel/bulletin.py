@@ -1,0 +1,160 @@
+"""What ranks tell each other beside their collectives: notes on the process group's store.
+
+A note is a failure (``notice``) or the collectives that a rank has issued (``history``). The mark
+``trouble`` asks all ranks to look, and to publish their histories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+_HISTORY = 1024
+
+_numbers = itertools.count()
+"""Boards are made by all ranks in one order, engine by engine."""
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's stores."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Sets a key."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """A key's value."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are set."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Unsets a key."""
+        ...
+
+
+class History:
+    """A rank's collectives, in their order; the last ones have their names."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self._recent: deque[tuple[int, str]] = deque(maxlen=_HISTORY)
+
+    def add(self, what: str) -> None:
+        """One more; ``what`` is the same on all ranks."""
+        # In one piece: another thread may look at any moment.
+        self._recent.append((self.issued, what))
+        self.issued += 1
+
+    @property
+    def last(self) -> tuple[int, str]:
+        """The last one's number, from 0, and name."""
+        return self._recent[-1] if self._recent else (-1, "nothing")
+
+    def packed(self) -> dict[str, Any]:
+        """For the store: every name once."""
+        recent = list(self._recent)
+        names = sorted({what for _, what in recent})
+        number_of = {name: number for number, name in enumerate(names)}
+        return {
+            "first": recent[0][0] if recent else 0,
+            "names": names,
+            "recent": [number_of[what] for _, what in recent],
+        }
+
+
+def by_number(packed: dict[str, Any]) -> dict[int, str]:
+    """What a rank's collectives were, by their number."""
+    names = packed["names"]
+    return dict(enumerate((names[number] for number in packed["recent"]), packed["first"]))
+
+
+class BulletinBoard:
+    """One rank's view of the ranks' notes; may be used by several threads."""
+
+    def __init__(
+        self, rank: int, world_size: int, connect: Callable[[], Store], *, group: str
+    ) -> None:
+        """
+        Args:
+            rank: this rank.
+            world_size: ranks of the group.
+            connect: makes a connection of the caller's own to the store that the ranks share.
+            group: the same for the ranks of this group, and another for those of others.
+        """
+        self._rank = rank
+        self._world_size = world_size
+        self._connect = connect
+        self._prefix = f"hytrain/watch/{group}/{next(_numbers)}"
+        self._lock = threading.Lock()
+        self._store = connect()
+        self._trouble_since: float | None = None
+
+    def reconnect(self) -> None:
+        """A new connection, where one can be had."""
+        with suppress(Exception), self._lock:
+            self._store = self._connect()
+
+    def ask(self) -> None:
+        """Asks all ranks to look and to publish."""
+        with self._lock:
+            self._store.set(f"{self._prefix}/trouble", "1")
+
+    def is_asked(self, *, forget_after: float) -> bool:
+        """Whether a rank has asked.
+
+        Args:
+            forget_after: seconds; whoever is still in trouble then asks again.
+        """
+        key = f"{self._prefix}/trouble"
+        with self._lock:
+            if not self._store.check([key]):
+                self._trouble_since = None
+                return False
+            now = time.monotonic()
+            if self._trouble_since is None:
+                self._trouble_since = now
+            elif now - self._trouble_since > forget_after:
+                self._store.delete_key(key)
+        return True
+
+    def publish(self, history: History) -> None:
+        """Tells what this rank has issued."""
+        with self._lock:
+            self._store.set(f"{self._prefix}/history/{self._rank}", json.dumps(history.packed()))
+
+    def post(self, text: str, *, final: bool) -> None:
+        """Tells of a failure here; ``final``: the process ends."""
+        notice = {"text": text, "final": final}
+        with self._lock:
+            self._store.set(f"{self._prefix}/notice/{self._rank}", json.dumps(notice))
+
+    def take_back(self) -> None:
+        """The failure was none in the end."""
+        with self._lock:
+            self._store.delete_key(f"{self._prefix}/notice/{self._rank}")
+
+    def notices(self) -> dict[int, dict[str, Any]]:
+        """The failures of all ranks."""
+        return self._read("notice")
+
+    def histories(self) -> dict[int, dict[str, Any]]:
+        """What each rank has issued when it published last."""
+        return self._read("history")
+
+    def _read(self, kind: str) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        with self._lock:
+            for rank in range(self._world_size):
+                key = f"{self._prefix}/{kind}/{rank}"
+                if self._store.check([key]):
+                    found[rank] = json.loads(self._store.get(key))
+        return found
