@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from hytrain.errors import ConfigError
+
+_SHARDED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -63,6 +66,20 @@ def find_layers(
         layer.frozen = [item for item in layer.parameters if is_frozen[id(item[1])]]
         layer.parameters = [item for item in layer.parameters if not is_frozen[id(item[1])]]
     return [layer for layer in layers if layer.parameters or layer.frozen]
+
+
+def can_be_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is frozen and nothing but numbers.
+
+    Quantized weights may be more than they look like, or of types that no collective takes.
+    """
+    return (
+        not parameter.requires_grad
+        and parameter.numel() > 0
+        and parameter.dtype in _SHARDED_DTYPES
+        and type(parameter.data) is torch.Tensor
+        and parameter.layout is torch.strided
+    )
 
 
 def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, str]:

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from hytrain.config import HyTrainConfig
-from hytrain.layers.discovery import LayerParameters, find_layers
+from hytrain.layers.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.layers.layout import LayerLayout, lay_out
 from hytrain.layers.partition import partition
 from hytrain.layers.sharded_storage import shard_bytes
 from hytrain.parallel.gather_plan import GatherSettings, most_live, persistent_layers
-
-_SHARDED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ def cut_model(
     """
     parameters = list(model.parameters())
     trained = [p for p in parameters if id(p) in group_of]
-    frozen = [p for p in parameters if _can_be_sharded(p)] if gathers is not None else []
+    frozen = [p for p in parameters if can_be_sharded(p)] if gathers is not None else []
     found = find_layers(model, trained, config.layers.block_class, frozen)
     apart = [LayerParameters(each.name, each.frozen, each.block) for each in found]
     layouts = _lay_out_some(found, group_of, num_ranks)
@@ -136,17 +133,3 @@ def _lay_out_some(
     """A layout for each layer that has parameters."""
     layouts = iter(lay_out([x for x in layers if x.parameters], group_of, num_ranks))
     return [next(layouts) if layer.parameters else None for layer in layers]
-
-
-def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is frozen and nothing but numbers.
-
-    Quantized weights may be more than they look like, or of types that no collective takes.
-    """
-    return (
-        not parameter.requires_grad
-        and parameter.numel() > 0
-        and parameter.dtype in _SHARDED_DTYPES
-        and type(parameter.data) is torch.Tensor
-        and parameter.layout is torch.strided
-    )

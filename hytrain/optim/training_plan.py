@@ -21,7 +21,7 @@ from torch import nn
 from hytrain._deepspeed import is_partitioned, shape_partitioned, use_checkpointing
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.errors import ConfigError, HyTrainError
-from hytrain.layers.discovery import find_layers
+from hytrain.layers.discovery import can_be_sharded, find_layers
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.errors import PlanError
 from hytrain.planner.plan_file import (
@@ -51,6 +51,7 @@ class _Found:
     rank: ActualRank
     num_layers: int
     parameters: int
+    frozen: int
     stage: int
     batch: int | None
     dtype: str
@@ -123,6 +124,7 @@ def adopt_plan(
             rank=rank,
             num_layers=sum(layer.block is not None for layer in layers),
             parameters=sum(_numel(p) for p in trained),
+            frozen=sum(_numel(p) for p in model.parameters() if _is_frozen(p)),
             stage=int(config.get("zero_optimization", {}).get("stage", 0)),
             batch=config.get("train_batch_size"),
             dtype=_dtype(config),
@@ -184,6 +186,10 @@ def _numel(parameter: nn.Parameter) -> int:
     return shape_partitioned(parameter).numel() if is_part else parameter.numel()
 
 
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and (is_partitioned(parameter) or can_be_sharded(parameter))
+
+
 def _dtype(config: Mapping[str, Any]) -> str:
     for name in ("bf16", "fp16"):
         if dict(config.get(name) or {}).get("enabled") is True:
@@ -203,6 +209,7 @@ def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
         ranks=[found.rank for found in ranks],
         num_layers=first.num_layers,
         parameters=first.parameters,
+        frozen=first.frozen,
         global_batch=plan.global_batch if first.batch is None else first.batch,
         stage=first.stage,
         dtype=first.dtype,
@@ -210,7 +217,9 @@ def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
     )
     words = difference(plan, actual)
     for number, found in enumerate(ranks):
-        for what in ("num_layers", "parameters", "stage", "batch", "dtype", "offload_param"):
+        for what in (
+            "num_layers", "parameters", "frozen", "stage", "batch", "dtype", "offload_param"
+        ):  # fmt: skip
             own, others = getattr(found, what), getattr(first, what)
             if own != others:
                 words.append(f"rank {number}: {what} is {own}, but {others} on rank 0")

@@ -46,6 +46,10 @@ parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a 
 
 On the host 14 to 16 B a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a
 parameter of the shard, which then are not on the GPU.
+
+Parameters that are not trained are weights and nothing else. They are cut as the trained ones are,
+and counted with them: where weights are kept, gathered or fetched, a trained parameter has 2 B
+times all of the model's parameters over the trained ones.
 """
 
 from __future__ import annotations
@@ -124,7 +128,7 @@ def load(
         offloaded = float(batch * model.num_layers * model.boundary_bytes)
     copy = offloaded / model.num_layers / gpu.copy_rate
     passes = layer_passes(problem, gpu, collectives, sizes, copy, activations)
-    whole = 0.0 if problem.stage == 3 else float(model.itemsize * model.parameters)
+    whole = 0.0 if problem.stage == 3 else model.weight_bytes * model.parameters
     peak, end = peaks(problem, gpu, batch, microbatch, activations)
     return Load(
         batch=batch,
@@ -158,7 +162,7 @@ def lines(
 ) -> Lines:
     """With so many parameters of state on either side."""
     copied = problem.model.itemsize * on_cpu
-    written = problem.host_weight_bytes * on_gpu
+    written = problem.written_bytes * on_gpu
     cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
     return Lines(
         gpu=work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
@@ -347,7 +351,7 @@ class HostBudget:
 
     total: float
     state: int
-    shard: int
+    shard: float
     offloaded: float
 
     @property

@@ -35,8 +35,11 @@ class Collectives:
         if cluster.num_ranks == 1:
             return Collectives(0.0, 0.0)
         factor = (1.0 if even else cluster.uneven_factor) / 1e3
-        size = problem.model.layer_bytes
-        gather, scatter = cluster.all_gather_ms.at(size), cluster.reduce_scatter_ms.at(size)
+        model = problem.model
+        # What is not trained is gathered where it is sharded, and never reduced.
+        gathered = model.layer_weight_bytes if problem.stage == 3 else model.layer_bytes
+        gather = cluster.all_gather_ms.at(gathered)
+        scatter = cluster.reduce_scatter_ms.at(model.layer_bytes)
         gather, scatter = factor * gather, factor * scatter
         return Collectives(
             gather, scatter, cluster.contention * gather, cluster.contention * scatter
@@ -160,9 +163,9 @@ def fetch_lines(
     """
     if not problem.offload_param:
         return ()
-    layers, itemsize = problem.model.num_layers, problem.model.itemsize
+    layers, fetched = problem.model.num_layers, problem.model.weight_bytes
     forward_rate, backward_rate = gpu.fetch_rates(activations)
-    forward_slope, backward_slope = itemsize / forward_rate, itemsize / backward_rate
+    forward_slope, backward_slope = fetched / forward_rate, fetched / backward_rate
     # (seconds a parameter of all passes of a kind, parameters that come for nothing)
     kinds: list[tuple[float, float]] = []
     scatter = max(collectives.scatter + collectives.gather, copy)
@@ -207,7 +210,7 @@ def fetch_seconds(
     """Seconds of one layer's fetch in forward and in backward, by the rank's shard (parameters)."""
     if not problem.offload_param:
         return 0.0, 0.0
-    size = problem.model.itemsize * shard / problem.model.num_layers
+    size = problem.model.weight_bytes * shard / problem.model.num_layers
     forward, backward = gpu.fetch_rates(activations)
     return size / forward, size / backward
 

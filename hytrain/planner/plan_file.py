@@ -1,7 +1,7 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it shall take.
 
-    {"version": 1, "model": {name, num_layers, parameters, dtype, seq_len}, "global_batch", "stage",
-     "offload_param",
+    {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len},
+     "global_batch", "stage", "offload_param",
      "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
                 "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
@@ -46,6 +46,7 @@ class PlannedModel(_Record):
     name: str
     num_layers: int = Field(ge=1)
     parameters: int = Field(ge=1)
+    frozen: int = Field(default=0, ge=0)
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     seq_len: int | None = Field(default=None, ge=1)
 
@@ -165,6 +166,7 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
             name=model.name,
             num_layers=model.num_layers,
             parameters=model.parameters,
+            frozen=model.frozen,
             dtype=model.dtype,
             seq_len=model.seq_len,
         ),
@@ -258,11 +260,12 @@ class Actual:
     Attributes:
         ranks: in rank order.
         num_layers: transformer layers of the model.
-        parameters: of the model.
+        parameters: of the model, trained ones.
         global_batch: samples of a step.
         stage: of ZeRO.
         dtype: of the training copy; None where not known.
         offload_param: "cpu" where that is kept in host memory.
+        frozen: parameters of the model that are not trained.
     """
 
     ranks: Sequence[ActualRank]
@@ -272,6 +275,7 @@ class Actual:
     stage: int
     dtype: str | None = None
     offload_param: str | None = None
+    frozen: int = 0
 
 
 _OFFLOAD = '"zero_optimization.offload_param"'
@@ -287,6 +291,7 @@ def difference(plan: PlanFile, actual: Actual) -> list[str]:
     pairs = (
         ("layers", plan.model.num_layers, actual.num_layers),
         ("parameters", plan.model.parameters, actual.parameters),
+        ("parameters that are not trained", plan.model.frozen, actual.frozen),
         ("samples in the global batch", plan.global_batch, actual.global_batch),
     )
     for what, planned, found in pairs:

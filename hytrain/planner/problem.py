@@ -27,7 +27,8 @@ class Model:
     Attributes:
         name: its own.
         num_layers: L.
-        parameters: of all of it.
+        parameters: those of all of it that are trained.
+        frozen: those that are not: a training copy, sharded in stage 3, and nothing else.
         boundary_bytes: activations between two layers, per sample.
         itemsize: bytes of a parameter of the training copy, and of its gradient; so many cross to
             the host and come back.
@@ -42,6 +43,7 @@ class Model:
     itemsize: int = 2
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     seq_len: int | None = None
+    frozen: int = 0
 
     def __post_init__(self) -> None:
         require_positive(
@@ -50,11 +52,23 @@ class Model:
             parameters=self.parameters,
             itemsize=self.itemsize,
         )
+        if self.frozen < 0:
+            raise PlanError(f"model {self.name}: frozen must not be negative, got {self.frozen}")
 
     @property
     def layer_bytes(self) -> float:
-        """The training copy of one layer."""
+        """The training copy of one layer's trained parameters; of its gradient as much."""
         return float(self.itemsize) * self.parameters / self.num_layers
+
+    @property
+    def layer_weight_bytes(self) -> float:
+        """The training copy of one layer."""
+        return self.layer_bytes * self.weight_bytes / self.itemsize
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the training copy a trained parameter, frozen ones counted with those."""
+        return self.itemsize * (1.0 + self.frozen / self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,7 @@ class PlanProblem:
         return is_open and self.stage == 3 and is_gathered
 
     @property
-    def sharded_bytes(self) -> int:
+    def sharded_bytes(self) -> float:
         """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
 
         Stage 3 has the training copy there, unless the host has, and the gradient that
@@ -127,7 +141,7 @@ class PlanProblem:
         if self.stage != 3:
             return 0
         if not self.offload_param:
-            return self.model.itemsize + self.gradient_bytes
+            return self.model.weight_bytes + self.gradient_bytes
         is_sent = self.cluster.num_ranks == 1 and (self.rounds or 1) == 1
         return 0 if is_sent else self.gradient_bytes
 
@@ -138,12 +152,17 @@ class PlanProblem:
         Its reduced gradient waits for the outcome of the step, unless it is among
         :attr:`sharded_bytes`. Activations are gone by then.
         """
-        has_gradient = self.sharded_bytes > (0 if self.offload_param else self.model.itemsize)
+        has_gradient = self.sharded_bytes > (0 if self.offload_param else self.model.weight_bytes)
         return 0 if has_gradient else self.model.itemsize
 
     @property
-    def host_weight_bytes(self) -> int:
+    def host_weight_bytes(self) -> float:
         """Bytes of host memory a parameter of a rank's shard, whatever is updated where."""
+        return self.model.weight_bytes if self.offload_param else 0.0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that a GPU-placed parameter's update sends to the host."""
         return self.model.itemsize if self.offload_param else 0
 
     @property
@@ -156,9 +175,9 @@ class PlanProblem:
         return self.update_bytes - (2 * self.model.itemsize if self.offload_param else 0)
 
     @property
-    def shard_traffic(self) -> int:
+    def shard_traffic(self) -> float:
         """Likewise a parameter of the shard: its new copy is written once, and read for gathers."""
-        return (2 * (self.rounds or 1) + 1) * self.host_weight_bytes
+        return 2 * (self.rounds or 1) * self.host_weight_bytes + self.written_bytes
 
     def __post_init__(self) -> None:
         if self.batch < 1:

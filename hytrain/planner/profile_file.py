@@ -44,6 +44,15 @@ class ProfiledModel(_Record):
     outside_parameters: tuple[int, int]
     """Trained parameters before the first block (embeddings), and after the last one (head)."""
 
+    frozen_layer_parameters: int = Field(default=0, ge=0)
+    """Parameters of one block that are not trained."""
+
+    frozen_outside_parameters: tuple[int, int] = (0, 0)
+    """Those that are not trained before the first trained block, and after the last one."""
+
+    frozen_block_parameters: int = Field(default=0, ge=0)
+    """Those of all blocks in which nothing is trained, which are not among ``num_layers``."""
+
     seq_len: int = Field(ge=1)
     """Tokens of a sample."""
 
@@ -57,6 +66,12 @@ class ProfiledModel(_Record):
     def parameters(self) -> int:
         """All that is trained."""
         return self.num_layers * self.layer_parameters + sum(self.outside_parameters)
+
+    @property
+    def frozen(self) -> int:
+        """All that is not."""
+        blocks = self.num_layers * self.frozen_layer_parameters + self.frozen_block_parameters
+        return blocks + sum(self.frozen_outside_parameters)
 
 
 class LayerSample(_Record):

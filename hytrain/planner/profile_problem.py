@@ -107,6 +107,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             itemsize=itemsize,
             dtype=model.dtype,
             seq_len=model.seq_len,
+            frozen=model.frozen,
         ),
         batch=options.batch,
         stage=options.stage,
@@ -294,10 +295,12 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) 
     """
     if options.stage != 3 or (num_ranks == 1 and not options.offload_param):
         return 0
-    before, after = model.outside_parameters
-    layers = [before, *[model.layer_parameters] * model.num_layers, after]
+    pairs = zip(model.outside_parameters, model.frozen_outside_parameters, strict=True)
+    before, after = (trained + frozen for trained, frozen in pairs)
+    layer = model.layer_parameters + model.frozen_layer_parameters
+    layers = [before, *[layer] * model.num_layers, after]
     if options.live_parameters is None:
-        largest = max(_GATHERED_LAYERS * model.layer_parameters, before, after)
+        largest = max(_GATHERED_LAYERS * layer, before, after)
     else:
         largest = options.live_parameters([size for size in layers if size])
     return _ITEMSIZE[model.dtype] * largest
@@ -367,7 +370,7 @@ def _measured_collectives(
     )
     uneven_gather = column(lambda row: row.uneven_all_gather_ms)
     uneven_scatter = column(lambda row: row.uneven_reduce_scatter_ms)
-    size = _ITEMSIZE[model.dtype] * model.layer_parameters
+    size = _ITEMSIZE[model.dtype] * (model.layer_parameters + model.frozen_layer_parameters)
     ratios = [
         uneven.at(size) / even.at(size)
         for even, uneven in ((gather, uneven_gather), (scatter, uneven_scatter))

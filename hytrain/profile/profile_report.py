@@ -10,10 +10,11 @@ _GIB = 1024**3
 def profile_table(profile: ProfileFile) -> str:
     """All of a profile but for the collectives' smaller sizes."""
     model = profile.model
+    frozen = f" and {model.frozen / 1e9:.2f} B that are not trained" if model.frozen else ""
     lines = [
         f"{model.name}: {model.num_layers} layers of {model.layer_parameters / 1e6:.1f} M "
-        f"parameters, {model.parameters / 1e9:.2f} B in all, {model.seq_len} tokens a sample, "
-        f"{model.dtype}"
+        f"parameters, {model.parameters / 1e9:.2f} B in all{frozen}, {model.seq_len} tokens a "
+        f"sample, {model.dtype}"
     ]
     for host in profile.hosts:
         lines += ["", *_host_lines(host)]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.layers.discovery import LayerParameters, find_layers
+from hytrain.layers.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.layers.language_model import build_language_model, read_config
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,19 @@ class SubjectSizes:
     Attributes:
         num_layers: transformer blocks.
         layer_parameters: trained ones of a block; where blocks differ, their mean.
-        outside_parameters: trained ones before the first block, and after it.
+        outside_parameters: trained ones before the first block, and after the last one.
+        frozen_layer_parameters: of a block, those that are not trained.
+        frozen_outside_parameters: the same of what is before the first block, and after the last.
+        frozen_block_parameters: of all blocks in which nothing is trained, which are not counted as
+            layers.
     """
 
     num_layers: int
     layer_parameters: int
     outside_parameters: tuple[int, int]
+    frozen_layer_parameters: int = 0
+    frozen_outside_parameters: tuple[int, int] = (0, 0)
+    frozen_block_parameters: int = 0
 
 
 class Copy:
@@ -117,31 +124,59 @@ class Subject:
                 f"--model {self.name} cannot be made on the meta device, where its parameters are "
                 f"counted ({error}): build(None, ...) must not read values of tensors"
             ) from error
-        trained = [p for p in model.parameters() if p.requires_grad]
-        layers = find_layers(model, trained, self.block_class)
-        blocks = [_parameters(layer) for layer in layers if layer.block is not None]
+        return self._count(model)
+
+    def _count(self, model: nn.Module) -> SubjectSizes:
+        parameters = list(model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if can_be_sharded(p)]
+        layers = find_layers(model, trained, self.block_class, frozen)
+        blocks = [layer for layer in layers if layer.block is not None and layer.parameters]
         if not blocks:
             raise ConfigError(f"--model {self.name}: no layer with a trained parameter was found")
-        if max(blocks) > min(blocks):
-            logger.warning(
-                "blocks of %s have %d to %d parameters: a plan takes them for equal",
-                self.name, min(blocks), max(blocks),
-            )  # fmt: skip
-        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        if 50 * frozen > sum(blocks):
-            logger.warning(
-                "%s has %d parameters that are not trained: a plan counts neither their memory nor "
-                "what gathering them takes under ZeRO-3",
-                self.name, frozen,
-            )  # fmt: skip
-        first = next(i for i, layer in enumerate(layers) if layer.block is not None)
-        before = sum(map(_parameters, layers[:first]))
-        total = sum(p.numel() for p in trained)
+        still = [layer for layer in layers if layer.block is not None and not layer.parameters]
+        self._warn(parameters, blocks, still)
+        first = layers.index(blocks[0])
+        outside = [layer for layer in layers if layer.block is None]
+        before = [layer for layer in layers[:first] if layer.block is None]
+        sizes = [sum(map(_trained, those)) for those in (blocks, before, outside)]
+        others = [sum(map(_frozen, those)) for those in (blocks, before, outside)]
         return SubjectSizes(
             num_layers=len(blocks),
-            layer_parameters=round(sum(blocks) / len(blocks)),
-            outside_parameters=(before, total - before - sum(blocks)),
+            layer_parameters=round(sizes[0] / len(blocks)),
+            outside_parameters=(sizes[1], sum(p.numel() for p in trained) - sizes[0] - sizes[1]),
+            frozen_layer_parameters=round(others[0] / len(blocks)),
+            frozen_outside_parameters=(others[1], others[2] - others[1]),
+            frozen_block_parameters=sum(map(_frozen, still)),
         )
+
+    def _warn(
+        self,
+        parameters: Sequence[nn.Parameter],
+        blocks: Sequence[LayerParameters],
+        still: Sequence[LayerParameters],
+    ) -> None:
+        """Of what a plan does not know."""
+        for count, kind in ((_trained, ""), (_frozen, " that are not trained")):
+            sizes = [count(layer) for layer in blocks]
+            if max(sizes) > min(sizes):
+                logger.warning(
+                    "blocks of %s have %d to %d parameters%s: a plan takes them for equal",
+                    self.name, min(sizes), max(sizes), kind,
+                )  # fmt: skip
+        if still:
+            logger.warning(
+                "in %d blocks of %s, of %d, nothing is trained: a plan counts their memory and "
+                "gathers, but not the time of their forward",
+                len(still), self.name, len(still) + len(blocks),
+            )  # fmt: skip
+        unknown = [p for p in parameters if not p.requires_grad and not can_be_sharded(p)]
+        if unknown:
+            logger.warning(
+                "%s has %.2f GiB of weights that are neither trained nor floating point: every "
+                "rank keeps all of them, which no plan counts: leave --gpu-memory-reserve for them",
+                self.name, sum(p.nbytes for p in unknown) / 2**30,
+            )  # fmt: skip
 
     def copy(self, num_layers: int, device: torch.device) -> Copy:
         """The model with so many layers, in training mode.
@@ -184,8 +219,12 @@ class Subject:
         return built[0], built[1]
 
 
-def _parameters(layer: LayerParameters) -> int:
+def _trained(layer: LayerParameters) -> int:
     return sum(parameter.numel() for _, parameter in layer.parameters)
+
+
+def _frozen(layer: LayerParameters) -> int:
+    return sum(parameter.numel() for _, parameter in layer.frozen)
 
 
 # ---- where a model comes from ----

@@ -51,6 +51,7 @@ def a_plan(
             name="toy",
             num_layers=num_layers,
             parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             dtype="fp32",
         ),
         global_batch=sum(batches),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import built, make_config
+from support.frozen import FROZEN
 from support.models import make_batch
 from support.plan_profiles import a_device, a_host
+from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.layers.language_model import build_language_model, read_config
@@ -23,6 +25,7 @@ from hytrain.planner.loads import Collectives, Load, gpu_bytes, host_bytes, load
 from hytrain.planner.problem import PlanProblem
 from hytrain.planner.profile_file import ProfiledModel, ProfileFile
 from hytrain.planner.profile_problem import PlanOptions, problem_from
+from hytrain.profile.subject import Subject
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -119,22 +122,43 @@ def test_weights_are_where_a_run_will_have_them(
         assert weights == pytest.approx(actual, rel=0.01)
 
 
+def _shape(config_file: Path, kind: str) -> ProfiledModel:
+    """The model as `hytrain profile` counts it."""
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        return _build(config_file, kind), dict
+
+    sizes = Subject("small", build, seq_len=8).sizes()
+    return ProfiledModel(
+        name="small", seq_len=8, dtype="fp32", boundary_bytes=4 * 8 * 64, **asdict(sizes)
+    )
+
+
+def _build(config_file: Path, kind: str) -> nn.Module:
+    model = build_language_model(read_config(config_file), config_file).train()
+    if kind != "all":
+        FROZEN[kind](model)
+    return model
+
+
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("kind", ["all", "lora", "embeddings"])
 @pytest.mark.parametrize("keys", KEYS, ids=str)
-def test_weights_are_where_a_step_has_them(config_file: Path, keys: dict[str, int]) -> None:
+def test_weights_are_where_a_step_has_them(
+    config_file: Path, keys: dict[str, int], kind: str
+) -> None:
     """One rank, its weights streamed: the arena that is built, and the most that is gathered."""
-    shape = read_model_shape(config_file, seq_len=8, dtype="fp32").model
+    shape = _shape(config_file, kind)
     problem = _problem(shape, keys, num_ranks=1, offload=True)
     work, gpu = _idle(problem), problem.cluster.ranks[0][1]
     whole = float(shape.parameters)
     config = make_config(bf16=False, stage=3)
     zero = {**keys, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
     config["zero_optimization"] = {**config["zero_optimization"], **zero}
-    model = build_language_model(read_config(config_file), config_file).train()
     most = 0
-    with built(model, config) as engine:
+    with built(_build(config_file, kind), config) as engine:
         weights = engine.optimizer.weights
-        storages = [layer.storage for layer in engine.optimizer.layer_states]
+        storages = [part.storage for layer in weights.layers for part in layer.sharded]
         assert all(storage.is_sharded and storage.on_host for storage in storages)
         planned = host_bytes(problem, work, 0.0, whole) - problem.host_state_bytes * whole
         parts = sum(part.nbytes for storage in storages for _, part in storage.parts)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import built, make_config
+from support.frozen import lora
 from support.models import make_batch, make_model
 from support.plans import a_plan, write_a_plan
 
@@ -59,6 +60,29 @@ def test_it_is_the_same_as_the_keys_that_it_stands_for(tmp_path: Path) -> None:
     assert planned.keys() == explicit.keys()
     for name, value in planned.items():
         assert torch.equal(value, explicit[name]), name
+
+
+def test_what_is_not_trained_is_part_of_the_model(tmp_path: Path) -> None:
+    def adapted() -> torch.nn.Module:
+        model = make_model("llama")
+        lora(model)
+        return model
+
+    plan = a_plan(adapted(), (4,), (2,))
+    assert plan.model.frozen > plan.model.parameters
+    with built(adapted(), _config(write_a_plan(tmp_path, plan))) as engine:
+        planned = _train(engine)
+    keys = {"batch_sizes": [4], "micro_batch_sizes": [2]}
+    with built(adapted(), make_config(bf16=False, hytrain=keys)) as engine:
+        explicit = _train(engine)
+    assert planned.keys() == explicit.keys()
+    for name, value in planned.items():
+        assert torch.equal(value, explicit[name]), name
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"frozen": 0})})
+    config = _config(write_a_plan(tmp_path, plan))
+    with pytest.raises(PlanError, match="not trained: planned for 0, found") as refused:
+        built(adapted(), config).__enter__()
+    assert "Nothing was touched" in str(refused.value)
 
 
 def test_the_plan_says_where_k_begins_and_a_number_wins(tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
     assert predicted["unclipped_seconds"] > 0.0
 
 
+def test_a_file_that_knows_no_frozen_parameters_is_of_a_model_without_any(
+    plan: PlanFile, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    record = plan.model_dump(mode="json")
+    del record["model"]["frozen"]
+    path.write_text(json.dumps(record))
+    old = read_plan(path)
+    assert old == plan
+    (word,) = difference(old, replace(_actual(old), frozen=7))
+    assert word == "parameters that are not trained: planned for 0, found 7"
+
+
 def test_a_file_that_knows_no_clipped_steps_is_read(plan: PlanFile, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     record = plan.model_dump(mode="json")

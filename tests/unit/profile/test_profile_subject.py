@@ -9,11 +9,12 @@ import pytest
 import torch
 from paced_model import paced_build
 from support.configs import GPT2, LLAMA, write_config
+from support.frozen import lora
 from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.layers.language_model import build_language_model, read_config
-from hytrain.profile.subject import Subject, read_subject
+from hytrain.profile.subject import Subject, SubjectSizes, read_subject
 
 CPU = torch.device("cpu")
 
@@ -145,15 +146,63 @@ def test_blocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "blocks of uneven have 20 to 30 parameters" in caplog.text
 
 
-def test_weights_that_no_plan_counts_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    def build(num_layers: int | None, seq_len: int) -> Any:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for layer in model:
-            layer.get_parameter("weight").requires_grad_(False)
-        return model, lambda size: {"input": torch.ones(size, 4)}
+def test_weights_that_are_not_trained_are_counted_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_config(tmp_path / "model", LLAMA)
+    whole = read(folder).sizes()
 
-    assert Subject("adapted", build, seq_len=1).sizes().layer_parameters == 4
-    assert "adapted has 32 parameters that are not trained" in caplog.text
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        config = read_config(folder)
+        config.num_hidden_layers = num_layers or config.num_hidden_layers
+        model = build_language_model(config, folder)
+        lora(model)
+        return model, lambda size: {"input_ids": torch.ones(size, seq_len, dtype=torch.long)}
+
+    subject = Subject("adapted", build, seq_len=1)
+    sizes = subject.sizes()
+    model, _ = build(None, 1)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes.num_layers == whole.num_layers
+    assert sizes.layer_parameters == trained // whole.num_layers
+    assert sizes.outside_parameters == (0, 0)
+    assert sizes.frozen_layer_parameters == whole.layer_parameters
+    assert sizes.frozen_outside_parameters == whole.outside_parameters
+    assert sizes.frozen_block_parameters == 0
+    assert len(subject.copy(2, CPU).blocks) == 2
+    assert not caplog.records
+
+
+class Parts(nn.Module):
+    """Something before five blocks, and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.head = nn.Linear(4, 2)
+
+
+def test_what_a_plan_does_not_know_of_frozen_weights_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = Parts()
+        for layer in (*model.blocks[:3], model.head):
+            layer.requires_grad_(False)
+        model.blocks[4].get_parameter("weight").requires_grad_(False)
+        packed = torch.ones(1 << 20, dtype=torch.uint8)
+        model.head.register_parameter("packed", nn.Parameter(packed, requires_grad=False))
+        return model, dict
+
+    sizes = Subject("upper", build, seq_len=1).sizes()
+    assert sizes == SubjectSizes(2, 12, (20, 0), 8, (0, 10), 60)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0].startswith("blocks of upper have 4 to 20 parameters: a plan takes")
+    assert texts[1].startswith("blocks of upper have 0 to 16 parameters that are not trained: a")
+    assert texts[2].startswith("in 3 blocks of upper, of 5, nothing is trained")
+    assert "upper has 0.00 GiB of weights that are neither trained nor floating" in texts[3]
+    assert len(texts) == 4
 
 
 def test_a_model_that_reads_values_cannot_be_counted() -> None:
