@@ -95,7 +95,10 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
     """
     model = profile.model
     if not 0.0 < options.memory_fraction <= 1.0:
-        raise PlanError(f"memory_fraction must be in (0, 1], got {options.memory_fraction}")
+        raise PlanError(
+            f"memory_fraction (--device-memory-fraction) must be in (0, 1], got "
+            f"{options.memory_fraction}"
+        )
     itemsize = _ITEMSIZE[model.dtype]
     return PlanProblem(
         cluster=_cluster(profile, options),
