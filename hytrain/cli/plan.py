@@ -201,6 +201,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     if problem.offload_param:
         found = make_plan(problem_from(profile, replace(options, offload_param=False)))
         without = None if isinstance(found, Infeasible) else found
+    # Before anything is printed: whoever reads it may stop (`| head`).
+    if arguments.out is not None:
+        write_plan(arguments.out, plan_file(problem, plan))
+    if arguments.chart is not None:
+        from hytrain.planner.plan_chart import draw_plan
+
+        draw_plan(arguments.chart, problem, plan, others)
     if arguments.json:
         record = plan_report.plan_json(problem, plan, others, without)
         print(json.dumps({"estimated": is_estimated, **record}, indent=2))
@@ -208,12 +215,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         if is_estimated:
             print("estimated from data sheets: measure with `hytrain profile` before training\n")
         print(plan_report.plan_text(problem, plan, others, without))
-    if arguments.out is not None:
-        write_plan(arguments.out, plan_file(problem, plan))
-    if arguments.chart is not None:
-        from hytrain.planner.plan_chart import draw_plan
-
-        draw_plan(arguments.chart, problem, plan, others)
     return 0
 
 
