@@ -106,7 +106,8 @@ class CheckpointEngine(WeightsEngine):
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; default: the one that ``latest`` names.
+            tag: which; default: the one that ``latest`` names, or ``latest_universal`` where that
+                one is DeepSpeed's own and was converted.
             load_module_strict: refuse a checkpoint whose names differ from the model's; else what
                 both have is loaded.
             load_optimizer_states: moments, step counts and the parameter groups' hyper-parameters.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -63,10 +63,32 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
 
 def stored_names(paths: CheckpointPaths) -> set[str]:
     """Names of the parameters that a checkpoint has state of."""
-    if not paths.zero.is_dir():
-        return set()
-    with os.scandir(paths.zero) as entries:
-        return {entry.name for entry in entries if entry.is_dir()}
+    names: set[str] = set()
+    for folder, inner, files in os.walk(paths.zero):
+        # A name with "/" is a path, and on the way to it lie folders that are no parameter's.
+        if not inner or any(file.endswith(".pt") for file in files):
+            names.add(Path(folder).relative_to(paths.zero).as_posix())
+    return names - {"."}
+
+
+def unusable_names(names: Iterable[str]) -> str | None:
+    """What is wrong with parameter names that cannot be folders' paths; None for nothing."""
+    wrong = sorted(name for name in names if not is_plain_path(name))
+    if not wrong:
+        return None
+    return (
+        f"{_list(wrong)} cannot be the path of a folder, which a universal checkpoint has for each "
+        'parameter: rename the modules, so that their names have no empty part, "." or ".." '
+        'between "/"'
+    )
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a name is a path further inside, and reads the same when it is one."""
+    path = PurePosixPath(name)
+    return (
+        bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
+    )
 
 
 def find_problems(checks: Iterable[Iterator[str]]) -> str | None:
@@ -86,10 +108,9 @@ def find_problems(checks: Iterable[Iterator[str]]) -> str | None:
 
 
 def check_names(
-    paths: CheckpointPaths, places: Sequence[ParameterPlace], *, strict: bool
+    paths: CheckpointPaths, stored: Set[str], places: Sequence[ParameterPlace], *, strict: bool
 ) -> Iterator[str]:
-    """Every parameter has its state, and no state is without its parameter."""
-    stored = stored_names(paths)
+    """Every parameter has its state, and no state (``stored``) is without its parameter."""
     wanted = {place.name for place in places}
     missing, extra = sorted(wanted - stored), sorted(stored - wanted)
     advice = (
@@ -97,15 +118,20 @@ def check_names(
         "pass load_module_strict=False to load what both have"
     )
     if not stored:
-        yield (
-            f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with "
-            "deepspeed.checkpoint.ds_to_universal, or pass load_optimizer_states=False to load "
-            "its weights"
-        )
+        yield no_parameters(paths)
     elif strict and missing:
         yield f"{paths.zero} has no state of {_list(missing)}: {advice}"
     if strict and stored and extra:
         yield f"{paths.zero} has state of {_list(extra)}, which the model does not train: {advice}"
+
+
+def no_parameters(paths: CheckpointPaths) -> str:
+    """The message about a checkpoint without parameters' state."""
+    return (
+        f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with "
+        "deepspeed.checkpoint.ds_to_universal, or pass load_optimizer_states=False to load its "
+        "weights"
+    )
 
 
 def check_states(

@@ -8,7 +8,7 @@ read by each rank for its own shard only, from mapped files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from hytrain.checkpoint.checks import (
     check_names,
     check_states,
     find_problems,
+    no_parameters,
     read_file,
     read_state,
     stored_names,
@@ -94,15 +95,37 @@ def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> 
 
 def _look(load_dir: Path, tag: str | None) -> str | None:
     if tag is None:
-        latest = next((load_dir / name for name in LATEST if (load_dir / name).is_file()), None)
-        if latest is None:
+        tag = _latest(load_dir)
+        if tag is None:
             return None
-        tag = latest.read_text(encoding="utf-8").strip()
     if not (load_dir / tag).is_dir():
         tags = sorted(p.name for p in load_dir.iterdir() if p.is_dir()) if load_dir.is_dir() else []
         advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
         raise CheckpointError(f"there is no checkpoint '{tag}' in {load_dir}: {advice}")
     return tag
+
+
+def _latest(load_dir: Path) -> str | None:
+    files = [load_dir / name for name in LATEST]
+    tags = [path.read_text(encoding="utf-8").strip() for path in files if path.is_file()]
+    if len(tags) == len(files):
+        newest, universal = tags
+        # DeepSpeed's converter leaves the checkpoint that it read the latest one.
+        is_universal = CheckpointPaths(load_dir / universal).zero.is_dir()
+        if is_universal and _is_foreign(load_dir / newest):
+            logger.warning(
+                "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
+                "that was converted",
+                files[0],
+                newest,
+                universal,
+            )
+            return universal
+    return tags[0] if tags else None
+
+
+def _is_foreign(folder: Path) -> bool:
+    return folder.is_dir() and not CheckpointPaths(folder).zero.is_dir()
 
 
 def read_checkpoint(
@@ -132,15 +155,14 @@ def read_checkpoint(
     """
     paths = CheckpointPaths(folder)
     places = list_parameters(optimizer.layer_states)
-    stored, record = _inspect(paths, optimizer, module_tensors, places, request)
+    found = _inspect(paths, optimizer, module_tensors, places, request)
     _forget_gradients(optimizer)
     failure: str | None = None
     try:
-        _load_module(stored, module, optimizer, request, module_tensors)
-        present = stored_names(paths)
+        _load_module(found.engine, module, optimizer, request, module_tensors)
         for place in places:
-            _restore(paths if place.name in present else None, place, optimizer, request)
-        _restore_progress(paths, optimizer, places, record)
+            _restore(paths if place.name in found.states else None, place, optimizer, request)
+        _restore_progress(paths, optimizer, places, found.record)
     except Exception as error:
         failure = (
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
@@ -148,7 +170,22 @@ def read_checkpoint(
         )
     raise_together(failure, optimizer.collectives)
     _publish(optimizer)
-    return stored
+    return found.engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a checkpoint has.
+
+    Attributes:
+        engine: contents of the model states' file.
+        record: what the optimizer's file says, where it was asked for.
+        states: names of the parameters with state.
+    """
+
+    engine: dict[str, Any]
+    record: OptimizerRecord | None
+    states: Set[str]
 
 
 def _inspect(
@@ -157,13 +194,15 @@ def _inspect(
     module_tensors: Callable[[], Mapping[str, Any]],
     places: Sequence[ParameterPlace],
     request: LoadRequest,
-) -> tuple[dict[str, Any], OptimizerRecord | None]:
+) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
     rank, world = optimizer.collectives.rank, optimizer.collectives.world_size
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
+    states: Set[str] = frozenset()
     failure: str | None = None
     try:
+        states = stored_names(paths)
         stored = dict(read_file(paths.model_states))
         strict = request.strict
         checks = [check_keys(paths.model_states, stored, request.keys)]
@@ -174,10 +213,9 @@ def _inspect(
             record = _read_record(paths)
             count = len(optimizer.param_groups)
             checks.append(check_groups(paths, record, count, places, strict=strict))
-            checks.append(check_names(paths, places, strict=strict))
+            checks.append(check_names(paths, states, places, strict=strict))
         # Every state file is looked at once, by whichever rank's turn it is.
-        present = stored_names(paths)
-        mine = [place for place in places[rank::world] if place.name in present]
+        mine = [place for place in places[rank::world] if place.name in states]
         checks.append(check_states(paths, mine, request.kinds))
         failure = find_problems(checks)
     except CheckpointError as error:
@@ -186,10 +224,12 @@ def _inspect(
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
     raise_together(failure, optimizer.collectives)
-    return stored, record
+    return _Found(stored, record, states)
 
 
 def _read_record(paths: CheckpointPaths) -> OptimizerRecord:
+    if not paths.zero.is_dir():
+        raise CheckpointError(no_parameters(paths))
     try:
         return OptimizerRecord.unpack(read_file(paths.optimizer_state))
     except CheckpointError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hytrain.checkpoint.checks import unusable_names
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, gather_states, list_parameters
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -24,6 +25,7 @@ from hytrain.checkpoint.universal import (
     pack_optimizer_state,
     pack_tensor,
 )
+from hytrain.errors import CheckpointError
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.parallel.exchange import raise_together
 
@@ -127,12 +129,16 @@ def write_checkpoint(
         save_latest: whether ``latest`` shall name this checkpoint.
 
     Raises:
-        CheckpointError: a file could not be written on some rank; raised on all.
+        CheckpointError: a file could not be written on some rank; raised on all. Or a parameter's
+            name cannot be a folder's.
     """
+    places = list_parameters(optimizer.layer_states)
+    wrong = unusable_names(place.name for place in places)
+    if wrong is not None:
+        raise CheckpointError(wrong)
     optimizer.flush()
     collectives = optimizer.collectives
     paths = CheckpointPaths(save_dir / tag)
-    places = list_parameters(optimizer.layer_states)
     writes = _Writes()
 
     def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,130 @@
+"""Checkpoints of plain DeepSpeed, made universal by its own converter, resume without a tag."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from support.engines import built, device, make_config
+from torch import nn
+
+from hytrain.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+WIDTH = 8
+
+
+class _Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        # The converter makes folders in folders of a name with "/".
+        self.parts = nn.ModuleDict({"en/de": nn.Linear(WIDTH, WIDTH), "de": nn.LayerNorm(WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = x + part(x)
+        return x.square().mean()
+
+
+def _train(engine: Any, begin: int, end: int) -> list[float]:
+    losses: list[float] = []
+    for number in range(begin, end):
+        generator = torch.Generator().manual_seed(number)
+        loss = engine(torch.randn(2, WIDTH, generator=generator).to(device()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _save_and_convert(stage: int, folder: Path) -> tuple[dict[str, Any], list[float]]:
+    """State of a plain engine after three steps, by name; the losses of the next three."""
+    model = _Model(seed=0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    _train(plain, 0, 3)
+    plain.save_checkpoint(str(folder))
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / "global_step3"),
+            output_folder=str(folder / "converted"),
+            strict=True,
+            inject_missing_state=True,
+            **options,
+        )
+    )
+    state = {
+        name: {
+            "fp32": safe_get_full_fp32_param(parameter).cpu().clone(),
+            "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").cpu().clone(),
+            "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").cpu().clone(),
+        }
+        for name, parameter in plain.module.named_parameters()
+    }
+    losses = _train(plain, 3, 6)
+    plain.destroy()
+    return state, losses
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_converted_one_is_found(
+    stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, losses = _save_and_convert(stage, tmp_path)
+    # The converter leaves DeepSpeed's own checkpoint the latest.
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    with built(_Model(seed=1), make_config(bf16=False)) as engine:
+        path, _ = engine.load_checkpoint(tmp_path)
+        assert Path(path).parent.name == "converted"
+        assert "'global_step3'" in caplog.text
+        assert "'converted'" in caplog.text
+        now = engine.fp32_state_dict()
+        assert now.keys() == state.keys()
+        for name, tensors in state.items():
+            for kind, tensor in tensors.items():
+                assert torch.equal(now[name][kind], tensor), (name, kind)
+        assert engine.optimizer.steps == [3]
+        assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
+        # From here on the engine's own checkpoints are the latest, for plain DeepSpeed as well.
+        engine.save_checkpoint(tmp_path)
+        saved = engine.fp32_state_dict()
+        _train(engine, 6, 7)
+        path, _ = engine.load_checkpoint(tmp_path)
+        assert Path(path).parent.name == "global_step6"
+        now = engine.fp32_state_dict()
+        assert all(torch.equal(now[name]["fp32"], saved[name]["fp32"]) for name in saved)
+
+
+def test_an_own_checkpoint_set_back_by_hand_stays_the_latest(tmp_path: Path) -> None:
+    with built(_Model(seed=1), make_config(bf16=False)) as engine:
+        engine.save_checkpoint(tmp_path, tag="old")
+        engine.save_checkpoint(tmp_path, tag="new")
+        (tmp_path / "latest").write_text("old")
+        path, _ = engine.load_checkpoint(tmp_path)
+        assert Path(path).parent.name == "old"
+
+
+def test_one_that_is_not_converted_is_refused_with_advice(tmp_path: Path) -> None:
+    _save_and_convert(2, tmp_path)
+    (tmp_path / "latest_universal").unlink()
+    with (
+        built(_Model(seed=1), make_config(bf16=False)) as engine,
+        pytest.raises(CheckpointError, match=r"no universal checkpoint.*ds_to_universal"),
+    ):
+        engine.load_checkpoint(tmp_path)
