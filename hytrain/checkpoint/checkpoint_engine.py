@@ -19,7 +19,8 @@ from hytrain.checkpoint.engine_state import (
     stored_decisions,
 )
 from hytrain.checkpoint.gather import gather_to_first
-from hytrain.checkpoint.reader import LoadRequest, find_tag, read_checkpoint
+from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
+from hytrain.checkpoint.tags import find_tag
 from hytrain.checkpoint.weights_engine import WeightsEngine
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.errors import CheckpointError
@@ -109,7 +110,8 @@ class CheckpointEngine(WeightsEngine):
             tag: which; default: the one that ``latest`` names, or ``latest_universal`` where that
                 one is DeepSpeed's own and was converted.
             load_module_strict: refuse a checkpoint whose names differ from the model's; else what
-                both have is loaded.
+                both have is loaded. Parameters that it has nothing of keep weights and moments,
+                and a parameter group without any others its step count and hyper-parameters.
             load_optimizer_states: moments, step counts and the parameter groups' hyper-parameters.
             load_lr_scheduler_states: the LR scheduler's state.
             load_module_only: weights only, and no counters or schedule either.

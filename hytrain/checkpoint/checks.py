@@ -77,8 +77,8 @@ def unusable_names(names: Iterable[str]) -> str | None:
     if not wrong:
         return None
     return (
-        f"{_list(wrong)} cannot be the path of a folder, which a universal checkpoint has for each "
-        'parameter: rename the modules, so that their names have no empty part, "." or ".." '
+        f"{listed(wrong)} cannot be the path of a folder, which a universal checkpoint has for "
+        'each parameter: rename the modules, so that their names have no empty part, "." or ".." '
         'between "/"'
     )
 
@@ -120,9 +120,9 @@ def check_names(
     if not stored:
         yield no_parameters(paths)
     elif strict and missing:
-        yield f"{paths.zero} has no state of {_list(missing)}: {advice}"
+        yield f"{paths.zero} has no state of {listed(missing)}: {advice}"
     if strict and stored and extra:
-        yield f"{paths.zero} has state of {_list(extra)}, which the model does not train: {advice}"
+        yield f"{paths.zero} has state of {listed(extra)}, which the model does not train: {advice}"
 
 
 def no_parameters(paths: CheckpointPaths) -> str:
@@ -170,7 +170,7 @@ def check_groups(
         if moved:
             yield (
                 f"parameter group {index} of {paths.optimizer_state} differs from the optimizer's "
-                f"in {_list(moved)}: build the same groups, or pass load_optimizer_states=False"
+                f"in {listed(moved)}: build the same groups, or pass load_optimizer_states=False"
             )
             return
 
@@ -187,13 +187,13 @@ def check_module(
     extra = sorted(set(weights) - set(current))
     if strict and missing:
         yield (
-            f"{path} has no {_list(missing)}: it is a checkpoint of another model or was saved "
+            f"{path} has no {listed(missing)}: it is a checkpoint of another model or was saved "
             "with exclude_frozen_parameters; pass load_module_strict=False to leave them as they "
             "are"
         )
     if strict and extra:
         yield (
-            f"{path} has {_list(extra)}, which the model has not: build the model that was saved, "
+            f"{path} has {listed(extra)}, which the model has not: build the model that was saved, "
             "or pass load_module_strict=False"
         )
     for name in sorted(set(current) & set(weights)):
@@ -211,10 +211,11 @@ def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> It
     """The model states hold what a resumed run needs."""
     missing = [key for key in keys if key not in stored]
     if missing:
-        yield f"{path} holds no {_list(missing)}: it is not a checkpoint of an engine"
+        yield f"{path} holds no {listed(missing)}: it is not a checkpoint of an engine"
 
 
-def _list(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

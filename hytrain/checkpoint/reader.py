@@ -8,7 +8,7 @@ read by each rank for its own shard only, from mapped files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,14 @@ from hytrain.checkpoint.checks import (
     stored_names,
 )
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.origins import (
+    Origin,
+    check_begun,
+    find_origins,
+    groups_left_alone,
+    merge_steps,
+)
 from hytrain.checkpoint.universal import (
-    LATEST,
     STATES,
     STEP,
     CheckpointPaths,
@@ -39,8 +45,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.errors import CheckpointError
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.exchange import from_first, raise_together
+from hytrain.parallel.exchange import raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -71,61 +76,6 @@ class LoadRequest:
         if self.with_optimizer:
             return STATES
         return () if self.custom_load is not None else STATES[:1]
-
-
-def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> str | None:
-    """The tag to load, as rank 0 sees it; a collective.
-
-    Returns:
-        The tag, or None, with a warning, where none was given and there is no ``latest``.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-
-    found = from_first(lambda: _look(load_dir, tag), collectives)
-    if found is None:
-        logger.warning(
-            "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
-            load_dir,
-        )
-        return None
-    return str(found)
-
-
-def _look(load_dir: Path, tag: str | None) -> str | None:
-    if tag is None:
-        tag = _latest(load_dir)
-        if tag is None:
-            return None
-    if not (load_dir / tag).is_dir():
-        tags = sorted(p.name for p in load_dir.iterdir() if p.is_dir()) if load_dir.is_dir() else []
-        advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
-        raise CheckpointError(f"there is no checkpoint '{tag}' in {load_dir}: {advice}")
-    return tag
-
-
-def _latest(load_dir: Path) -> str | None:
-    files = [load_dir / name for name in LATEST]
-    tags = [path.read_text(encoding="utf-8").strip() for path in files if path.is_file()]
-    if len(tags) == len(files):
-        newest, universal = tags
-        # DeepSpeed's converter leaves the checkpoint that it read the latest one.
-        is_universal = CheckpointPaths(load_dir / universal).zero.is_dir()
-        if is_universal and _is_foreign(load_dir / newest):
-            logger.warning(
-                "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
-                "that was converted",
-                files[0],
-                newest,
-                universal,
-            )
-            return universal
-    return tags[0] if tags else None
-
-
-def _is_foreign(folder: Path) -> bool:
-    return folder.is_dir() and not CheckpointPaths(folder).zero.is_dir()
 
 
 def read_checkpoint(
@@ -160,9 +110,9 @@ def read_checkpoint(
     failure: str | None = None
     try:
         _load_module(found.engine, module, optimizer, request, module_tensors)
-        for place in places:
-            _restore(paths if place.name in found.states else None, place, optimizer, request)
-        _restore_progress(paths, optimizer, places, found.record)
+        for place, origin in zip(places, found.origins, strict=True):
+            _restore(paths, place, origin, optimizer, request)
+        _restore_progress(paths, optimizer, places, found)
     except Exception as error:
         failure = (
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
@@ -180,12 +130,12 @@ class _Found:
     Attributes:
         engine: contents of the model states' file.
         record: what the optimizer's file says, where it was asked for.
-        states: names of the parameters with state.
+        origins: where each parameter's state comes from.
     """
 
     engine: dict[str, Any]
     record: OptimizerRecord | None
-    states: Set[str]
+    origins: list[Origin]
 
 
 def _inspect(
@@ -199,21 +149,25 @@ def _inspect(
     rank, world = optimizer.collectives.rank, optimizer.collectives.world_size
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
-    states: Set[str] = frozenset()
+    origins: list[Origin] = []
     failure: str | None = None
     try:
         states = stored_names(paths)
         stored = dict(read_file(paths.model_states))
         strict = request.strict
         checks = [check_keys(paths.model_states, stored, request.keys)]
+        current = module_tensors()
         if request.custom_load is None:
-            current = module_tensors()
             checks.append(check_module(paths.model_states, stored, current, strict=strict))
         if request.with_optimizer:
             record = _read_record(paths)
             count = len(optimizer.param_groups)
             checks.append(check_groups(paths, record, count, places, strict=strict))
             checks.append(check_names(paths, states, places, strict=strict))
+        module = stored.get("module", {}) if request.custom_load is None else None
+        origins = find_origins(places, states, module, current)
+        if optimizer.pipeline.is_partly_committed:
+            checks.append(check_begun(places, origins))
         # Every state file is looked at once, by whichever rank's turn it is.
         mine = [place for place in places[rank::world] if place.name in states]
         checks.append(check_states(paths, mine, request.kinds))
@@ -224,7 +178,7 @@ def _inspect(
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
     raise_together(failure, optimizer.collectives)
-    return _Found(stored, record, states)
+    return _Found(stored, record, origins)
 
 
 def _read_record(paths: CheckpointPaths) -> OptimizerRecord:
@@ -297,21 +251,24 @@ def _load_shards(
 
 
 def _restore(
-    paths: CheckpointPaths | None,
+    paths: CheckpointPaths,
     place: ParameterPlace,
+    origin: Origin,
     optimizer: HyTrainZeroOptimizer,
     request: LoadRequest,
 ) -> None:
-    """This rank's piece of a parameter's state: the checkpoint's, else made from the weights."""
+    """This rank's piece of a parameter's state."""
     piece = place.piece_of(optimizer.collectives.rank)
     if piece is None:
         return
     with torch.no_grad():
         for kind in STATES:
             target = place.state(kind, piece)
-            if paths is not None and kind in request.kinds:
+            if origin is Origin.CHECKPOINT and kind in request.kinds:
                 whole = read_state(paths, place, kind).reshape(-1)
                 target.copy_(whole[piece.begin : piece.end])
+            elif origin is Origin.ENGINE and kind in (*request.kinds, STATES[0]):
+                pass  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
                 target.copy_(place.weights(piece))
             else:
@@ -322,30 +279,34 @@ def _restore_progress(
     paths: CheckpointPaths,
     optimizer: HyTrainZeroOptimizer,
     places: Sequence[ParameterPlace],
-    record: OptimizerRecord | None,
+    found: _Found,
 ) -> None:
     """Step counts and hyper-parameters of the groups."""
+    record = found.record
     if record is None:
         optimizer.steps = [0] * len(optimizer.param_groups)
         return
-    steps = record.steps
-    optimizer.steps = steps if steps is not None else _read_steps(paths, record.groups, places)
-    for group, saved in zip(optimizer.param_groups, record.groups, strict=True):
-        restore_group(group, saved)
+    saved = record.steps if record.steps is not None else _read_steps(paths, record.groups, places)
+    steps = merge_steps(places, found.origins, saved, optimizer.steps)
+    if None in steps:
+        raise CheckpointError(f"{paths.zero} does not say how many steps were made")
+    optimizer.steps = [int(count) for count in steps if count is not None]
+    kept = groups_left_alone(places, found.origins)
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, record.groups, strict=True)):
+        if index not in kept:
+            restore_group(group, saved)
 
 
 def _read_steps(
     paths: CheckpointPaths, groups: Sequence[Mapping[str, Any]], places: Sequence[ParameterPlace]
-) -> list[int]:
+) -> list[int | None]:
     """Another tool's checkpoint: a group's steps are those of its first parameter with any."""
     steps: list[int | None] = [group.get(STEP) for group in groups]
     for place in places:
         path = paths.state(place.name, STEP)
         if steps[place.group] is None and path.is_file():
             steps[place.group] = int(read_file(path))
-    if any(step is None for step in steps):
-        raise CheckpointError(f"{paths.zero} does not say how many steps were made")
-    return [int(step) for step in steps if step is not None]
+    return steps
 
 
 def _publish(optimizer: HyTrainZeroOptimizer) -> None:

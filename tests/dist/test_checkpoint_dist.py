@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPools
+from support.comparisons import assert_same_bits
 from support.resume import (
     Run,
     Snapshot,
@@ -161,6 +162,44 @@ def test_every_rank_has_all_of_the_training_copy(ranks: RankPools, tmp_path: Pat
     for _, same in ranks(2).run(_load_in_fp32, tmp_path):
         assert len(same) == 15
         assert all(same)
+
+
+def _load_what_both_have(run: Run, folder: Path) -> None:
+    with engine_of(run) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        saved = snapshot(engine)
+    fractions = None if run.fractions is None else run.fractions[::-1]
+    with engine_of(run.another(num_blocks=4, fractions=fractions)) as engine:
+        train(engine, 10, 13)
+        before = snapshot(engine)
+        engine.load_checkpoint(folder, load_module_strict=False)
+        now = snapshot(engine)
+        for name, weights in now.weights.items():
+            expected = saved if name in saved.weights else before
+            assert torch.equal(weights, expected.weights[name]), name
+        for name, tensors in now.state.items():
+            expected = before if name.startswith("blocks.3.") else saved
+            for kind, tensor in tensors.items():
+                assert tensor.any()
+                assert_same_bits(f"{kind} of {name}", tensor, expected.state[name][kind])
+        assert now.steps == [2]
+        train(engine, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(stage=1, fractions=(0.8, 0.2), gpu_fraction=1.0),
+        Run(stage=2, bf16=False, gpu_fraction=0.0),
+        Run(stage=3, fractions=(0.3, 0.7)),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_has_not_keeps_weights_and_moments(
+    run: Run, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(_load_what_both_have, run, tmp_path)
 
 
 def _fail_on_rank_1(folder: Path) -> None:

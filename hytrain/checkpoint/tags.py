@@ -1,0 +1,68 @@
+"""Which checkpoint is meant: the tag that was asked for, or the latest one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hytrain.checkpoint.universal import LATEST, CheckpointPaths
+from hytrain.errors import CheckpointError
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.parallel.exchange import from_first
+
+logger = logging.getLogger(__name__)
+
+
+def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> str | None:
+    """The tag to load, as rank 0 sees it; a collective.
+
+    Returns:
+        The tag, or None, with a warning, where none was given and there is no ``latest``.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+
+    found = from_first(lambda: _look(load_dir, tag), collectives)
+    if found is None:
+        logger.warning(
+            "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
+            load_dir,
+        )
+        return None
+    return str(found)
+
+
+def _look(load_dir: Path, tag: str | None) -> str | None:
+    if tag is None:
+        tag = _latest(load_dir)
+        if tag is None:
+            return None
+    if not (load_dir / tag).is_dir():
+        tags = sorted(p.name for p in load_dir.iterdir() if p.is_dir()) if load_dir.is_dir() else []
+        advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
+        raise CheckpointError(f"there is no checkpoint '{tag}' in {load_dir}: {advice}")
+    return tag
+
+
+def _latest(load_dir: Path) -> str | None:
+    files = [load_dir / name for name in LATEST]
+    tags = [path.read_text(encoding="utf-8").strip() for path in files if path.is_file()]
+    if len(tags) == len(files):
+        newest, universal = tags
+        # DeepSpeed's converter leaves the checkpoint that it read the latest one.
+        is_universal = CheckpointPaths(load_dir / universal).zero.is_dir()
+        if is_universal and _is_foreign(load_dir / newest):
+            logger.warning(
+                "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
+                "that was converted",
+                files[0],
+                newest,
+                universal,
+            )
+            return universal
+    return tags[0] if tags else None
+
+
+def _is_foreign(folder: Path) -> bool:
+    return folder.is_dir() and not CheckpointPaths(folder).zero.is_dir()
