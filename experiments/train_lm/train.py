@@ -122,11 +122,18 @@ def _start_distributed(options: Options, on_gpu: bool) -> tuple[int, int, torch.
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
 
+def _saved_tags(folder: Path) -> list[str]:
+    """As ``hytrain.checkpoint.commit.saved_tags``, for hytrain need not be installed."""
+    folders = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    whole = [name for name in folders if not name.startswith("hytrain-saving-")]
+    return sorted(name.removeprefix("hytrain-replaced-") for name in whole)
+
+
 def _check_output(options: Options) -> None:
     """Refuse to write over a run, or to resume what is not there, before any work is done."""
     if options.resume is not None:
         folder = options.out / "checkpoints"
-        tags = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        tags = _saved_tags(folder)
         if not tags:
             raise OptionError(
                 f"--resume {options.resume}: no checkpoint in {folder}; give the --out of the "

@@ -9,21 +9,22 @@ from typing import Any, Literal
 
 import torch
 
+from hytrain.checkpoint.commit import unusable_tag
 from hytrain.checkpoint.engine_state import (
     COUNTERS,
     begin_window,
-    check_client_state,
     client_state_of,
     pack_model_states,
     restore_engine,
     stored_decisions,
+    taken_keys,
 )
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag
 from hytrain.checkpoint.weights_engine import WeightsEngine
 from hytrain.checkpoint.writer import write_checkpoint
-from hytrain.errors import CheckpointError
+from hytrain.parallel.exchange import raise_together
 
 
 class CheckpointEngine(WeightsEngine):
@@ -53,8 +54,12 @@ class CheckpointEngine(WeightsEngine):
     ) -> Literal[True]:
         """Saves a universal checkpoint; a collective. Training goes on as if it had not been.
 
+        It takes its place when all of it is written. A checkpoint that was saved under the tag
+        before stays whole until then (there must be room for both), and is then removed; other
+        files that are beside it in the tag's folder stay.
+
         Args:
-            save_dir: folder of checkpoints; made where missing; the same for all ranks.
+            save_dir: folder of checkpoints; made where missing; one that all hosts share.
             tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
             client_state: saved along, returned by :meth:`load_checkpoint`.
             save_latest: whether loading without a tag shall find this one.
@@ -64,14 +69,16 @@ class CheckpointEngine(WeightsEngine):
             True.
 
         Raises:
-            CheckpointError: a rank could not write; raised on all, ``latest`` is unchanged.
+            CheckpointError: a rank could not write, or was called with what cannot be saved;
+                raised on all. What is saved under the tag, and ``latest``, are unchanged.
         """
-        if not str(save_dir):
-            raise CheckpointError("save_dir is empty: pass the folder to save in")
         optimizer = self.open_optimizer()
         client = dict(client_state or {})
-        check_client_state(client)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        no_folder = None if str(save_dir) else "save_dir is empty: pass the folder to save in"
+        # A rank may have been given something else than the others, which would wait for it.
+        refusal = no_folder or unusable_tag(name) or taken_keys(client)
+        raise_together(refusal, optimizer.collectives)
         self._checkpoint_tag_validation(name)
         # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
         module = (

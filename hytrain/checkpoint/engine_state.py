@@ -12,7 +12,6 @@ from hytrain.checkpoint.universal import (
     UNIVERSAL_INFO,
     UNIVERSAL_VERSION,
 )
-from hytrain.errors import CheckpointError
 from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
@@ -26,18 +25,15 @@ PLACEMENT = "placement"
 _KEPT_DECISIONS = 50
 
 
-def check_client_state(client_state: Mapping[str, Any]) -> None:
-    """Refuses keys that would replace what the engine needs.
-
-    Raises:
-        CheckpointError: naming them.
-    """
+def taken_keys(client_state: Mapping[str, Any]) -> str | None:
+    """What is wrong with keys that would replace what the engine needs; None for nothing."""
     taken = sorted(RESERVED_CLIENT_KEYS & set(client_state))
-    if taken:
-        raise CheckpointError(
-            f"client_state has the keys {', '.join(taken)}, under which the checkpoint keeps its "
-            "own state: rename them"
-        )
+    if not taken:
+        return None
+    return (
+        f"client_state has the keys {', '.join(taken)}, under which the checkpoint keeps its own "
+        "state: rename them"
+    )
 
 
 def pack_model_states(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from hytrain.checkpoint.commit import find_replaced, is_unfinished, saved_tags, seen_from
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.errors import CheckpointError
 from hytrain.parallel.collectives import ShardCollectives
@@ -38,8 +39,22 @@ def _look(load_dir: Path, tag: str | None) -> str | None:
         tag = _latest(load_dir)
         if tag is None:
             return None
-    if not (load_dir / tag).is_dir():
-        tags = sorted(p.name for p in load_dir.iterdir() if p.is_dir()) if load_dir.is_dir() else []
+    folder = load_dir / tag
+    replaced = find_replaced(folder)
+    if replaced is not None:
+        logger.warning(
+            "a save under the tag '%s' was broken off while it replaced another: that one is "
+            "loaded, from %s; the next save under the tag tidies up",
+            tag,
+            replaced,
+        )
+        return seen_from(load_dir, replaced)
+    if is_unfinished(folder):
+        raise CheckpointError(
+            f"{folder} is a save that was broken off and is not whole: load another tag"
+        )
+    if not folder.is_dir():
+        tags = saved_tags(load_dir)
         advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
         raise CheckpointError(f"there is no checkpoint '{tag}' in {load_dir}: {advice}")
     return tag

@@ -1,8 +1,8 @@
 """Writes a checkpoint: all ranks in parallel, one parameter at a time.
 
-Every file is written under a temporary name and renamed when it is whole; ``latest`` is written
-when all ranks have said that theirs are. Whatever fails on one rank fails the save on all of them
-and leaves ``latest`` as it was.
+All files go into a folder of the save's own, which takes the tag's place when every rank has said
+that its files are whole (``commit.py``); ``latest`` is written after that. Whatever fails on one
+rank fails the save on all of them and leaves the tag and ``latest`` as they were.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.checks import unusable_names
+from hytrain.checkpoint.commit import begin_save, finish_save, give_up_save, seen_from
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, gather_states, list_parameters
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -27,7 +28,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.errors import CheckpointError
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.parallel.exchange import raise_together
+from hytrain.parallel.exchange import from_first, raise_together
 
 
 def assign_writers(owned: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
@@ -91,6 +92,9 @@ def write_file(path: Path, stored: object) -> None:
         raise
 
 
+_UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
+
+
 @dataclass(slots=True)
 class _Writes:
     """This rank's writes; the first failure is kept, and nothing is written after it."""
@@ -98,16 +102,31 @@ class _Writes:
     failure: str | None = None
 
     def attempt(self, path: Path, make: Callable[[], object]) -> None:
+        """Writes what ``make`` returns."""
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, make())
+
+        self.try_to(write, f"{path} could not be written", _UNCHANGED)
+
+    def try_to(self, act: Callable[[], None], problem: str, outcome: str) -> None:
+        """Calls ``act`` where nothing has failed before.
+
+        Args:
+            act: what shall be done.
+            problem: how the message begins where it fails.
+            outcome: what there is then.
+        """
         if self.failure is not None:
             return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, make())
+            act()
         except Exception as error:
             # A rank that raised here would leave the others waiting; it raises with them later.
             self.failure = (
-                f"{path} could not be written ({type(error).__name__}: {error}): free space or "
-                'mend the folder and save again; "latest" is unchanged'
+                f"{problem} ({type(error).__name__}: {error}): free space or mend the folder and "
+                f"save again; {outcome}"
             )
 
 
@@ -129,8 +148,9 @@ def write_checkpoint(
         save_latest: whether ``latest`` shall name this checkpoint.
 
     Raises:
-        CheckpointError: a file could not be written on some rank; raised on all. Or a parameter's
-            name cannot be a folder's.
+        CheckpointError: a file could not be written on some rank; raised on all. The tag and
+            ``latest`` are as they were, unless the message says otherwise. Or a parameter's name
+            cannot be a folder's.
     """
     places = list_parameters(optimizer.layer_states)
     wrong = unusable_names(place.name for place in places)
@@ -138,8 +158,13 @@ def write_checkpoint(
         raise CheckpointError(wrong)
     optimizer.flush()
     collectives = optimizer.collectives
-    paths = CheckpointPaths(save_dir / tag)
-    writes = _Writes()
+    is_first = collectives.rank == 0
+    folder = save_dir / tag
+    # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
+    name = from_first(lambda: seen_from(save_dir, begin_save(folder)), collectives)
+    saving = save_dir / str(name)
+    paths = CheckpointPaths(saving)
+    writes = _Writes(_missing(saving))
 
     def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
         writes.attempt(paths.state(place.name, kind), lambda: pack_tensor(tensor))
@@ -149,15 +174,43 @@ def write_checkpoint(
 
     rounds = plan_rounds(places, collectives.world_size)
     gather_states(rounds, collectives, optimizer.pipeline.streams.device, deliver)
-    if collectives.rank == 0:
+    if is_first:
         writes.attempt(paths.optimizer_state, lambda: _optimizer_state(optimizer, places))
         writes.attempt(paths.model_states, model_states)
-    raise_together(writes.failure, collectives)
-    if collectives.rank == 0 and save_latest:
-        for name in LATEST:
-            writes.attempt(save_dir / name, lambda: tag)
-    # Nobody returns before the checkpoint is there for all.
-    raise_together(writes.failure, collectives)
+    try:
+        raise_together(writes.failure, collectives)
+        if is_first:
+            _commit(writes, saving, folder, save_dir if save_latest else None, tag)
+        # Nobody returns before the checkpoint is there for all.
+        raise_together(writes.failure, collectives)
+    except CheckpointError:
+        if is_first and saving.exists():
+            give_up_save(saving)
+        raise
+
+
+def _missing(saving: Path) -> str | None:
+    if saving.is_dir():
+        return None
+    return (
+        f"{saving}, which rank 0 has made, is not there for this rank: save into a folder that all "
+        "hosts share (node-local storage is not possible); nothing was saved"
+    )
+
+
+def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None, tag: str) -> None:
+    """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
+    problem = f"{folder} could not be replaced by {saving}"
+    writes.try_to(lambda: finish_save(saving, folder), problem, _UNCHANGED)
+    if latest_in is None:
+        return
+    # The first of them is the one that is read first: it changes last.
+    for path in [latest_in / name for name in reversed(LATEST)]:
+        writes.try_to(
+            lambda path=path: write_file(path, tag),
+            f"{path} could not be written",
+            f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
+        )
 
 
 def _optimizer_state(

@@ -1,0 +1,177 @@
+"""A checkpoint comes under its tag whole, or not at all; what was there stays until then.
+
+A save writes into a folder of its own beside the tag's. When all ranks have finished, rank 0 makes
+two renames: the old checkpoint gives way, the new one takes its place. Then the old one is removed.
+Wherever a run ends meanwhile, the tag has one of the two, or, between the renames, neither: the old
+one is then found under the name that it gave way to.
+
+<save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
+<save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
+
+All of this is rank 0's. The others only write into the folder that it names.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from hytrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SAVING = "hytrain-saving-"
+_REPLACED = "hytrain-replaced-"
+_ABANDONED_SECONDS = 3600.0
+"""A save that has not made a folder for so long has ended."""
+
+
+def unusable_tag(tag: str) -> str | None:
+    """What is wrong with a tag to save under; None for nothing."""
+    path = PurePosixPath(tag)
+    if not path.name or path.is_absolute() or ".." in path.parts:
+        return f"the tag '{tag}' names no folder in save_dir: pass a name such as global_step100"
+    if path.name.startswith((_SAVING, _REPLACED)):
+        return f"the tag '{tag}' begins as folders of unfinished saves do: pass another"
+    return None
+
+
+def begin_save(folder: Path) -> Path:
+    """Makes the folder to write into; what earlier saves have left is tidied up.
+
+    Args:
+        folder: the tag's.
+
+    Returns:
+        An empty folder beside it, of a name that was never there: no host has seen another under
+        it, as it might with a file system that remembers names.
+
+    Raises:
+        CheckpointError: it cannot be made; the tag is as it was.
+    """
+    folder = _target(folder)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(folder)  # first, as it may be what fills the disk
+        saving = _unused_name(folder)
+        saving.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
+            "space or mend the folder and save again; what was saved before is unchanged"
+        ) from error
+    return saving
+
+
+def finish_save(saving: Path, folder: Path) -> None:
+    """Puts a checkpoint that all ranks have written in its tag's place.
+
+    Raises:
+        OSError: it cannot be renamed; the tag is as it was.
+    """
+    folder = _target(folder)
+    replaced = _replaced_name(folder)
+    if folder.exists():
+        folder.rename(replaced)
+    try:
+        saving.rename(folder)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
+    if replaced.exists():
+        _discard(replaced, folder)
+
+
+def give_up_save(saving: Path) -> None:
+    """Removes what a failed save has written. Never raises: the failure is told, not this."""
+    _remove(saving)
+
+
+def find_replaced(folder: Path) -> Path | None:
+    """The checkpoint that a tag without a folder had when its replacement was broken off."""
+    if folder.is_dir():
+        return None
+    replaced = _replaced_name(_target(folder))
+    return replaced if replaced.is_dir() else None
+
+
+def saved_tags(load_dir: Path) -> list[str]:
+    """Tags in a folder of checkpoints that a load may be asked for, sorted."""
+    folders = [path for path in load_dir.iterdir() if path.is_dir()] if load_dir.is_dir() else []
+    return sorted({p.name.removeprefix(_REPLACED) for p in folders if not is_unfinished(p)})
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a folder is that of a save, which nobody can tell to be whole."""
+    return folder.name.startswith(_SAVING)
+
+
+def seen_from(save_dir: Path, path: Path) -> str:
+    """A path for other ranks, where save_dir may have another name; where it can be, inside it."""
+    return str(path.relative_to(save_dir) if path.is_relative_to(save_dir) else path)
+
+
+def _target(folder: Path) -> Path:
+    # A tag may be a link to where there is room: what it leads to is replaced, not the link.
+    return folder.resolve() if folder.is_symlink() else folder
+
+
+def _replaced_name(folder: Path) -> Path:
+    return folder.with_name(_REPLACED + folder.name)
+
+
+def _unused_name(folder: Path) -> Path:
+    return folder.with_name(f"{_SAVING}{folder.name}-{secrets.token_hex(4)}")
+
+
+def _tidy(folder: Path) -> None:
+    """What broken-off saves have left. A folder of another tag may be another run's, at work."""
+    for path in list(folder.parent.iterdir()):
+        if is_unfinished(path):
+            tag = path.name.removeprefix(_SAVING).rpartition("-")[0]
+            if tag == folder.name or time.time() - _last_change(path) > _ABANDONED_SECONDS:
+                _remove(path)
+        elif path.name.startswith(_REPLACED):
+            owner = path.with_name(path.name.removeprefix(_REPLACED))
+            if owner.exists():
+                _discard(path, owner)
+            elif owner == folder:
+                path.rename(folder)
+
+
+def _last_change(saving: Path) -> float:
+    newest = 0.0
+    for path in (saving, *saving.glob("zero"), *saving.glob("zero/*")):
+        with suppress(FileNotFoundError):  # its run may be renaming it just now
+            newest = max(newest, path.stat().st_mtime)
+    return newest
+
+
+def _discard(replaced: Path, folder: Path) -> None:
+    """Removes a checkpoint that has been replaced; what users have put beside it goes along."""
+    try:
+        for path in list(replaced.iterdir()):
+            is_checkpoint = path.name == "zero" or path.name.endswith("_states.pt")
+            if not is_checkpoint and not (folder / path.name).exists():
+                path.rename(folder / path.name)
+        # Half removed, it must not look like a checkpoint to fall back to.
+        remains = _unused_name(folder)
+        replaced.rename(remains)
+    except OSError as error:
+        logger.warning("%s, which was replaced, cannot be removed: %s", replaced, error)
+    else:
+        _remove(remains)
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s; it takes room and is not loaded", path, error)

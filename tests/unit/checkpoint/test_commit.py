@@ -1,0 +1,240 @@
+"""A save that is broken off, anywhere, leaves the old checkpoint or the new one, never a mix."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
+
+from hytrain.checkpoint import writer
+from hytrain.checkpoint.commit import begin_save, saved_tags
+from hytrain.errors import CheckpointError
+
+TAG = "last"
+
+
+class _Killed(BaseException):
+    """Nothing in the package catches it: what is on the disk then stays as it is."""
+
+
+@pytest.fixture(scope="module")
+def engine(process_group: None) -> Iterator[Any]:
+    """An engine in the middle of a run."""
+    with engine_of(Run()) as built:
+        train(built, 0, 1)
+        yield built
+
+
+@pytest.fixture(scope="module")
+def reader(process_group: None) -> Iterator[Any]:
+    """An engine of another run, which loads."""
+    with engine_of(Run().another()) as built:
+        yield built
+
+
+def _loaded(reader: Any, folder: Path) -> Snapshot:
+    train(reader, 20, 21)
+    reader.load_checkpoint(folder)
+    return snapshot(reader)
+
+
+def _entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _at_call(number: int, function: Callable[..., Any], error: BaseException) -> Any:
+    """``function``, but its call of that number raises before it does anything."""
+    calls = iter(range(10**6))
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return function(*arguments, **named)
+
+    return call
+
+
+def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    what, _, where = point.partition(" ")
+    if what == "rename":
+        patch.setattr(Path, "rename", _at_call(int(where), Path.rename, error))
+    elif what == "remove":
+        patch.setattr(shutil, "rmtree", _at_call(0, shutil.rmtree, error))
+    elif what == "file":
+        patch.setattr(torch, "save", _at_call(int(where), torch.save, error))
+    else:
+        write_file = writer.write_file
+
+        def write(path: Path, stored: object) -> None:
+            if path.name == what:
+                raise error
+            write_file(path, stored)
+
+        patch.setattr(writer, "write_file", write)
+
+
+@pytest.mark.parametrize(
+    ("point", "has_new"),
+    [
+        ("file 0", False),
+        ("file 11", False),
+        ("mp_rank_00_model_states.pt", False),
+        ("rename 0", False),  # the old one gives way
+        ("rename 1", False),  # the new one takes its place
+        ("rename 2", True),  # the old one loses its name
+        ("remove", True),
+        ("latest_universal", True),
+        ("latest", True),
+    ],
+)
+def test_killed_while_replacing(
+    point: str, has_new: bool, engine: Any, reader: Any, tmp_path: Path
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    old = snapshot(engine)
+    train(engine, 1, 3)
+    new = snapshot(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        _break(point, _Killed(), patch)
+        with pytest.raises(_Killed):
+            engine.save_checkpoint(tmp_path, tag=TAG)
+    assert_same(_loaded(reader, tmp_path), new if has_new else old)
+    # A load tidies nothing up: others may be loading, too. The next save does.
+    assert_same(_loaded(reader, tmp_path), new if has_new else old)
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
+    assert_same(_loaded(reader, tmp_path), new)
+
+
+@pytest.mark.parametrize(
+    "point", ["file 11", "mp_rank_00_model_states.pt", "rename 0", "rename 1", "latest"]
+)
+def test_failed_while_replacing(point: str, engine: Any, reader: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    old = snapshot(engine)
+    train(engine, 3, 4)
+    new = snapshot(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        _break(point, OSError(28, "No space left on device"), patch)
+        words = "pass the tag 'last' to load it" if point == "latest" else "so is what was saved"
+        with pytest.raises(CheckpointError, match=f"No space left.*{words}"):
+            engine.save_checkpoint(tmp_path, tag=TAG)
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
+    assert_same(_loaded(reader, tmp_path), new if point == "latest" else old)
+    assert_same(snapshot(engine), new)
+
+
+def test_what_cannot_be_removed_is_told(
+    engine: Any, reader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    train(engine, 4, 5)
+    for point in ("rename 2", "remove"):
+        with pytest.MonkeyPatch.context() as patch:
+            _break(point, OSError(16, "Device or resource busy"), patch)
+            engine.save_checkpoint(tmp_path, tag=TAG)
+        assert "cannot be removed" in caplog.text
+        assert len(_entries(tmp_path)) == 4
+        assert_same(_loaded(reader, tmp_path), snapshot(engine))
+        caplog.clear()
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    assert len(_entries(tmp_path)) == 3
+
+
+def test_a_broken_off_replacement_is_told(
+    engine: Any, reader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    (tmp_path / TAG).rename(tmp_path / f"hytrain-replaced-{TAG}")
+    with caplog.at_level(logging.WARNING, "hytrain"):
+        path, _ = reader.load_checkpoint(tmp_path)
+    assert Path(path).parent.name == f"hytrain-replaced-{TAG}"
+    assert "was broken off while it replaced" in caplog.text
+    assert saved_tags(tmp_path) == [TAG]
+    # A save under another tag leaves it alone.
+    engine.save_checkpoint(tmp_path, tag="other")
+    assert saved_tags(tmp_path) == [TAG, "other"]
+    reader.load_checkpoint(tmp_path, tag=TAG)
+
+
+def test_left_over_folders(engine: Any, tmp_path: Path) -> None:
+    """Those of the tag go at once; another tag's may be another run's, and go an hour later."""
+    for tag in (TAG, "other", "old"):
+        (tmp_path / f"hytrain-saving-{tag}-12345678" / "zero" / "embed.weight").mkdir(parents=True)
+    hours_ago = time.time() - 1.5 * 3600
+    for path in (tmp_path / "hytrain-saving-old-12345678").rglob("*"):
+        os.utime(path, (hours_ago, hours_ago))
+    os.utime(tmp_path / "hytrain-saving-old-12345678", (hours_ago, hours_ago))
+    # One that works on has made a parameter's folder lately.
+    os.utime(tmp_path / "hytrain-saving-other-12345678", (hours_ago, hours_ago))
+    with pytest.raises(CheckpointError, match="is not whole"):
+        engine.load_checkpoint(tmp_path, tag=f"hytrain-saving-{TAG}-12345678")
+    with pytest.raises(CheckpointError, match="the folder has none at all"):
+        engine.load_checkpoint(tmp_path, tag=TAG)
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    own = {TAG, "latest", "latest_universal"}
+    assert _entries(tmp_path) == own | {"hytrain-saving-other-12345678"}
+
+
+def test_other_files_in_the_tags_folder_stay(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    (tmp_path / TAG / "trainer_state.json").write_text("mine")
+    (tmp_path / TAG / "rng").mkdir()
+    # DeepSpeed's own shards are another step's: with the new weights they would be a mix.
+    (tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("old")
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    expected = {"mp_rank_00_model_states.pt", "zero", "trainer_state.json", "rng"}
+    assert _entries(tmp_path / TAG) == expected
+    assert (tmp_path / TAG / "trainer_state.json").read_text() == "mine"
+
+
+def test_a_tag_that_is_a_link(engine: Any, reader: Any, tmp_path: Path) -> None:
+    saves, room = tmp_path / "saves", tmp_path / "room"
+    saves.mkdir()
+    (room / "here").mkdir(parents=True)
+    (saves / TAG).symlink_to(room / "here")
+    for _ in range(2):
+        engine.save_checkpoint(saves, tag=TAG)
+    assert (saves / TAG).is_symlink()
+    assert _entries(room) == {"here"}
+    assert_same(_loaded(reader, saves), snapshot(engine))
+    (room / "here").rename(room / "hytrain-replaced-here")
+    assert_same(_loaded(reader, saves), snapshot(engine))
+
+
+def test_a_tag_in_a_folder(engine: Any, reader: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        engine.save_checkpoint(tmp_path, tag="run/5")
+    assert _entries(tmp_path / "run") == {"5"}
+    assert_same(_loaded(reader, tmp_path), snapshot(engine))
+    (tmp_path / "run/5").rename(tmp_path / "run/hytrain-replaced-5")
+    assert_same(_loaded(reader, tmp_path), snapshot(engine))
+
+
+@pytest.mark.parametrize("tag", ["", ".", "../up", "a/../..", "/tmp/x", "hytrain-saving-x"])
+def test_tags_that_would_lead_astray(tag: str, engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the tag '"):
+        engine.save_checkpoint(tmp_path / "saves", tag=tag)
+    assert not _entries(tmp_path)
+
+
+def test_where_nothing_can_be_made(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for folder, tag in ((tmp_path, "file"), (tmp_path / "file", TAG)):
+        with pytest.raises(CheckpointError, match="nothing can be saved in"):
+            engine.save_checkpoint(folder, tag=tag)
+    assert _entries(tmp_path) == {"file"}
+
+
+def test_names_of_folders_do_not_recur(tmp_path: Path) -> None:
+    folders = {begin_save(tmp_path / TAG) for _ in range(5)}
+    assert len(folders) == 5
+    assert len(_entries(tmp_path)) == 1
