@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from hytrain._deepspeed import ZeROOptimizer
+from hytrain.errors import UnsupportedError
 from hytrain.layers.state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optim.hyper import BuiltGroups
 from hytrain.parallel.collectives import ShardCollectives
 
 
@@ -37,11 +39,34 @@ class DeepSpeedInterface(ZeROOptimizer):
         self.optimizer = basic_optimizer
         self.pipeline = pipeline
         self.collectives = collectives
+        self._groups = BuiltGroups(basic_optimizer.param_groups)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The basic optimizer's own list: schedulers write there."""
+        """The basic optimizer's own list: schedulers write there.
+
+        Raises:
+            UnsupportedError: the list is replaced by groups of other parameters.
+        """
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups.check(groups)
+        self.optimizer.param_groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: memory for the state is laid out and shared among ranks when it is built.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        del param_group
+        raise UnsupportedError(
+            "add_param_group was called, but the optimizer's state is laid out when the engine is "
+            "built: pass all parameters that will ever be trained, in their groups, to "
+            "hytrain.initialize (model_parameters or optimizer), or build a new engine"
+        )
 
     @property
     def state(self) -> dict[Any, Any]:

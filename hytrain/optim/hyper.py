@@ -1,13 +1,15 @@
 """Reads Adam's hyper-parameters from an optimizer's parameter groups, every step.
 
-Schedulers write into ``param_groups``; ``.defaults`` is never looked at.
+Schedulers write into ``param_groups``; ``.defaults`` is never looked at. What a step cannot follow, an
+option that the kernels do not have or other parameters in a group, is refused by that step.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,6 +17,8 @@ from hytrain.errors import UnsupportedError
 from hytrain.kernels.cpu_adam import AdamHyper
 
 _DECOUPLED = {"AdamW": True, "Adam": False}
+_OPTIONS = ("amsgrad", "maximize", "differentiable")
+"""Of torch's Adam, and not of the kernels."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
@@ -39,13 +43,58 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
             "torch.optim.AdamW"
         )
     for index, group in enumerate(optimizer.param_groups):
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option, False):
-                raise UnsupportedError(
-                    f"parameter group {index} sets {option}=True, which hytrain does not have: "
-                    f"remove {option}"
-                )
+        _refuse_options(index, group)
     return decoupled
+
+
+def _refuse_options(index: int, group: Mapping[str, Any]) -> None:
+    for option in _OPTIONS:
+        if group.get(option, False):
+            raise UnsupportedError(
+                f"parameter group {index} sets {option}=True, which hytrain does not have: "
+                f"remove {option}, or set it to False"
+            )
+
+
+class BuiltGroups:
+    """Which parameters each group had when the engine was built: state is laid out by that."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._parameters = [list(group["params"]) for group in groups]
+
+    def check_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """There are as many groups as there were.
+
+        Raises:
+            UnsupportedError: some were added or removed.
+        """
+        if len(groups) != len(self._parameters):
+            self._refuse(f"the optimizer has {len(groups)} parameter groups")
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Every group still has its parameters; groups that were copied with them are as good.
+
+        Once a step: identities are compared, microseconds where there are a thousand parameters.
+
+        Raises:
+            UnsupportedError: groups were added, removed or put in another order, or one has other
+                parameters.
+        """
+        self.check_number(groups)
+        for index, (group, built) in enumerate(zip(groups, self._parameters, strict=True)):
+            now = group["params"]
+            if len(now) != len(built) or not all(map(operator.is_, now, built)):
+                self._refuse(f"parameter group {index} has other parameters than it had")
+
+    def _refuse(self, seen: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{seen}, but the engine was built with {len(self._parameters)} groups of "
+            f"{', '.join(str(len(built)) for built in self._parameters)} parameters, and its "
+            "layers' state is laid out by them. Between steps only hyper-parameters may change "
+            "(lr, betas, eps, weight_decay): put the groups back as they were, or build a new "
+            "engine with hytrain.initialize, whose model_parameters or optimizer has all "
+            "parameters that will ever be trained"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +114,15 @@ class HyperReader:
 
         Raises:
             KernelArgumentError: a value lies outside its range.
+            UnsupportedError: a group sets an option that the kernels do not have.
         """
         return tuple(
-            self._read_group(group, step) for group, step in zip(groups, steps, strict=True)
+            self._read_group(index, group, step)
+            for index, (group, step) in enumerate(zip(groups, steps, strict=True))
         )
 
-    def _read_group(self, group: Mapping[str, Any], step: int) -> AdamHyper:
+    def _read_group(self, index: int, group: Mapping[str, Any], step: int) -> AdamHyper:
+        _refuse_options(index, group)
         beta1, beta2 = group["betas"]
         return AdamHyper(
             lr=float(group["lr"]),

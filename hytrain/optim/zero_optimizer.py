@@ -41,7 +41,8 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
-            UnsupportedError: a closure is given.
+            UnsupportedError: a closure is given, or parameter groups are not those that the engine
+                was built with, or ask for what the kernels do not have; nothing was changed.
             WorkerError: the update worker failed.
         """
         if closure is not None:
@@ -50,6 +51,7 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
             )
         self._check_open()
         self.refuse_aborted()
+        self._groups.check(self.param_groups)
         if not self._step_begun:
             self._begin_step()
         if not self.collector.open and not self._was_reduced:

@@ -166,10 +166,10 @@ class PassTracker(DeepSpeedInterface):
         self._is_reducing = self._engine.is_reducing() and (
             is_boundary or (self.settings.reduce_every_backward and is_shared)
         )
-        self._was_reduced |= self._is_reducing
         if self._is_reducing and is_boundary:
             self._begin_step(by_layer=by_layer is not None)
             self.placement.begin_backward()
+        self._was_reduced |= self._is_reducing
         if self._is_reducing:
             self._meet_in_backward()
         collector.begin(early=self._is_reducing, by_layer=by_layer)
@@ -183,15 +183,18 @@ class PassTracker(DeepSpeedInterface):
 
     def _begin_step(self, *, by_layer: bool = False) -> None:
         """Snapshots the hyper-parameters that this step's updates begin with."""
-        self._step_begun = True
+        if self.pipeline.norm.settings.direct:
+            self._groups.check(self.param_groups)  # in step() it would be too late
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
             1.0 if self.sums_over_ranks else self.settings.unscale,
             self._read_hyper(),
             hold=self._may_recall and not self.collector.knows(by_layer=by_layer),
         )
+        self._step_begun = True
 
     def _read_hyper(self) -> tuple[Any, ...]:
+        self._groups.check_number(self.param_groups)
         return self._hyper.read(self.param_groups, [step + 1 for step in self.steps])
 
     def _end_micro_batch(self) -> None:
