@@ -102,8 +102,9 @@ def refuse_unsupported_model(model: Any, stage: int) -> None:
         stage: the ZeRO stage of the configuration.
 
     Raises:
-        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, or, below ZeRO-3, parameters
-            that were partitioned under ``deepspeed.zero.Init``.
+        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, a model that another ZeRO-3
+            engine still uses, or, below ZeRO-3, parameters that were partitioned under
+            ``deepspeed.zero.Init``.
     """
     if isinstance(model, PipelineModule):
         raise UnsupportedError(
@@ -124,6 +125,19 @@ def refuse_unsupported_model(model: Any, stage: int) -> None:
                 f"parameter '{name}' was partitioned under deepspeed.zero.Init, which belongs to "
                 'ZeRO-3: build the model outside of it, or set "zero_optimization.stage" to 3'
             )
+    if _is_gathered_by_deepspeed(model):
+        raise UnsupportedError(
+            "another ZeRO-3 engine of DeepSpeed gathers this model's weights (was it built for "
+            "inference?): call that engine's destroy() before"
+        )
+
+
+def _is_gathered_by_deepspeed(model: torch.nn.Module) -> bool:
+    """Whether a ZeRO-3 engine has its hooks on the model; ``zero.Init`` puts none there."""
+    hooks: Mapping[int, Any] = vars(model)["_forward_pre_hooks"]
+    origins = {getattr(hook, "__module__", "") for hook in hooks.values()}
+    # They are all wrapped by the function that marks them for profilers.
+    return bool(origins & {"deepspeed.utils.nvtx", "deepspeed.runtime.zero.parameter_offload"})
 
 
 PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE

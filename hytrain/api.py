@@ -54,12 +54,16 @@ def initialize(
 
     A configuration with a "hytrain" section (see ds_configs/README.md) gives a
     :class:`~hytrain.engine.HyTrainEngine`; without one the call is plain ``deepspeed.initialize``.
+    So it is where there is nothing to train with, neither ``optimizer`` nor an "optimizer" section,
+    and DeepSpeed has an engine for that: ZeRO-3 for inference, or no ZeRO at all. A warning says
+    so. Evaluation before training and reference models are built in this way.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Raises:
-        ConfigError: the section, or its fit to model and job, is wrong; nothing was changed.
+        ConfigError: the section, or its fit to model and job, is wrong, or there is no optimizer in
+            ZeRO stage 1 or 2; nothing was changed.
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for what hytrain does not do.
     """
@@ -86,9 +90,12 @@ def initialize(
     if section is None:
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     check_version()
+    if optimizer is None and not _names_optimizer(loaded):
+        keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
+        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     refuse_unsupported(loaded)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
-    _check_fit(section, loaded, model, optimizer, mpu)
+    _check_fit(section, model, optimizer, mpu)
     if section.plan is not None:
         loaded = _with_plan(loaded, section, keywords, distributed_port)
         section = HyTrainConfig.from_deepspeed(loaded)
@@ -102,20 +109,46 @@ def initialize(
     return tuple(built)  # type: ignore[return-value]
 
 
-def _check_fit(
-    section: HyTrainConfig, config: Mapping[str, Any], model: Any, optimizer: Any, mpu: Any
-) -> None:
+def _names_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed would build an optimizer from the configuration."""
+    section = config.get("optimizer")
+    return isinstance(section, Mapping) and section.get("type") is not None
+
+
+def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
+    """The configuration for an engine of DeepSpeed's own, which has no optimizer.
+
+    Raises:
+        ConfigError: DeepSpeed has no such engine in this ZeRO stage.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage in (1, 2):
+        raise ConfigError(
+            'no optimizer was given: add an "optimizer" section to the configuration or pass '
+            "optimizer=torch.optim.AdamW(...). A model that is not trained needs another "
+            f'"zero_optimization.stage" than {stage}: 3, where its weights are to be sharded, or 0'
+        )
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "no optimizer was given: this is an engine of plain DeepSpeed, for a model that is not "
+            'trained (ZeRO stage %s), and "hytrain" is not used. To train, add an "optimizer" '
+            "section to the configuration or pass optimizer=torch.optim.AdamW(...)",
+            stage,
+        )
+    if section.plan is None and section.batch_sizes is None:
+        return dict(config)
+    # What ranks compute in training is written elsewhere; DeepSpeed wants a batch in any case.
+    rest = {key: value for key, value in config.items() if key != "train_batch_size"}
+    return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:
     """What can be told about model, optimizer and job before DeepSpeed converts the model.
 
     Raises:
         ConfigError: the section does not fit them.
         UnsupportedError: the optimizer is not an Adam.
     """
-    if optimizer is None and "optimizer" not in config:
-        raise ConfigError(
-            'no optimizer was given: add an "optimizer" section to the configuration or pass '
-            "optimizer=torch.optim.AdamW(...)"
-        )
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer)
     if isinstance(model, torch.nn.Module):
@@ -216,7 +249,8 @@ def register() -> Registration:
 
     transformers' Trainer and accelerate look the name up when they prepare a model: call this
     before, or run them inside ``with hytrain.register():``. Configurations without a "hytrain"
-    section still give plain DeepSpeed.
+    section still give plain DeepSpeed, and so do models without an optimizer: see
+    :func:`initialize`.
 
     Returns:
         A handle that undoes it.

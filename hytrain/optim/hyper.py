@@ -1,7 +1,7 @@
 """Reads Adam's hyper-parameters from an optimizer's parameter groups, every step.
 
-Schedulers write into ``param_groups``; ``.defaults`` is never looked at. What a step cannot follow, an
-option that the kernels do not have or other parameters in a group, is refused by that step.
+Schedulers write into ``param_groups``; ``.defaults`` is never looked at. What a step cannot follow,
+an option that the kernels do not have or other parameters in a group, is refused by that step.
 """
 
 from __future__ import annotations

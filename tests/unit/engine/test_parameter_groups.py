@@ -36,6 +36,12 @@ def _new_list(groups: Groups) -> None:
     groups[0]["params"] = groups[0]["params"][:-1]
 
 
+def _go_on(engine: Any, when: str) -> None:
+    if when == "before_backward":
+        backward(engine, 3)
+    engine.step()
+
+
 CHANGES: dict[str, tuple[Callable[[Groups], Any], str]] = {
     "maximize": (lambda groups: groups[1].update(maximize=True), "group 1 sets maximize=True"),
     "amsgrad": (lambda groups: groups[0].update(amsgrad=True), "group 0 sets amsgrad=True"),
@@ -67,9 +73,7 @@ def test_refused_and_exact_once_undone(gpu_fraction: float, name: str, when: str
             backward(engine, 3)
         change(groups)
         with pytest.raises(UnsupportedError, match=match):
-            if when == "before_backward":
-                backward(engine, 3)
-            engine.step()
+            _go_on(engine, when)
         groups[:] = saved
         shadow.check()
         if when == "before_backward":
