@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from hytrain.checkpoint.engine_state import begin_window
+from hytrain.checkpoint.state_access import StateAccess
 from hytrain.config import HyTrainConfig
 from hytrain.engine_build import EngineBuild
 from hytrain.errors import (
@@ -83,6 +84,7 @@ class HyTrainEngine(EngineBuild):
                 "optimizer=torch.optim.AdamW(...)"
             )
         self._guards = LayerGuards(self._model, PassGuide(self.optimizer))
+        self.optimizer.weights.when_closed(StateAccess(self.optimizer).detach)
         self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         _close_at_exit(self)
@@ -157,6 +159,19 @@ class HyTrainEngine(EngineBuild):
             if self._plan_watch is not None and self.global_steps != steps:
                 activations = 0 if self._accumulation is None else self._accumulation.host_bytes
                 self._plan_watch.after_step(optimizer.rank_state(activations))
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the step's micro-batches so far, in whichever stage.
+
+        A collective, where there are any. A step() right after it is skipped: nothing is updated.
+
+        Raises:
+            ConfigError: a backward is running, or updates are committed directly and have begun.
+        """
+        super().zero_grad()
+        optimizer = self.open_optimizer()
+        with optimizer.collectives.telling():
+            optimizer.zero_grad()
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None

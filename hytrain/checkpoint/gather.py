@@ -179,6 +179,39 @@ def _gather_round(
         deliver(place, kind, whole.view(place.shape))
 
 
+def gather_everywhere(
+    place: ParameterPlace,
+    mine: torch.Tensor | None,
+    collectives: ShardCollectives,
+    device: torch.device,
+) -> torch.Tensor:
+    """A whole tensor of one parameter on every rank, from the ranks' pieces; a collective.
+
+    Args:
+        place: the parameter.
+        mine: this rank's piece, 1-D fp32; None where it owns none.
+        collectives: the ranks.
+        device: of the layers, and of the result.
+
+    Returns:
+        fp32, of the parameter's shape, its own memory.
+    """
+    whole = torch.empty(place.numel, dtype=torch.float32)
+    transfers = [
+        Transfer(
+            piece.rank,
+            destination,
+            piece.end - piece.begin,
+            outgoing=mine if piece.rank == collectives.rank else None,
+            incoming=whole[piece.begin : piece.end] if destination == collectives.rank else None,
+        )
+        for piece in place.pieces
+        for destination in range(collectives.world_size)
+    ]
+    exchange(transfers, collectives, device)
+    return whole.view(place.shape).to(device)
+
+
 def gather_to_first(
     layers: Sequence[LayerState], collectives: ShardCollectives, device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:

@@ -95,6 +95,16 @@ class LayerGradient:
             if not written:
                 local[slot.offset : slot.offset + slot.numel].zero_()
 
+    def whole(self, device: torch.device) -> torch.Tensor:
+        """A copy of ``local``; zeros where nothing was written, everywhere if there is none."""
+        copy = torch.zeros(self.layout.size, dtype=self.dtype, device=device)
+        if self.local is not None:
+            for written, slot in zip(self.written, self.layout.slots, strict=True):
+                if written:
+                    part = slice(slot.offset, slot.offset + slot.numel)
+                    copy[part].copy_(self.local[part])
+        return copy
+
     def release(self) -> torch.Tensor | None:
         """Hands ``local`` over; nothing here refers to it any more."""
         local, self.local = self.local, None

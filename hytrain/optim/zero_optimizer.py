@@ -14,12 +14,12 @@ import torch
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.norm import Outcome
-from hytrain.optim.layer_major_passes import LayerMajorPasses
+from hytrain.optim.open_step import OpenStep
 from hytrain.optim.plan_watch import RankState
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 
 
-class HyTrainZeroOptimizer(LayerMajorPasses):
+class HyTrainZeroOptimizer(OpenStep):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     overflow = False
@@ -36,8 +36,8 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Makes the update of all gradients since the last step final, or skips it.
 
-        Sets ``overflow`` where it was skipped. Returns while updates are still running; each
-        layer's next forward waits for that layer.
+        Sets ``overflow`` where it was skipped, also since :meth:`zero_grad` left nothing. Returns
+        while updates are still running; each layer's next forward waits for that layer.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
@@ -52,6 +52,9 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
         self._check_open()
         self.refuse_aborted()
         self._groups.check(self.param_groups)
+        if self._was_dropped:
+            self._skip_dropped()
+            return
         if not self._step_begun:
             self._begin_step()
         if not self.collector.open and not self._was_reduced:
@@ -68,9 +71,17 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
         outcome = self.pipeline.finish_step(self._read_hyper())
         self._step_begun = False
         self._was_reduced = False
+        self.has_gradients = False
         self._record(outcome)
         if not self.settings.overlap_forward:
             self.synchronize()
+
+    def _skip_dropped(self) -> None:
+        """There is nothing to update with, on any rank."""
+        self._was_dropped = False
+        self.overflow = True
+        self._global_grad_norm = 0.0
+        vars(self.optimizer)["_opt_called"] = True
 
     def _send_held(self) -> None:
         """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
@@ -141,17 +152,6 @@ class HyTrainZeroOptimizer(LayerMajorPasses):
             num_layers=len(self.pipeline.layers),
             is_settled=not controller.is_moving,
         )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``.grad`` of the trained parameters (always empty between backward passes).
-
-        Gradients that were taken over stay, as with DeepSpeed's ZeRO-2;
-        :meth:`discard_gradients` drops them.
-        """
-        del set_to_none
-        for layer in self.collector.layers:
-            for slot in layer.layout.slots:
-                slot.parameter.grad = None
 
     # -- weights read elsewhere, end -----------------------------------------------------------
 

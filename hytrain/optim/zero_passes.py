@@ -71,6 +71,9 @@ class PassTracker(DeepSpeedInterface):
         self.sums_over_ranks = False
         """Gradients of this step are not averaged over ranks; see :meth:`summing_over_ranks`."""
         self._was_aborted = False  # the last backward did not finish, and no other has begun since
+        self.has_gradients = False
+        """A backward has begun since the last step, and what it left was not discarded."""
+        self._was_dropped = False  # zero_grad() has discarded it, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
         self._has_warned_of_moves = False
         self._by_layer = False  # a step's micro-batches go through the layers together
@@ -161,6 +164,7 @@ class PassTracker(DeepSpeedInterface):
         self.pipeline.wait_all()
         self._graph_task = -1
         self._was_aborted = False
+        self._was_dropped = False
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
         self._is_reducing = self._engine.is_reducing() and (
@@ -170,6 +174,7 @@ class PassTracker(DeepSpeedInterface):
             self._begin_step(by_layer=by_layer is not None)
             self.placement.begin_backward()
         self._was_reduced |= self._is_reducing
+        self.has_gradients = True
         if self._is_reducing:
             self._meet_in_backward()
         collector.begin(early=self._is_reducing, by_layer=by_layer)
@@ -402,6 +407,7 @@ class PassTracker(DeepSpeedInterface):
         self._backward_active_depth = 0
         self.clear_backward_seen_flag()
         self._was_aborted = False
+        self.has_gradients = False
         self._step_begun = False
         self._was_reduced = False
 

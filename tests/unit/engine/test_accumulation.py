@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.engines import built, make_config
@@ -166,27 +164,6 @@ def test_no_sync(gpu_fraction: float) -> None:
             engine.backward(engine(**batches[-1]))
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
-        shadow.check()
-
-
-@pytest.mark.parametrize("who", ["optimizer", "engine", "module"])
-def test_zero_grad_does_not_reach_a_gradient_on_its_way(gpu_fraction: float, who: str) -> None:
-    """As in DeepSpeed: gradients that the optimizer has taken over stay until its step."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
-        for step in range(4):
-            expected = twin.gradients(engine, [inputs(step)])
-            backward(engine, step)
-            target: Any = {
-                "optimizer": engine.optimizer, "engine": engine, "module": engine.module,
-            }[who]  # fmt: skip
-            target.zero_grad()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-            assert all(p.grad is None for p in model.parameters())
         shadow.check()
 
 
