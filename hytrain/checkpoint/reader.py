@@ -106,7 +106,7 @@ def read_checkpoint(
     paths = CheckpointPaths(folder)
     places = list_parameters(optimizer.layer_states)
     found = _inspect(paths, optimizer, module_tensors, places, request)
-    _forget_gradients(optimizer)
+    optimizer.forget_gradients()
     failure: str | None = None
     try:
         _load_module(found.engine, module, optimizer, request, module_tensors)
@@ -119,7 +119,7 @@ def read_checkpoint(
             "state is incomplete; load again before training"
         )
     raise_together(failure, optimizer.collectives)
-    _publish(optimizer)
+    optimizer.publish_masters()
     return found.engine
 
 
@@ -189,19 +189,6 @@ def _read_record(paths: CheckpointPaths) -> OptimizerRecord:
     except CheckpointError as error:
         text, name = str(error), str(paths.optimizer_state)
         raise CheckpointError(text if name in text else f"{name} {text}") from None
-
-
-def _forget_gradients(optimizer: HyTrainZeroOptimizer) -> None:
-    if optimizer.pipeline.norm.settings.direct:
-        # Updates are committed as they arrive; what they wrote is about to be replaced.
-        optimizer.pipeline.cpu.wait_all()
-        for layer in optimizer.layer_states:
-            if layer.sent:
-                layer.sent = False
-                layer.gradient = None
-                layer.waited = True
-    optimizer.discard_gradients()
-    optimizer.flush()
 
 
 def _load_module(
@@ -307,24 +294,3 @@ def _read_steps(
         if steps[place.group] is None and path.is_file():
             steps[place.group] = int(read_file(path))
     return steps
-
-
-def _publish(optimizer: HyTrainZeroOptimizer) -> None:
-    """The training copy becomes the master weights', on all ranks; a collective."""
-    pipeline = optimizer.pipeline
-    with torch.no_grad():
-        for layer in pipeline.layers:
-            for start, weights in layer.storage.shard_slices(layer.begin, layer.end):
-                at = start - layer.begin
-                weights.copy_(layer.master[at : at + weights.numel()])
-    # The gather runs beside the compute stream and does not wait for these copies.
-    pipeline.streams.synchronize()
-    for layer in pipeline.layers:
-        layer.waited = False
-        layer.gather_due = not layer.storage.is_sharded
-        layer.storage.mark_overwritten()
-    for weights in optimizer.weights.layers:
-        if weights.frozen is not None:
-            weights.frozen.storage.mark_overwritten()
-    pipeline.wait_all()
-    pipeline.streams.synchronize()

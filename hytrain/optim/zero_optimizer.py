@@ -14,12 +14,12 @@ import torch
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.norm import Outcome
-from hytrain.optim.open_step import OpenStep
+from hytrain.optim.kept_state import KeptState
 from hytrain.optim.plan_watch import RankState
 from hytrain.optim.statistics import StatisticsRecorder, StepStatistics
 
 
-class HyTrainZeroOptimizer(OpenStep):
+class HyTrainZeroOptimizer(KeptState):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     overflow = False
@@ -153,20 +153,7 @@ class HyTrainZeroOptimizer(OpenStep):
             is_settled=not controller.is_moving,
         )
 
-    # -- weights read elsewhere, end -----------------------------------------------------------
-
-    def synchronize(self) -> None:
-        """All weights are the newest: what was previewed but not stepped is withdrawn."""
-        self._check_open()
-        for state in self.pipeline.layers:
-            self.before_use(state)
-        self.pipeline.cpu.wait_all()
-        self.pipeline.streams.synchronize()
-
-    def flush(self) -> None:
-        """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
-        self.synchronize()
-        self.pipeline.flush()
+    # -- end -----------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from support.comparisons import assert_same_bits
 from support.engines import built, environment
 from support.models import make_model
 
-from hytrain.errors import ConfigError, OutOfStepError
+from hytrain.errors import CheckpointError, ConfigError, OutOfStepError
 
 KINDS = ("exp_avg", "exp_avg_sq")
 SMALL_STAY = 2000
@@ -167,6 +168,31 @@ def local_parts(fractions: Sequence[float]) -> None:
         shadow.step()
         backward(engine, 2)
         shadow.step()
+        shadow.check()
+
+
+def state_dict_round_trip(fractions: Sequence[float], stage: int) -> None:
+    """Each rank's own state, into an engine that has gone on; a wrong one is refused on all."""
+    with built(make_model("mlp"), _config(fractions, stage)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        stored = copy.deepcopy(engine.optimizer.state_dict())
+        shadow = RankShadow(engine)
+        for number in range(2, 4):
+            backward(engine, number)
+            engine.step()
+        backward(engine, 4)
+        wrong = {} if dist.get_rank() == 1 else stored
+        with pytest.raises(CheckpointError, match="on rank 1: the state cannot be loaded"):
+            engine.optimizer.load_state_dict(wrong)
+        engine.optimizer.load_state_dict(stored)
+        shadow.gradients.clear()
+        shadow.check()
+        assert_equal_on_all_ranks(shadow.states)
+        for number in range(2, 4):
+            backward(engine, number)
+            shadow.step()
         shadow.check()
 
 

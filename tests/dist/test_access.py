@@ -26,6 +26,11 @@ def test_local_parts(ranks: RankPools, fractions: tuple[float, ...]) -> None:
     ranks(2).run(cases.local_parts, fractions)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_dict_round_trip(ranks: RankPools, stage: int) -> None:
+    ranks(2).run(cases.state_dict_round_trip, UNEVEN, stage)
+
+
 def test_a_rank_alone() -> None:
     with RankPool(2) as pool:  # of its own: what hangs there afterwards is in nobody's way
         pool.run(cases.a_rank_alone, EVEN)
