@@ -121,7 +121,8 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
     Raises:
         ConfigError: DeepSpeed has no such engine in this ZeRO stage.
     """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage in (1, 2):
         raise ConfigError(
             'no optimizer was given: add an "optimizer" section to the configuration or pass '
