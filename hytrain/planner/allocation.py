@@ -55,7 +55,7 @@ def allocate(
         if min(rooms) < each * (1.0 - _ROUNDING):
             return None
         fractions = [each] * len(shares)
-    elif sum(rooms) < 1.0:
+    elif math.fsum(rooms) < 1.0:  # as water_fill adds them
         return None
     else:
         fractions = water_fill(rooms, 1.0)
