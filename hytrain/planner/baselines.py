@@ -56,7 +56,9 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     A batch that does not divide gives the first ranks one more.
     """
     if problem.needs_rounds and problem.offload_param:
-        return best_manner(problem, even_split)  # what fetches take of the host is by rounds
+        return best_manner(
+            problem, lambda one, _: even_split(one)
+        )  # what fetches take of the host is by rounds
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
@@ -90,7 +92,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_manner(problem, samples_by_speed)
+        return best_manner(problem, lambda one, _: samples_by_speed(one))
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -112,9 +114,11 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
 
 
-def best_manner(
-    problem: PlanProblem, solve: Callable[[PlanProblem], Plan | Infeasible]
-) -> Plan | Infeasible:
+Solver = Callable[[PlanProblem, float], Plan | Infeasible | None]
+"""Gives a problem's plan. It may give None where no step is shorter than so many seconds."""
+
+
+def best_manner(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
     """The best solution of stage 3, where all ranks use each layer as often, in the same order.
 
     Either one micro-batch after another: all ranks make as many, of some numbers of them, and all
@@ -129,7 +133,9 @@ def best_manner(
         if not policies:
             continue
         if manner == "layer_major":
-            found[manner] = solve(replace(problem, activations=policies))
+            solved = solve(replace(problem, activations=policies), math.inf)
+            assert solved is not None, "every step is shorter"
+            found[manner] = solved
         else:
             found[manner] = _best_rounds(problem, policies, solve)
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
@@ -145,17 +151,22 @@ def best_manner(
 
 
 def _best_rounds(
-    problem: PlanProblem,
-    policies: Sequence[Activations],
-    solve: Callable[[PlanProblem], Plan | Infeasible],
+    problem: PlanProblem, policies: Sequence[Activations], solve: Solver
 ) -> Plan | Infeasible:
-    """The best of one micro-batch after another, by the number of them and by policy."""
+    """The best of one micro-batch after another, by the number of them and by policy.
+
+    What cannot be shorter than the best so far, which its bound says soon, is not worked out. It
+    does not count among those without a gain, either: it might not have fitted.
+    """
     best: Plan | None = None
     refusals: list[Infeasible] = []
     for policy in policies:
         worse = 0
         for rounds in _rounds(problem.batch):
-            found = solve(replace(problem, activations=(policy,), rounds=rounds))
+            shortest = math.inf if best is None else best.predicted_seconds
+            found = solve(replace(problem, activations=(policy,), rounds=rounds), shortest)
+            if found is None:
+                continue
             if isinstance(found, Infeasible):
                 refusals.append(found)
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +83,11 @@ class Table:
     """
 
     points: tuple[tuple[float, float], ...]
+    _sizes: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
+        object.__setattr__(self, "_sizes", tuple(sizes))
         if not sizes or sizes[0] <= 0.0 or sizes != sorted(set(sizes)):
             raise PlanError(f"a table needs ascending positive sizes, got {sizes}")
         if not all(0.0 <= value < math.inf for _, value in self.points):
@@ -99,13 +101,9 @@ class Table:
             return first * size / first_size
         if size <= first_size:
             return first
-        position = min(bisect.bisect_left(points, size, lo=1, key=_size), len(points) - 1)
+        position = min(bisect.bisect_left(self._sizes, size, lo=1), len(points) - 1)
         (low_size, low), (high_size, high) = points[position - 1], points[position]
         slope = (high - low) / (high_size - low_size)
         if size > high_size:
             return high + max(0.0, slope) * (size - high_size)
         return low + slope * (size - low_size)
-
-
-def _size(point: tuple[float, float]) -> float:
-    return point[0]

@@ -8,7 +8,7 @@ which offloaded activations draw some. A choice of loads on a host therefore hol
     min( sum (g - draw) + H,  sum (g + c) )      units,
 
 so each load comes down to three numbers: samples, a = g - draw, d = g + c. A table over (samples,
-sum of a) has the largest sum of d (:class:`HostTable`); hosts are then independent, and what they
+sum of a) has the largest sum of d (host_table.py); hosts are then independent, and what they
 hold for each number of samples adds up (cover.py).
 
 With ``offload_param`` a unit that a GPU keeps takes something of the host, too: its weights. Then g
@@ -27,97 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from hytrain.planner.catalogue import Catalogue
 from hytrain.planner.cluster import GpuProfile, Host
-from hytrain.planner.cover import Ints, Steps, cheapest, least_costs
+from hytrain.planner.cover import Steps, cheapest, least_costs
+from hytrain.planner.host_table import HostTable
 from hytrain.planner.loads import Collectives, Load, host_budgets
-from hytrain.planner.menu import Menu
 from hytrain.planner.offers import Grid, Offers, offers
 from hytrain.planner.problem import PlanProblem
-
-_Table = npt.NDArray[np.int64]
-
-_NEVER = -(2**40)
-# Columns of a host's table.
-_MOST_COLUMNS = 512
-
-
-class HostTable:
-    """What the ranks of one host hold together, for each number of samples."""
-
-    def __init__(
-        self, members: Sequence[Offers], limit: int, grid: Grid, batch: int, host_most: int
-    ) -> None:
-        """
-        Args:
-            members: offers of each rank; none may be empty.
-            limit: H, units that the host can hold and update.
-            grid: the units.
-            batch: samples of the global batch.
-            host_most: units that the host can hold if it updates none of them.
-        """
-        self._members = members
-        self._batch = min(batch, sum(int(offer.amounts.max()) for offer in members))
-        # Where the host's limit binds no choice, only the sum of d counts.
-        slack = sum(int((offer.holds - offer.keeps).max()) for offer in members) <= limit
-        lowest = [0 if slack else min(0, int(offer.keeps.min())) for offer in members]
-        self._keeps = [
-            np.zeros_like(offer.keeps) if slack else offer.keeps - low
-            for offer, low in zip(members, lowest, strict=True)
-        ]
-        self._limit = grid.units if slack else limit + sum(lowest)
-        most = min(grid.units - sum(lowest), sum(int(keeps.max()) for keeps in self._keeps))
-        # Offloaded activations may be many times the state: then sums of a are kept coarsely.
-        coarse = -(-most // _MOST_COLUMNS) or 1
-        up = coarse - 1 if grid.outer else 0
-        self._keeps = [(keeps + up) // coarse for keeps in self._keeps]
-        self._most = min(-(-most // coarse), sum(int(keeps.max()) for keeps in self._keeps))
-        table = np.full((self._batch + 1, self._most + 1), _NEVER, dtype=np.int64)
-        table[0, 0] = 0
-        self._tables = [table]
-        for offer, keeps in zip(members, self._keeps, strict=True):
-            table = self._with(table, offer, keeps)
-            self._tables.append(table)
-        capped = np.minimum(table, np.arange(self._most + 1) * coarse + self._limit)
-        self._best = np.minimum(capped, min(grid.units, host_most))
-
-    def _with(self, table: _Table, offer: Offers, keeps: Ints) -> _Table:
-        """One more rank: each demand is what is left of it for the others, or nothing."""
-        wide = int(min(offer.amounts.max(), self._batch))
-        deep = int(min(keeps.max(), self._most))
-        padded = np.pad(table, ((wide, 0), (deep, 0)), mode="edge")
-        rows, columns = table.shape
-        result = np.full_like(table, _NEVER)
-        for amount, keep, hold in zip(
-            offer.amounts.tolist(), keeps.tolist(), offer.holds.tolist(), strict=True
-        ):
-            top, left = wide - min(amount, wide), deep - min(keep, deep)
-            candidate = padded[top : top + rows, left : left + columns] + hold
-            np.maximum(result, candidate, out=result)
-        return result
-
-    def steps(self) -> Steps:
-        """(samples, less than nothing by what is held); labels are the samples."""
-        best = self._best.max(axis=1)
-        samples = np.flatnonzero(best > _NEVER // 2)
-        steps = Steps.pareto(samples, -best[samples].astype(np.float64))
-        return Steps(steps.amounts, steps.costs, samples[steps.labels])
-
-    def trace(self, samples: int) -> list[int]:
-        """The menu's position that each rank takes, for a label of :meth:`steps`."""
-        row, column = samples, int(self._best[samples].argmax())
-        labels: list[int] = []
-        for number in reversed(range(len(self._members))):
-            offer, keeps = self._members[number], self._keeps[number]
-            rows = np.maximum(row - offer.amounts, 0)
-            columns = np.maximum(column - keeps, 0)
-            sums = self._tables[number][rows, columns] + offer.holds
-            taken = int(sums.argmax())
-            labels.append(int(offer.labels[taken]))
-            row, column = int(rows[taken]), int(columns[taken])
-        return labels[::-1]
 
 
 class Frontier:
@@ -133,52 +49,53 @@ class Frontier:
         self.problem = problem
         self.even = even
         collectives = Collectives.of(problem, even=even)
-        menus: dict[tuple[Host, GpuProfile], Menu] = {}
-        for host, gpu in problem.cluster.ranks:
-            kind = (_nameless(host), gpu)
-            if kind not in menus:
-                menus[kind] = Menu.of(problem, host, gpu, collectives, worst)
-        self.menus = menus
+        # Hosts that differ in name only are one kind, and so are their equal GPUs. All that is
+        # kept is by the first one's number: to compare profiles takes long.
+        hosts: dict[Host, int] = {}
+        ranks: dict[tuple[int, GpuProfile], int] = {}
+        self.kinds: list[Catalogue] = []
+        # For each host its kind, and those of its ranks.
+        self._hosts: list[tuple[int, tuple[int, ...]]] = []
+        for host in problem.cluster.hosts:
+            kind = hosts.setdefault(_nameless(host), len(hosts))
+            members: list[int] = []
+            for gpu in host.gpus:
+                own = ranks.setdefault((kind, gpu), len(ranks))
+                if own == len(self.kinds):
+                    self.kinds.append(Catalogue(problem, host, gpu, collectives, worst))
+                members.append(own)
+            self._hosts.append((kind, tuple(members)))
         num_ranks = problem.cluster.num_ranks
         units = max(512, min(16 * num_ranks, 2048))
         self._units = -(-units // num_ranks) * num_ranks
 
-    def menu(self, host: Host, gpu: GpuProfile) -> Menu:
-        """The loads of a rank."""
-        return self.menus[_nameless(host), gpu]
+    @property
+    def catalogues(self) -> list[Catalogue]:
+        """The loads of each rank."""
+        return [self.kinds[kind] for _, kinds in self._hosts for kind in kinds]
 
     def choose(self, step: float, *, outer: bool) -> list[Load] | None:
         """A load for each rank that leaves room for all state; None where there are none.
 
         The samples may be more than the batch.
         """
-        problem = self.problem
         grid = self._grid(outer)
         tables = self._tables(step, grid)
         if tables is None:
             return None
-        hosts = problem.cluster.hosts
-        steps = {kind: table.steps() for kind, table in tables.items()}
-        members = [steps[_nameless(host)] for host in hosts]
-        if -least_costs(members, problem.batch)[problem.batch] < grid.units:
+        members, demand = self._members(tables)
+        if -least_costs(members, demand)[demand] < grid.units:
             return None
         chosen: list[Load] = []
-        for host, samples in zip(hosts, cheapest(members, problem.batch), strict=True):
-            positions = tables[_nameless(host)].trace(samples)
-            for gpu, position in zip(host.gpus, positions, strict=True):
-                chosen.append(self.menu(host, gpu).loads[position])
+        for (kind, _), samples in zip(self._hosts, cheapest(members, demand), strict=True):
+            chosen += tables[kind].trace(samples)
         return chosen
 
     def covers(self, step: float) -> bool:
         """Whether the batch can be computed in a step, by the outer reading, whatever the state."""
-        samples = 0
-        for host, gpu in self.problem.cluster.ranks:
-            menu = self.menu(host, gpu)
-            able = (menu.outer.compute <= step) & (menu.outer.offloaded <= step * gpu.copy_rate)
-            if not able.any():
-                return False
-            samples += int(menu.samples(step, outer=True)[able].max())
-        return samples >= self.problem.batch
+        most = [kind.most_samples(step, outer=True) for kind in self.kinds]
+        ranks = [most[kind] for _, kinds in self._hosts for kind in kinds]
+        return min(ranks) >= 0 and sum(ranks) >= self.problem.batch
 
     def held(self, step: float) -> float:
         """The most of the state that can be held, as a share, by the outer reading."""
@@ -186,30 +103,68 @@ class Frontier:
         tables = self._tables(step, grid)
         if tables is None:
             return 0.0
-        steps = {kind: table.steps() for kind, table in tables.items()}
-        members = [steps[_nameless(host)] for host in self.problem.cluster.hosts]
-        most = -float(least_costs(members, self.problem.batch)[self.problem.batch])
+        members, demand = self._members(tables)
+        most = -float(least_costs(members, demand)[demand])
         return max(0.0, most / grid.units)
+
+    def _members(self, tables: dict[int, HostTable]) -> tuple[list[Steps], int]:
+        """What each host offers beyond what it must compute, and the samples that are left."""
+        steps = {kind: table.steps() for kind, table in tables.items()}
+        left = self.problem.batch - sum(tables[kind].least for kind, _ in self._hosts)
+        return [steps[kind] for kind, _ in self._hosts], left
 
     def _grid(self, outer: bool) -> Grid:
         most = self._units // self.problem.cluster.num_ranks if self.even else self._units
         return Grid(self._units, most, outer)
 
-    def _tables(self, step: float, grid: Grid) -> dict[Host, HostTable] | None:
+    def _offers(self, step: float, grid: Grid) -> list[Offers] | None:
+        """Of each kind of rank, those with as many samples as the others may leave for it.
+
+        None where a rank can do nothing in time, or all together cannot do the batch.
+        """
+        most = [kind.most_samples(step, outer=grid.outer) for kind in self.kinds]
+        if min(most) < 0:
+            return None
+        least = self._least(most)
+        if least is None:
+            return None
+        offered: list[Offers] = []
+        for kind, own in zip(self.kinds, least, strict=True):
+            offered.append(offers(self.problem, kind, step, grid, own))
+        if not all(len(offer.amounts) for offer in offered):
+            return None
+        # Memory may allow less than time does: the others' least is more then.
+        least = self._least([int(offer.amounts.max()) for offer in offered])
+        if least is None:
+            return None
+        return [offer.of_at_least(own) for offer, own in zip(offered, least, strict=True)]
+
+    def _least(self, most: Sequence[int]) -> list[int] | None:
+        """Of each kind of rank, by the most of each; None where that is less than the batch."""
+        ranks = [most[kind] for _, kinds in self._hosts for kind in kinds]
+        if sum(ranks) < self.problem.batch:
+            return None
+        others = sum(ranks) - self.problem.batch
+        return [max(0, own - others) for own in most]
+
+    def _tables(self, step: float, grid: Grid) -> dict[int, HostTable] | None:
         """For each kind of host; None where a rank can do nothing in time."""
         problem = self.problem
-        offered = {kind: offers(problem, menu, step, grid) for kind, menu in self.menus.items()}
-        if not all(len(offer.amounts) for offer in offered.values()):
+        offered = self._offers(step, grid)
+        if offered is None:
             return None
-        tables: dict[Host, HostTable] = {}
-        for host in problem.cluster.hosts:
-            kind = _nameless(host)
-            if kind not in tables:
-                budgets = host_budgets(problem, host, step)
-                limit = grid.limit(min(one.capacity for one in budgets), problem.model.parameters)
-                most = grid.limit(min(one.most for one in budgets), problem.model.parameters)
-                members = [offered[kind, gpu] for gpu in host.gpus]
-                tables[kind] = HostTable(members, limit, grid, problem.batch, most)
+        most = [sum(int(offered[own].amounts.max()) for own in kinds) for _, kinds in self._hosts]
+        spare = sum(most) - problem.batch
+        tables: dict[int, HostTable] = {}
+        for host, (kind, kinds), able in zip(problem.cluster.hosts, self._hosts, most, strict=True):
+            if kind in tables:
+                continue
+            budgets = host_budgets(problem, host, step)
+            limit = grid.limit(min(one.capacity for one in budgets), problem.model.parameters)
+            host_most = grid.limit(min(one.most for one in budgets), problem.model.parameters)
+            rows = range(max(0, able - spare), min(problem.batch, able) + 1)
+            members = [offered[own] for own in kinds]
+            tables[kind] = HostTable(members, limit, grid, rows, host_most)
         return tables
 
     def longest(self) -> float:
@@ -217,16 +172,17 @@ class Frontier:
         problem = self.problem
         whole = problem.model.parameters
         seconds = 0.0
-        for menu in self.menus.values():
+        for kind in self.kinds:
+            menu = kind.longest
             if not menu.loads:
                 continue
             slowest = 2.0 * float(menu.inner.compute.max())
             copied = problem.model.itemsize * whole + float(menu.inner.offloaded.max())
-            copies = copied / menu.gpu.copy_rate
+            copies = copied / kind.gpu.copy_rate
             copies += whole * float(menu.inner.slope.max(initial=0.0))
-            updates = whole / menu.gpu.update_rate + whole / menu.host.rank_update_rate
+            updates = whole / kind.gpu.update_rate + whole / kind.host.rank_update_rate
             traffic = problem.state_traffic + problem.shard_traffic
-            moved = traffic * whole / menu.host.bandwidth
+            moved = traffic * whole / kind.host.bandwidth
             seconds = max(seconds, slowest + copies + updates + moved)
         return seconds
 

@@ -61,7 +61,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.planner.cluster import GpuProfile, Host
-from hytrain.planner.cover import Floats
+from hytrain.planner.cover import Floats, Ints
 from hytrain.planner.passes import (
     Collectives,
     FetchLine,
@@ -246,6 +246,18 @@ class Columns:
             offloaded=np.array([work.offloaded for work in loads]),
         )
 
+    def take(self, rows: Ints) -> Columns:
+        """Of some of the loads."""
+        return Columns(
+            compute=self.compute[rows],
+            edge=self.edge[rows],
+            room=self.room[rows],
+            end_room=self.end_room[rows],
+            offloaded=self.offloaded[rows],
+            slope=self.slope[rows],
+            hidden=self.hidden[rows],
+        )
+
 
 def gpu_capacity(
     problem: PlanProblem,
@@ -284,23 +296,24 @@ def cpu_capacity(
     copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
     most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
     if problem.offload_param:
-        most = np.minimum(most, _fetched(columns, step, 0.0).min(axis=1))
+        most = np.minimum(most, _fetched(columns, step, np.zeros(1)).min(axis=2)[:, 0])
     if problem.sharded_bytes:
         most = np.minimum(most, np.maximum(0.0, columns.room) / problem.sharded_bytes)
     return most
 
 
-def _fetched(columns: Columns, step: float, seconds: Floats | float) -> Floats:
-    """Parameters of the largest shard by each line of fetches.
+def _fetched(columns: Columns, step: float, seconds: Floats) -> Floats:
+    """Parameters of the largest shard: by loads, ``seconds``, and lines of fetches.
 
     Args:
         columns: the loads.
         step: seconds of the step.
         seconds: that each parameter of the shard takes besides.
     """
-    time = (step - columns.compute)[:, None] + columns.hidden
-    slope = columns.slope + seconds
+    time = (step - columns.compute)[:, None, None] + columns.hidden[:, None, :]
+    slope = columns.slope[:, None, :] + seconds[:, None]
     largest = np.where(time >= 0.0, np.inf, -1.0)
+    largest = np.broadcast_to(largest, slope.shape).copy()
     return np.divide(time, slope, out=largest, where=slope > 0.0)
 
 
@@ -331,9 +344,8 @@ def largest_shards(
     shards = np.minimum(shards, np.divide(on_cpu, cpu_part, out=unlimited, where=cpu_part > 0.0))
     if problem.offload_param:
         # No more goes to the host than comes from there in backward alone, as fast: no other limit.
-        for number, part in enumerate(gpu_part):
-            fetched = _fetched(columns, step, part / gpu.update_rate).min(axis=1)
-            shards[:, number] = np.minimum(shards[:, number], fetched)
+        fetched = _fetched(columns, step, gpu_part / gpu.update_rate)
+        shards = np.minimum(shards, fetched.min(axis=2))
     possible = (room >= 0.0) & (on_gpu >= 0.0) & (on_cpu >= 0.0)
     return np.where(possible, shards, -1.0)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from hytrain.planner.catalogue import Catalogue
+from hytrain.planner.cluster import GpuProfile, Host
 from hytrain.planner.cover import Floats, Ints
 from hytrain.planner.loads import (
     Columns,
+    Load,
     cpu_capacity,
     gpu_capacity,
     host_budgets,
     largest_shards,
 )
-from hytrain.planner.menu import Menu
 from hytrain.planner.problem import PlanProblem
 
 # In stage 3 what the CPU updates takes room on the GPU, too: so many points on that line.
@@ -32,13 +35,26 @@ class Offers:
         amounts: samples.
         keeps: a, in units; may be negative.
         holds: d, in units.
-        labels: positions in the menu.
+        labels: positions in the loads.
+        loads: among them those that are offered.
     """
 
     amounts: Ints
     keeps: Ints
     holds: Ints
     labels: Ints
+    loads: Sequence[Load]
+
+    def of_at_least(self, samples: int) -> Offers:
+        """Those with so many samples, in their order."""
+        kept = self.amounts >= samples
+        return replace(
+            self,
+            amounts=self.amounts[kept],
+            keeps=self.keeps[kept],
+            holds=self.holds[kept],
+            labels=self.labels[kept],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,48 +89,64 @@ class Grid:
         return rounded.astype(np.intp)
 
 
-def offers(problem: PlanProblem, menu: Menu, step: float, grid: Grid) -> Offers:
-    """What a rank can do in a step of so many seconds."""
+def offers(
+    problem: PlanProblem, rank: Catalogue, step: float, grid: Grid, least: int = 0
+) -> Offers:
+    """What a rank can do in a step of so many seconds.
+
+    Args:
+        problem: what is planned.
+        rank: its loads.
+        step: seconds.
+        grid: the units.
+        least: samples; offers with fewer are of no interest.
+    """
     whole = problem.model.parameters
+    host, gpu = rank.host, rank.gpu
+    menu = rank.menu(step, least, outer=grid.outer)
     columns = menu.outer if grid.outer else menu.inner
-    on_cpu = cpu_capacity(problem, menu.host, menu.gpu, columns, step)
-    memory, moves = host_budgets(problem, menu.host, step)
+    samples = menu.samples(step, outer=grid.outer)
+    of_interest = np.flatnonzero((columns.compute <= step) & (samples >= least))
+    samples = samples[of_interest]
+    columns = columns.take(of_interest)
+    on_cpu = cpu_capacity(problem, host, gpu, columns, step)
+    memory, moves = host_budgets(problem, host, step)
     held, moved = memory.draw(columns.offloaded), moves.draw(columns.offloaded)
     reliefs = memory.relief, moves.relief
     relief = max(reliefs) if grid.outer else min(reliefs)
-    largest = _largest(problem, menu, columns, step)
+    largest = _largest(problem, host, gpu, columns, step)
     # All ranks together may not draw more than there is: by the inner reading each a part of it.
-    sharers = 1 if grid.outer else len(menu.host.gpus)
+    sharers = 1 if grid.outer else len(host.gpus)
     possible = (held * sharers <= memory.capacity) & (moved * sharers <= moves.capacity)
     possible &= largest >= 0.0
     drawn = grid.drawn(np.minimum(held, moved) if grid.outer else np.maximum(held, moved), whole)
-    samples = menu.samples(step, outer=grid.outer)
     corners = _CORNERS if problem.stage == 3 else 0
     parts: list[tuple[Ints, Ints, Ints, Ints]] = []
     for corner in range(corners + 1):
         high = on_cpu * (corner / corners) if corners else on_cpu
         low = on_cpu * (max(0, corner - 1) / corners) if corners else on_cpu
-        on_gpu = gpu_capacity(problem, menu.gpu, columns, step, low if grid.outer else high)
+        on_gpu = gpu_capacity(problem, gpu, columns, step, low if grid.outer else high)
         able = possible & (on_gpu >= 0.0)
         on_gpu = np.maximum(on_gpu, 0.0)
         keeps = grid.held(relief * on_gpu, whole) - drawn
         holds = grid.held(np.minimum(on_gpu + high, largest), whole)
-        labels = np.flatnonzero(able)
-        parts.append((samples[able], keeps[able], holds[able], labels))
+        parts.append((samples[able], keeps[able], holds[able], of_interest[able]))
     amounts, keeps, holds, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
     kept = _undominated(amounts, keeps, holds)
-    return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept])
+    return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept], menu.loads)
 
 
-def _largest(problem: PlanProblem, menu: Menu, columns: Columns, step: float) -> Floats:
+def _largest(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
+) -> Floats:
     """The largest shard of whole layers with each load, if the rank had its host for itself.
 
     g + c alone would count parts of layers. Negative where the load does not fit at all.
     """
-    shards = largest_shards(problem, menu.host, menu.gpu, columns, step)
+    shards = largest_shards(problem, host, gpu, columns, step)
     num_layers = problem.model.num_layers
     cpu_part = 1.0 - np.arange(num_layers + 1) / num_layers
-    for budget in host_budgets(problem, menu.host, step):
+    for budget in host_budgets(problem, host, step):
         shards = np.minimum(shards, budget.shards(columns.offloaded, cpu_part))
     return shards.max(axis=1)
 

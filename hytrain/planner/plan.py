@@ -43,8 +43,20 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     Args:
         problem: what is to be dealt to whom.
     """
-    if problem.needs_rounds:
-        return _of_one_manner(problem)
+    return _of_one_manner(problem) if problem.needs_rounds else _of_any_manner(problem)
+
+
+def _if_shorter(problem: PlanProblem, than: float) -> Plan | Infeasible | None:
+    """The plan; None where no step is shorter than so many seconds, which one look may tell."""
+    if math.isfinite(than):
+        frontiers = (Frontier(problem, even=even, worst=than) for even in (True, False))
+        if not any(one.covers(than) and one.choose(than, outer=True) for one in frontiers):
+            return None
+    return _of_any_manner(problem)
+
+
+def _of_any_manner(problem: PlanProblem) -> Plan | Infeasible:
+    """Where each rank may have its own, or where it is decided on."""
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
         return Infeasible(
@@ -144,18 +156,20 @@ class _Search:
 
 def _of_one_manner(problem: PlanProblem) -> Plan | Infeasible:
     """Stage 3: the best plan in which all ranks use each layer together."""
-    found = best_manner(problem, make_plan)
+    found = best_manner(problem, _if_shorter)
     if isinstance(found, Infeasible):
         return found
     # Ranks that need not wait for each other are no slower: their bound is all plans' bound.
     bounds: list[float] = [found.step_seconds]
+    worst = found.step_seconds * (1.0 + TOLERANCE)
     for group in MANNERS.values():
         policies: tuple[Activations, ...] = tuple(
             policy for policy in problem.activations if policy in group
         )
         if policies:
             free = replace(problem, activations=policies)
-            both = (_lower_bound(Frontier(free, even=even)) for even in (True, False))
+            frontiers = (Frontier(free, even=even, worst=worst) for even in (True, False))
+            both = (_lower_bound(frontier) for frontier in frontiers)
             bounds += [bound for bound in both if bound is not None]
     return replace(found, lower_bound=min(bounds))
 

@@ -51,11 +51,12 @@ class FastestLoads:
         """
         self._problem = problem
         self._collectives = Collectives.of(problem, even=even)
-        self._known: dict[tuple[GpuProfile, int, Activations], Load | None] = {}
+        # By the profile's identity: to compare profiles takes long.
+        self._known: dict[tuple[int, int, Activations], Load | None] = {}
 
     def of(self, gpu: GpuProfile, batch: int, policy: Activations) -> Load | None:
         """None where no micro-batch leaves room on the GPU or makes the rounds."""
-        key = gpu, batch, policy
+        key = id(gpu), batch, policy
         if key not in self._known:
             sizes = gpu.micro_batches(batch) if batch else (0,)
             made = (self.of_size(gpu, batch, size, policy) for size in sizes)

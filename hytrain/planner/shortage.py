@@ -24,11 +24,11 @@ def missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> In
         is_bounded: whether some step may be possible by the outer reading.
     """
     cluster = problem.cluster
-    for rank, (host, gpu) in enumerate(cluster.ranks):
-        if not frontier.menu(host, gpu).loads:
+    extremes = [kind.extremes for kind in frontier.catalogues]
+    for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
+        if not works:
             return _rank_is_missing(problem, rank, gpu, 0 if problem.allow_idle else 1)
-    menus = frontier.menus.values()
-    if not any(work.batch for menu in menus for work in menu.loads):
+    if not any(work.batch for works in extremes for work in works):
         alone = [
             _rank_is_missing(problem, rank, gpu, 1) for rank, (_, gpu) in enumerate(cluster.ranks)
         ]
@@ -62,8 +62,8 @@ def _gpus_are_missing(problem: PlanProblem, frontier: Frontier) -> list[tuple[st
     """
     ranks = problem.cluster.ranks
     least = float(problem.sharded_bytes * problem.model.parameters)
-    for host, gpu in ranks:
-        works = frontier.menu(host, gpu).loads
+    for (_, gpu), rank in zip(ranks, frontier.catalogues, strict=True):
+        works = rank.extremes
         if len(ranks) == 1:  # which has to compute the whole batch
             works = [work for work in works if work.batch == problem.batch] or works
         least += gpu.memory_bytes - max(work.room for work in works)
