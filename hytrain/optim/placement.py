@@ -223,7 +223,11 @@ class PlacementManager:
         if not controller.solves:
             return text + 'A smaller "hytrain.gpu_fraction" or micro-batch makes room'
         if not may_move or not controller.retreat(self._steps):
-            return text + "A larger reserve, a smaller micro-batch or checkpointing makes room"
+            return text + (
+                "A larger reserve, a smaller micro-batch or checkpointing makes room, and where "
+                "much memory is reserved but unallocated, "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
         self._pipeline.mover.finish()
         self._limits = None
         return text + (

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hytrain.planner.cover import Steps
+from hytrain.planner.cover import Ints, Steps
 from hytrain.planner.loads import Load
 from hytrain.planner.offers import Grid, Offers
 
-_Table = npt.NDArray[np.int64]
+_Table = npt.NDArray[np.signedinteger[Any]]
 
 _NEVER = -(2**40)
 # Columns of a host's table.
 _MOST_COLUMNS = 512
-# Cells of a table with as many offers as are added at once.
+# Offers are tried one by one in tables of so many cells, several at once in smaller ones.
+_ONE_BY_ONE = 2**12
+# Cells of a table with as many offers as are tried at once.
 _AT_ONCE = 2**16
+# Tables are of numbers as small as will do: they are most of a plan's work, and bandwidth is what
+# it takes. Two cells' sum must fit.
+_MOST_HELD = 2**13
 
 
 class HostTable:
@@ -64,14 +70,17 @@ class HostTable:
         up = coarse - 1 if grid.outer else 0
         self._keeps = [(keeps + up) // coarse for keeps in self._keeps]
         most = min(-(-most // coarse), sum(int(keeps.max()) for keeps in self._keeps))
-        table = np.full((1, most + 1), _NEVER, dtype=np.int64)
+        # More than the host can hold is for nothing; a rank holds no less than nothing.
+        self._held = max(0, held)
+        dtype = np.int16 if self._held <= _MOST_HELD else np.int64
+        table: _Table = np.full((1, most + 1), _never(dtype), dtype=dtype)
         table[0, 0] = 0
         self._tables = [table]
         for number in range(len(members)):
             table = self._with(table, number)
             self._tables.append(table)
-        capped = np.minimum(table, np.arange(most + 1) * coarse + limit)
-        self._best = np.minimum(capped, held)
+        capped = np.minimum(table.astype(np.int64), np.arange(most + 1) * coarse + limit)
+        self._best = np.where(table >= 0, np.minimum(capped, held), _NEVER)
 
     @property
     def num_cells(self) -> int:
@@ -88,20 +97,20 @@ class HostTable:
         # Where less than nothing is left, it is nothing: the first row and column, repeated.
         above = max(0, before[0] + wide - rows[0])
         below = max(0, rows[-1] - int(offer.amounts.min()) - before[-1])
-        padded = np.full((above + len(before) + below, deep + columns), _NEVER, dtype=np.int64)
+        never = _never(table.dtype)
+        shape = above + len(before) + below, deep + columns
+        padded = np.full(shape, never, dtype=table.dtype)
         padded[above : above + len(before), deep:] = table
         padded[:above, deep:] = table[0]
         padded[:, :deep] = padded[:, deep : deep + 1]
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (len(rows), columns))
         tops = above + rows[0] - before[0] - offer.amounts
         lefts = deep - np.minimum(keeps, deep)
-        result = np.full((len(rows), columns), _NEVER, dtype=np.int64)
-        stride = max(1, _AT_ONCE // result.size)
-        for first in range(0, len(tops), stride):
-            some = slice(first, first + stride)
-            candidates = windows[tops[some], lefts[some]]
-            candidates += offer.holds[some, None, None]
-            np.maximum(result, candidates.max(axis=0), out=result)
+        holds = np.minimum(offer.holds, self._held).astype(table.dtype)
+        result = np.full((len(rows), columns), never, dtype=table.dtype)
+        add = _add_one_by_one if result.size >= _ONE_BY_ONE else _add_at_once
+        add(result, padded, tops, lefts, holds)
+        np.minimum(result, self._held, out=result)
+        result[result < 0] = never
         return result
 
     def steps(self) -> Steps:
@@ -121,11 +130,38 @@ class HostTable:
             columns = np.maximum(column - keeps, 0)
             before, table = self._rows[number], self._tables[number]
             within = np.minimum(rows, before[-1]) - before[0]
-            sums = np.where(rows <= before[-1], table[within, columns], _NEVER) + offer.holds
+            left = table[within, columns].astype(np.int64)
+            is_possible = (rows <= before[-1]) & (left >= 0)
+            sums = np.where(is_possible, left, _NEVER) + offer.holds
             taken = int(sums.argmax())
             loads.append(offer.loads[int(offer.labels[taken])])
             row, column = int(rows[taken]), int(columns[taken])
         return loads[::-1]
+
+
+def _never(dtype: npt.DTypeLike) -> int:
+    """What is less than nothing, and stays so with the most that is added to it."""
+    return -(2**14) if dtype == np.int16 else _NEVER
+
+
+def _add_one_by_one(result: _Table, padded: _Table, tops: Ints, lefts: Ints, holds: _Table) -> None:
+    """The best of ``result`` and of all windows of its shape, each with its number added."""
+    rows, columns = result.shape
+    candidate = np.empty_like(result)
+    for top, left, held in zip(tops.tolist(), lefts.tolist(), holds, strict=True):
+        np.add(padded[top : top + rows, left : left + columns], held, out=candidate)
+        np.maximum(result, candidate, out=result)
+
+
+def _add_at_once(result: _Table, padded: _Table, tops: Ints, lefts: Ints, holds: _Table) -> None:
+    """As :func:`_add_one_by_one` where calls would take longer than what they do."""
+    windows = np.lib.stride_tricks.sliding_window_view(padded, result.shape)
+    stride = max(1, _AT_ONCE // result.size)
+    for first in range(0, len(tops), stride):
+        some = slice(first, first + stride)
+        candidates = windows[tops[some], lefts[some]]
+        candidates += holds[some, None, None]
+        np.maximum(result, candidates.max(axis=0), out=result)
 
 
 def _rows(members: Sequence[Offers], rows: range) -> list[range]:

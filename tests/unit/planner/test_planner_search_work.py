@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planner_clusters import plan_problems
 
-from hytrain.planner import baselines, catalogue, frontier, plan
+from hytrain.planner import baselines, catalogue, frontier, host_table, plan
 from hytrain.planner.catalogue import Batches, Catalogue
 from hytrain.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.planner.curves import Table
@@ -90,16 +90,28 @@ def _offers(draw: st.DrawFn) -> Offers:
     others=st.integers(0, 12),
     batch=st.integers(1, 24),
     outer=st.booleans(),
+    one_by_one=st.booleans(),
+    is_small=st.booleans(),
 )
 def test_a_host_holds_as_much_by_the_rows_that_are_left_open(
-    members: list[Offers], limit: int, host_most: int, others: int, batch: int, outer: bool
+    members: list[Offers],
+    limit: int,
+    host_most: int,
+    others: int,
+    batch: int,
+    outer: bool,
+    one_by_one: bool,
+    is_small: bool,
 ) -> None:
     grid = Grid(16, 16, outer)
     able = sum(int(offer.amounts.max()) for offer in members)
     rows = range(max(0, batch - others), min(batch, able) + 1)
     if not rows:
         return
-    table = HostTable(members, limit, grid, rows, host_most)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_table, "_ONE_BY_ONE", 0 if one_by_one else 2**30)
+        patch.setattr(host_table, "_MOST_HELD", 2**13 if is_small else -1)
+        table = HostTable(members, limit, grid, rows, host_most)
     steps = table.steps()
     slow = held_by_samples(members, limit, grid, batch, host_most)
     for samples in rows:
