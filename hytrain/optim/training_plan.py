@@ -33,6 +33,7 @@ from hytrain.planner.plan_file import (
     parse_plan,
 )
 from hytrain.planner.policies import LAYER_MAJOR
+from hytrain.profile.allocator_watch import advise_on_plan
 from hytrain.profile.device_facts import device_facts
 from hytrain.profile.host_share import machine_identity, share_host
 
@@ -141,6 +142,8 @@ def adopt_plan(
     _refuse_other_job(plan, paths[0], ranks)
     own = plan.ranks[collectives.rank]
     _use_activations(model, own, collectives.rank)
+    if device.type == "cuda":
+        advise_on_plan(own.gpu_bytes, ranks[collectives.rank].rank.memory_bytes)
     return {**config, SECTION: _section(config[SECTION], section, plan, own, paths[0])}
 
 

@@ -8,7 +8,8 @@ job whose blocks do not fit into each other's gaps pays that in every step, in s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 EVERY = 10
 """Steps between two looks: asking takes a tenth of a millisecond."""
+_TIGHT = 0.9
+"""Planned share of a GPU's memory beyond which gaps between blocks are what it lacks: an H200 with
+22.4 GiB, 21.4 of them planned, failed at 18.7 allocated and 3.5 in gaps, under ZeRO-3."""
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def retries_of(device: torch.device) -> Callable[[], int] | None:
@@ -23,6 +28,28 @@ def retries_of(device: torch.device) -> Callable[[], int] | None:
     if device.type != "cuda":
         return None
     return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def advise_on_plan(
+    planned: float, limit: float, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Warns where a plan fills a GPU's memory, and torch's allocator leaves gaps there.
+
+    Args:
+        planned: bytes that the plan takes at most.
+        limit: bytes that this process may use.
+        environment: the process's; nobody else tells how the allocator was set up.
+    """
+    settings = ",".join(environment.get(name, "") for name in _VARIABLES)
+    if planned <= _TIGHT * limit or "expandable_segments:True" in settings:
+        return
+    logger.warning(
+        "the plan fills %.0f%% of the %.1f GiB of this GPU, and gaps between blocks of memory take "
+        "some, too: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or "
+        "plan with a larger --gpu-memory-reserve",
+        100.0 * planned / limit,
+        limit / 2**30,
+    )
 
 
 class AllocatorWatch:

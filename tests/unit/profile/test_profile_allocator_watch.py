@@ -7,7 +7,12 @@ import logging
 import pytest
 import torch
 
-from hytrain.profile.allocator_watch import EVERY, AllocatorWatch, retries_of
+from hytrain.profile.allocator_watch import (
+    EVERY,
+    AllocatorWatch,
+    advise_on_plan,
+    retries_of,
+)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str]:
@@ -74,3 +79,24 @@ def test_a_gpu_counts() -> None:
         assert count() == before + 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.parametrize(
+    ("planned", "environment", "warns"),
+    [
+        (95, {}, True),
+        (85, {}, False),
+        (95, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, False),
+        (95, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        (95, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, True),
+    ],
+)
+def test_a_plan_that_fills_the_memory_has_no_room_for_gaps(
+    caplog: pytest.LogCaptureFixture, planned: int, environment: dict[str, str], warns: bool
+) -> None:
+    advise_on_plan(planned * 2**30, 100 * 2**30, environment)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == warns
+    for text in texts:
+        assert "fills 95% of the 100.0 GiB" in text
+        assert "expandable_segments:True" in text
