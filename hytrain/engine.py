@@ -39,6 +39,7 @@ from hytrain.optim.pass_guide import PassGuide
 from hytrain.optim.plan_watch import PlanReport, PlanWatch
 from hytrain.optim.statistics import StepStatistics
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.batches import DealtSizes
 from hytrain.placement.records import Decision
 from hytrain.planner.plan_file import read_plan
 
@@ -213,8 +214,11 @@ class HyTrainEngine(EngineBuild):
             )
         shares = self.hytrain_config.batch_shares()
         steps = int(self.gradient_accumulation_steps())
-        rank = optimizer.collectives.rank
-        count = steps if shares is None else len(shares.micro_batches(rank))
+        count = steps
+        if shares is not None:
+            if self._dealt is None:
+                self._dealt = DealtSizes(shares, optimizer.collectives.rank)
+            count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
         most = count
         if shares is not None and int(self.zero_optimization_stage()) == 3:
             most = max(len(shares.micro_batches(each)) for each in range(len(shares.sizes)))

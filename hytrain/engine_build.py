@@ -15,6 +15,7 @@ from hytrain.optim.build import BuildSettings, build_optimizer
 from hytrain.optim.build_weights import WeightSettings
 from hytrain.optim.engine_view import EngineView
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.batches import DealtSizes
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.profile.host_share import HostShare, share_host
 
@@ -25,6 +26,7 @@ class EngineBuild(CheckpointEngine):
     hytrain_config: HyTrainConfig
     _collectives: ShardCollectives | None = None
     _in_train_batch = False
+    _dealt: DealtSizes | None = None
 
     def get_optimizer_configuration(
         self,

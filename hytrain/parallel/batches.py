@@ -6,13 +6,17 @@ computes many samples and owns little state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
 
 from hytrain.config import BatchShares
 from hytrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class UnequalBatchSampler(Sampler[list[int]]):
@@ -80,3 +84,51 @@ class UnequalBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order: list[int] = torch.randperm(self._num_samples, generator=generator).tolist()
         return order
+
+
+class DealtSizes:
+    """Tells once where micro-batches are not as large as they were dealt.
+
+    The loss is right all the same, as it is weighted by valid tokens; but the global batch is not
+    the one that was asked for, and a plan's times and memory are of other steps.
+    """
+
+    def __init__(self, shares: BatchShares, rank: int) -> None:
+        """
+        Args:
+            shares: who computes how much.
+            rank: this rank.
+        """
+        self.sizes = shares.micro_batches(rank)
+        self._rank = rank
+        self._is_told = False
+
+    def watch(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        """A step's micro-batches, as they come; fewer where there are no more."""
+        for number, size in enumerate(self.sizes):
+            try:
+                batch = next(micro_batches)
+            except StopIteration:
+                return
+            found = _samples(batch)
+            if found not in (None, size) and not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "rank %d: micro-batch %d of a step has %d samples (its tensors' first "
+                    'dimension), and %d by "hytrain.batch_sizes" and "micro_batch_sizes", or the '
+                    "plan that they are from: the global batch is another one, unless a sample is "
+                    "packed of several. UnequalBatchSampler deals them",
+                    self._rank, number, found, size,
+                )  # fmt: skip
+            yield batch
+
+
+def _samples(batch: Any) -> int | None:
+    """What a micro-batch's tensors agree on as their first dimension; None: they do not."""
+    if isinstance(batch, Mapping):
+        values = list(cast("Mapping[Any, Any]", batch).values())
+    else:
+        values = list(cast("Sequence[Any]", batch)) if isinstance(batch, (tuple, list)) else []
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    lengths = {len(tensor) for tensor in tensors}
+    return lengths.pop() if len(lengths) == 1 else None

@@ -15,7 +15,7 @@ import hytrain
 from hytrain.config import BatchShares, HyTrainConfig
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.optim.global_batch import loss_of, valid_labels
-from hytrain.parallel.batches import UnequalBatchSampler
+from hytrain.parallel.batches import DealtSizes, UnequalBatchSampler
 
 pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), min_size=1, max_size=4).filter(
     lambda rows: sum(size for size, _ in rows) > 0
@@ -128,3 +128,59 @@ def test_where_the_loss_is() -> None:
     for output in (torch.zeros(2), {}, (), object()):
         with pytest.raises(UnsupportedError, match="scalar loss"):
             loss_of(output)
+
+
+# -- sizes that micro-batches have -------------------------------------------------------------
+
+
+def _micro_batch(samples: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(samples, 3), "scale": torch.ones(())}
+
+
+def test_micro_batches_as_they_were_dealt_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    dealt = DealtSizes(BatchShares((5, 2), (2, 2)), 0)
+    given = [_micro_batch(size) for size in (2, 2, 1, 2, 2, 1)]
+    data = iter(given)
+    for first in (0, 3):
+        came = list(dealt.watch(data))
+        assert all(one is other for one, other in zip(came, given[first:], strict=False))
+        assert len(came) == 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_micro_batches_of_other_sizes_are_told_once(
+    caplog: pytest.LogCaptureFixture, kind: type
+) -> None:
+    dealt = DealtSizes(BatchShares((5, 2), (2, 2)), 0)
+    batches = [_micro_batch(size) for size in (2, 2, 2, 1, 1, 1)]
+    data = iter(batches if kind is dict else [tuple(batch.values()) for batch in batches])
+    assert len([*dealt.watch(data), *dealt.watch(data)]) == 6
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("rank 0: micro-batch 2 of a step has 2 samples")
+    assert 'and 1 by "hytrain.batch_sizes"' in text
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": torch.zeros(1, 8), "lengths": torch.zeros(4)},
+        {"text": ["a", "b"]},
+        torch.zeros(7, 2),
+        object(),
+    ],
+    ids=["of several lengths", "no tensors", "a tensor", "anything"],
+)
+def test_what_has_no_number_of_samples_is_taken(
+    caplog: pytest.LogCaptureFixture, batch: object
+) -> None:
+    dealt = DealtSizes(BatchShares((4,), (2,)), 0)
+    assert all(one is batch for one in dealt.watch(iter([batch, batch])))
+    assert not caplog.records
+
+
+def test_data_that_ends_in_a_step_ends_there() -> None:
+    dealt = DealtSizes(BatchShares((4,), (2,)), 0)
+    assert len(list(dealt.watch(iter([_micro_batch(2)])))) == 1
+    assert list(dealt.watch(iter(()))) == []
