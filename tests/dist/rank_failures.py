@@ -155,7 +155,7 @@ def slow_ranks_are_waited_for() -> None:
 def one_rank_evaluates(alone: int) -> list[str]:
     """After a step one rank uses the weights, and the other only comes back later."""
     impatient()
-    watch.WARN_SECONDS = 2.0
+    watch.WARN_SECONDS = 1.5
     said: list[str] = []
 
     class Listener(logging.Handler):

@@ -475,6 +475,7 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
         "name": "small-llama",
         "num_layers": 4,
         "parameters": 4 * BLOCK + 2 * 1024 * 256 + 256,
+        "frozen": 0,
         "dtype": "bf16",
         "seq_len": 1024,
     }

@@ -175,7 +175,7 @@ def test_loads_of_some_rounds_are_found_without_the_others(batch: int, size: int
         assert list(batches.in_rounds(rounds)) == expected
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(random=plan_problems(most_ranks=3, most_batch=12))
 def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem) -> None:
     """One micro-batch after another, by all numbers of them, each worked out to its end."""
