@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hytrain.planner.baselines import best_manner, samples_by_speed
+from hytrain.planner.cluster import GpuProfile
 from hytrain.planner.frontier import Frontier
 from hytrain.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.planner.policies import MANNERS, Activations
@@ -49,10 +50,30 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
 def _if_shorter(problem: PlanProblem, than: float) -> Plan | Infeasible | None:
     """The plan; None where no step is shorter than so many seconds, which one look may tell."""
     if math.isfinite(than):
-        frontiers = (Frontier(problem, even=even, worst=than) for even in (True, False))
+        free = _of_any_size(problem)
+        frontiers = (Frontier(free, even=even, worst=than) for even in (True, False))
         if not any(one.covers(than) and one.choose(than, outer=True) for one in frontiers):
             return None
     return _of_any_manner(problem)
+
+
+def _of_any_size(problem: PlanProblem) -> PlanProblem:
+    """The problem with all micro-batches up to the largest.
+
+    Loads are searched among those that were measured; then single samples are taken from them or
+    moved, and any size may come of that.
+    """
+
+    def freed(gpu: GpuProfile) -> GpuProfile:
+        if gpu.sizes is None:
+            return gpu
+        most = min(gpu.sizes[-1], gpu.most_samples or gpu.sizes[-1])
+        return replace(gpu, sizes=None, most_samples=most)
+
+    hosts = tuple(
+        replace(host, gpus=tuple(freed(gpu) for gpu in host.gpus)) for host in problem.cluster.hosts
+    )
+    return replace(problem, cluster=replace(problem.cluster, hosts=hosts))
 
 
 def _of_any_manner(problem: PlanProblem) -> Plan | Infeasible:

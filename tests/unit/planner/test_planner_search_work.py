@@ -189,6 +189,31 @@ def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem)
         assert fast.predicted_seconds <= slow.predicted_seconds
 
 
+def test_a_number_of_rounds_that_only_other_micro_batches_make_is_worked_out() -> None:
+    """Five samples on two GPUs: 2 and 3 by 2 are best, and 2 was not measured."""
+    gpu = GpuProfile(
+        name="x",
+        memory_bytes=10 * GB,
+        forward_ms=Table(((1.0, 6.0), (2.0, 7.2))),
+        backward_ms=Table(((1.0, 12.0), (2.0, 24.0))),
+        peak_bytes=Table(((1.0, 5e8), (2.0, 6e8))),
+        stored_bytes=Table(((1.0, 1e9), (2.0, 1e9))),
+        idle_bytes=0,
+        update_rate=5e9,
+        copy_rate=5e9,
+        sizes=(1, 3),
+    )
+    host = Host("host", (gpu, gpu), 8, 0, 2e10, Table(((8.0, 5e8),)))
+    none = Table(((1.0, 0.0),))
+    cluster = Cluster((host,), none, none, 1.25)
+    policies: tuple[Activations, ...] = ("store", "recompute")
+    whole = PlanProblem(cluster, Model("m", 2, GB), 5, stage=3, activations=policies)
+    found = make_plan(whole)
+    assert isinstance(found, Plan)
+    assert [(rank.batch_size, rank.microbatch_size) for rank in found.ranks] == [(2, 1), (3, 2)]
+    assert found.predicted_seconds == pytest.approx(0.1984)
+
+
 # -- work --------------------------------------------------------------------------------------
 
 
