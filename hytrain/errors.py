@@ -27,12 +27,16 @@ class CheckpointError(HyTrainError, ValueError):
     """A checkpoint is missing, incomplete, or does not match the model."""
 
 
+class HostMemoryError(HyTrainError, MemoryError):
+    """Host memory cannot be had; the message says for what, what is left, and what would help."""
+
+
 class GradientOrderError(HyTrainError, RuntimeError):
     """A gradient arrived for a layer whose update had already been previewed as final."""
 
 
 class RankFailedError(HyTrainError, RuntimeError):
-    """Another rank has failed; the message says which, and its own error."""
+    """Another rank has failed; the message says which, and its own error, or that it was killed."""
 
 
 class OutOfStepError(HyTrainError, RuntimeError):
