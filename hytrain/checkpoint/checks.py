@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
@@ -22,34 +22,15 @@ _SHOWN = 5
 """Names that a message lists at most."""
 
 
-def read_file(path: Path) -> Any:
-    """A file's contents; tensors are mapped, their bytes are read where they are used.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing: the checkpoint is incomplete or another tool's; load another tag"
-        )
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): the file is damaged; load "
-            "another tag"
-        ) from error
-
-
-def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torch.Tensor:
-    """A parameter's whole state tensor, mapped.
+def read_state(files: CheckpointFiles, place: ParameterPlace, kind: str) -> torch.Tensor:
+    """A parameter's whole state tensor; its elements are read and checked where they are used.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has another shape.
     """
-    path = paths.state(place.name, kind)
+    path = files.paths.state(place.name, kind)
     try:
-        tensor = unpack_tensor(read_file(path))
+        tensor = unpack_tensor(files.load(path))
     except CheckpointError as error:
         text = str(error)
         raise CheckpointError(text if str(path) in text else f"{path} {text}") from None
@@ -61,14 +42,15 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
     return tensor
 
 
-def stored_names(paths: CheckpointPaths) -> set[str]:
-    """Names of the parameters that a checkpoint has state of."""
-    names: set[str] = set()
-    for folder, inner, files in os.walk(paths.zero):
-        # A name with "/" is a path, and on the way to it lie folders that are no parameter's.
-        if not inner or any(file.endswith(".pt") for file in files):
-            names.add(Path(folder).relative_to(paths.zero).as_posix())
-    return names - {"."}
+def stored_names(files: Iterable[str]) -> set[str]:
+    """Names of the parameters that a checkpoint has state of.
+
+    Args:
+        files: paths in the checkpoint's folder.
+    """
+    # A name with "/" is a path, and on the way to it lie folders that are no parameter's.
+    found = map(CheckpointPaths.state_of, files)
+    return {state[0] for state in found if state is not None}
 
 
 def unusable_names(names: Iterable[str]) -> str | None:
@@ -135,13 +117,13 @@ def no_parameters(paths: CheckpointPaths) -> str:
 
 
 def check_states(
-    paths: CheckpointPaths, places: Iterable[ParameterPlace], kinds: Sequence[str]
+    files: CheckpointFiles, places: Iterable[ParameterPlace], kinds: Sequence[str]
 ) -> Iterator[str]:
     """The state files can be read and have their parameters' shapes."""
     for place in places:
         for kind in kinds:
             try:
-                read_state(paths, place, kind)
+                read_state(files, place, kind)
             except CheckpointError as error:
                 yield str(error)
 

@@ -1,9 +1,9 @@
 """A checkpoint comes under its tag whole, or not at all; what was there stays until then.
 
-A save writes into a folder of its own beside the tag's. When all ranks have finished, rank 0 makes
-two renames: the old checkpoint gives way, the new one takes its place. Then the old one is removed.
-Wherever a run ends meanwhile, the tag has one of the two, or, between the renames, neither: the old
-one is then found under the name that it gave way to.
+A save writes into a folder of its own beside the tag's. When all ranks have finished, and their
+files have reached the disk, rank 0 makes two renames: the old checkpoint gives way, the new one
+takes its place. Then the old one is removed. Wherever a run ends meanwhile, the tag has one of the
+two, or, between the renames, neither: the old one is then found under the name that it gave way to.
 
 <save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
 <save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from hytrain.checkpoint.sync import sync_folder
 from hytrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def finish_save(saving: Path, folder: Path) -> None:
     """Puts a checkpoint that all ranks have written in its tag's place.
 
     Raises:
-        OSError: it cannot be renamed; the tag is as it was.
+        OSError: it cannot be renamed for good; the tag is as it was.
     """
     folder = _target(folder)
     replaced = _replaced_name(folder)
@@ -81,7 +82,11 @@ def finish_save(saving: Path, folder: Path) -> None:
         folder.rename(replaced)
     try:
         saving.rename(folder)
+        # Before the old one goes: after a loss of power there is one of the two.
+        sync_folder(folder.parent)
     except OSError:
+        if not saving.exists():
+            folder.rename(saving)
         if replaced.exists():
             replaced.rename(folder)
         raise

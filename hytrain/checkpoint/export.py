@@ -37,8 +37,10 @@ def collect_module_state(
     for name, tensor in module_tensors().items():
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not with_frozen:
             continue
-        plain = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-        state[name] = copies.get(id(tensor), plain)
+        if id(tensor) in copies:
+            state[name] = copies[id(tensor)]
+        else:
+            state[name] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     return state
 
 

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from hytrain.kernels.host_memory import taking_host_memory
 from hytrain.layers.layout import LayerLayout, ParameterSlot
 from hytrain.layers.state import LayerState
 from hytrain.parallel.collectives import ShardCollectives
@@ -161,7 +162,7 @@ def _gather_round(
     for delivery in deliveries:
         place, whole = delivery.place, None
         if delivery.destination == rank:
-            whole = torch.empty(place.numel, dtype=torch.float32)
+            whole = _whole(place)
             mine = place, whole
         transfers.extend(
             Transfer(
@@ -196,7 +197,7 @@ def gather_everywhere(
     Returns:
         fp32, of the parameter's shape, its own memory.
     """
-    whole = torch.empty(place.numel, dtype=torch.float32)
+    whole = _whole(place)
     transfers = [
         Transfer(
             piece.rank,
@@ -229,3 +230,10 @@ def gather_to_first(
     rounds = ([Delivery(place, 0)] for place in list_parameters(layers))
     gather_states(rounds, collectives, device, deliver)
     return gathered
+
+
+def _whole(place: ParameterPlace) -> torch.Tensor:
+    remedy = "leave it more than one whole parameter in fp32, which is the least that is gathered"
+    purpose = f"one state of parameter '{place.name}', gathered from all ranks"
+    with taking_host_memory(purpose, 4 * place.numel, remedy=remedy):
+        return torch.empty(place.numel, dtype=torch.float32)

@@ -1,8 +1,9 @@
 """Loads a checkpoint into an engine of any number of ranks, shards, placement and chunk size.
 
-Nothing is touched before every file has been looked at, each rank looking at its share of them,
-and all ranks have agreed: a checkpoint that does not fit leaves the engine as it was. State is
-read by each rank for its own shard only, from mapped files.
+Nothing is touched before every byte that is to be used has been held against its checksum, each
+rank looking at its share of them, and all ranks have agreed: a checkpoint that does not fit leaves
+the engine as it was. State is then read by each rank for its own shard only; what it reads is
+checked once more, as the disk may since have changed its mind.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from hytrain.checkpoint.checks import (
     check_states,
     find_problems,
     no_parameters,
-    read_file,
     read_state,
     stored_names,
 )
+from hytrain.checkpoint.file_checks import CheckpointFiles, Listing, check_files, list_files
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.origins import (
     Origin,
@@ -36,6 +37,7 @@ from hytrain.checkpoint.origins import (
     groups_left_alone,
     merge_steps,
 )
+from hytrain.checkpoint.pickles import LAZY
 from hytrain.checkpoint.universal import (
     STATES,
     STEP,
@@ -69,6 +71,11 @@ class LoadRequest:
     with_optimizer: bool
     custom_load: Callable[..., Any] | None
     keys: tuple[str, ...]
+
+    @property
+    def wait(self) -> tuple[str, ...]:
+        """Keys of the model states whose tensors may wait: a user's function gets plain ones."""
+        return LAZY if self.custom_load is None else tuple(set(LAZY) - {"module"})
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -111,8 +118,8 @@ def read_checkpoint(
     try:
         _load_module(found.engine, module, optimizer, request, module_tensors)
         for place, origin in zip(places, found.origins, strict=True):
-            _restore(paths, place, origin, optimizer, request)
-        _restore_progress(paths, optimizer, places, found)
+            _restore(found.files, place, origin, optimizer, request)
+        _restore_progress(optimizer, places, found)
     except Exception as error:
         failure = (
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
@@ -128,11 +135,13 @@ class _Found:
     """What a checkpoint has.
 
     Attributes:
+        files: the files that are read.
         engine: contents of the model states' file.
         record: what the optimizer's file says, where it was asked for.
         origins: where each parameter's state comes from.
     """
 
+    files: CheckpointFiles
     engine: dict[str, Any]
     record: OptimizerRecord | None
     origins: list[Origin]
@@ -147,20 +156,23 @@ def _inspect(
 ) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
     rank, world = optimizer.collectives.rank, optimizer.collectives.world_size
+    listing = list_files(paths, optimizer.collectives)
+    wanted = _wanted(paths, listing, places, request)
+    files = check_files(paths, listing, wanted, optimizer.collectives)
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
     origins: list[Origin] = []
     failure: str | None = None
     try:
-        states = stored_names(paths)
-        stored = dict(read_file(paths.model_states))
+        states = stored_names(listing.found)
+        stored = dict(files.load(paths.model_states, request.wait))
         strict = request.strict
         checks = [check_keys(paths.model_states, stored, request.keys)]
         current = module_tensors()
         if request.custom_load is None:
             checks.append(check_module(paths.model_states, stored, current, strict=strict))
         if request.with_optimizer:
-            record = _read_record(paths)
+            record = _read_record(files)
             count = len(optimizer.param_groups)
             checks.append(check_groups(paths, record, count, places, strict=strict))
             checks.append(check_names(paths, states, places, strict=strict))
@@ -170,7 +182,7 @@ def _inspect(
             checks.append(check_begun(places, origins))
         # Every state file is looked at once, by whichever rank's turn it is.
         mine = [place for place in places[rank::world] if place.name in states]
-        checks.append(check_states(paths, mine, request.kinds))
+        checks.append(check_states(files, mine, request.kinds))
         failure = find_problems(checks)
     except CheckpointError as error:
         failure = str(error)
@@ -178,14 +190,40 @@ def _inspect(
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
     raise_together(failure, optimizer.collectives)
-    return _Found(stored, record, origins)
+    return _Found(files, stored, record, origins)
 
 
-def _read_record(paths: CheckpointPaths) -> OptimizerRecord:
+def _wanted(
+    paths: CheckpointPaths,
+    listing: Listing,
+    places: Sequence[ParameterPlace],
+    request: LoadRequest,
+) -> list[str]:
+    """The files that a load reads, whether they are there or not; the same on all ranks."""
+    files = [paths.model_states]
+    known = stored_names(listing.found if listing.manifest is None else listing.manifest)
+    states = [place.name for place in places if place.name in known]
+    files += [paths.state(name, kind) for name in states for kind in request.kinds]
+    if request.with_optimizer:
+        files.append(paths.optimizer_state)
+        files += [paths.state(name, STEP) for name in states]
+    names = [path.relative_to(paths.folder).as_posix() for path in files]
+    if request.with_optimizer and listing.manifest is not None:
+        # All that was saved is there, though a load that is not strict may not need it.
+        names += sorted(listing.manifest.keys() - set(names))
+    if listing.manifest is None:
+        # Another tool's has what its kind has; what is missed is said where it is missed.
+        no_state = not any(name.startswith("zero/") for name in listing.found)
+        names = [n for n in names if n in listing.found or not (no_state or n.endswith("step.pt"))]
+    return names
+
+
+def _read_record(files: CheckpointFiles) -> OptimizerRecord:
+    paths = files.paths
     if not paths.zero.is_dir():
         raise CheckpointError(no_parameters(paths))
     try:
-        return OptimizerRecord.unpack(read_file(paths.optimizer_state))
+        return OptimizerRecord.unpack(files.load(paths.optimizer_state))
     except CheckpointError as error:
         text, name = str(error), str(paths.optimizer_state)
         raise CheckpointError(text if name in text else f"{name} {text}") from None
@@ -238,7 +276,7 @@ def _load_shards(
 
 
 def _restore(
-    paths: CheckpointPaths,
+    files: CheckpointFiles,
     place: ParameterPlace,
     origin: Origin,
     optimizer: HyTrainZeroOptimizer,
@@ -252,7 +290,7 @@ def _restore(
         for kind in STATES:
             target = place.state(kind, piece)
             if origin is Origin.CHECKPOINT and kind in request.kinds:
-                whole = read_state(paths, place, kind).reshape(-1)
+                whole = read_state(files, place, kind).reshape(-1)
                 target.copy_(whole[piece.begin : piece.end])
             elif origin is Origin.ENGINE and kind in (*request.kinds, STATES[0]):
                 pass  # its training copy may be rounded: the master weights stay, too
@@ -263,7 +301,6 @@ def _restore(
 
 
 def _restore_progress(
-    paths: CheckpointPaths,
     optimizer: HyTrainZeroOptimizer,
     places: Sequence[ParameterPlace],
     found: _Found,
@@ -273,10 +310,12 @@ def _restore_progress(
     if record is None:
         optimizer.steps = [0] * len(optimizer.param_groups)
         return
-    saved = record.steps if record.steps is not None else _read_steps(paths, record.groups, places)
+    saved = record.steps
+    if saved is None:
+        saved = _read_steps(found.files, record.groups, places)
     steps = merge_steps(places, found.origins, saved, optimizer.steps)
     if None in steps:
-        raise CheckpointError(f"{paths.zero} does not say how many steps were made")
+        raise CheckpointError(f"{found.files.paths.zero} does not say how many steps were made")
     optimizer.steps = [int(count) for count in steps if count is not None]
     kept = groups_left_alone(places, found.origins)
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, record.groups, strict=True)):
@@ -285,12 +324,12 @@ def _restore_progress(
 
 
 def _read_steps(
-    paths: CheckpointPaths, groups: Sequence[Mapping[str, Any]], places: Sequence[ParameterPlace]
+    files: CheckpointFiles, groups: Sequence[Mapping[str, Any]], places: Sequence[ParameterPlace]
 ) -> list[int | None]:
     """Another tool's checkpoint: a group's steps are those of its first parameter with any."""
     steps: list[int | None] = [group.get(STEP) for group in groups]
     for place in places:
-        path = paths.state(place.name, STEP)
-        if steps[place.group] is None and path.is_file():
-            steps[place.group] = int(read_file(path))
+        path = files.paths.state(place.name, STEP)
+        if steps[place.group] is None and files.has(path):
+            steps[place.group] = int(files.load(path))
     return steps

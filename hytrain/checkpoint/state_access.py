@@ -60,14 +60,21 @@ class StateAccess(_Unpickled):
     updates that have begun; they are made in step() then.
     """
 
-    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
+    def __init__(self, optimizer: HyTrainZeroOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """
+        Args:
+            optimizer: whose state it is.
+            parameters: all of the model; of those that are not trained there is no state to tell.
+        """
         self._optimizer = optimizer
         self._places: dict[int, ParameterPlace] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            # DeepSpeed asks it where a parameter has a ds_id (ZeRO-3).
+            vars(parameter)["_z3_optimizer"] = self
         for place in list_parameters(optimizer.layer_states):
             parameter = place.slot.parameter
             self._places[id(parameter)] = place
-            self._parameters.append(parameter)
             if place.layer.storage.is_sharded:
                 continue
             vars(parameter).update(
@@ -77,10 +84,6 @@ class StateAccess(_Unpickled):
                 get_full_hp_grad=_Call(self.get_fp32_grad_for_param, parameter),
                 set_full_hp_grad=_Call(self._set_full_hp_grad, parameter),
             )
-        for layer in optimizer.weights.layers:
-            for slot in (slot for part in layer.sharded for slot in part.layout.slots):
-                vars(slot.parameter)["_z3_optimizer"] = self
-                self._parameters.append(slot.parameter)
 
     def detach(self) -> None:
         """Makes them plain parameters again. May be called twice."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from hytrain.checkpoint.commit import find_replaced, is_unfinished, saved_tags, seen_from
+from hytrain.checkpoint.commit import (
+    find_replaced,
+    is_unfinished,
+    saved_tags,
+    seen_from,
+    unusable_tag,
+)
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.errors import CheckpointError
 from hytrain.parallel.collectives import ShardCollectives
@@ -35,10 +41,13 @@ def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> 
 
 
 def _look(load_dir: Path, tag: str | None) -> str | None:
+    named_by = ""
     if tag is None:
-        tag = _latest(load_dir)
-        if tag is None:
+        found = _latest(load_dir)
+        if found is None:
             return None
+        tag, file = found
+        named_by = f" (named by {file})"
     folder = load_dir / tag
     replaced = find_replaced(folder)
     if replaced is not None:
@@ -51,32 +60,61 @@ def _look(load_dir: Path, tag: str | None) -> str | None:
         return seen_from(load_dir, replaced)
     if is_unfinished(folder):
         raise CheckpointError(
-            f"{folder} is a save that was broken off and is not whole: load another tag"
+            f"{folder}{named_by} is a save that was broken off and is not whole: load another tag"
         )
     if not folder.is_dir():
         tags = saved_tags(load_dir)
         advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
-        raise CheckpointError(f"there is no checkpoint '{tag}' in {load_dir}: {advice}")
+        raise CheckpointError(f"there is no checkpoint '{tag}'{named_by} in {load_dir}: {advice}")
     return tag
 
 
-def _latest(load_dir: Path) -> str | None:
+def _latest(load_dir: Path) -> tuple[str, Path] | None:
+    """The latest tag, and the file that names it."""
     files = [load_dir / name for name in LATEST]
-    tags = [path.read_text(encoding="utf-8").strip() for path in files if path.is_file()]
-    if len(tags) == len(files):
-        newest, universal = tags
-        # DeepSpeed's converter leaves the checkpoint that it read the latest one.
-        is_universal = CheckpointPaths(load_dir / universal).zero.is_dir()
-        if is_universal and _is_foreign(load_dir / newest):
-            logger.warning(
-                "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
-                "that was converted",
-                files[0],
-                newest,
-                universal,
-            )
-            return universal
-    return tags[0] if tags else None
+    tags = [(_read_tag(path), path) for path in files if path.is_file()]
+    if len(tags) < len(files):
+        return tags[0] if tags else None
+    newest, universal = (load_dir / tag for tag, _ in tags)
+    # DeepSpeed's converter leaves the checkpoint that it read the latest one.
+    is_universal = CheckpointPaths(universal).zero.is_dir()
+    if is_universal and _is_foreign(newest):
+        logger.warning(
+            "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
+            "that was converted",
+            files[0],
+            tags[0][0],
+            tags[1][0],
+        )
+        return tags[1]
+    if newest != universal:
+        logger.warning(
+            "%s names '%s' and %s '%s': the first is loaded, plain DeepSpeed would load the second "
+            "(a save writes the same into both)",
+            files[0],
+            tags[0][0],
+            files[1],
+            tags[1][0],
+        )
+    return tags[0]
+
+
+def _read_tag(path: Path) -> str:
+    """
+    Raises:
+        CheckpointError: the file does not hold a tag.
+    """
+    content = path.read_bytes()
+    try:
+        tag = content.decode("utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if unusable_tag(tag) is not None or not tag.isprintable():
+        raise CheckpointError(
+            f"{path} is damaged: it holds {content[:80]!r}, which is no tag; write the tag to load "
+            f"into it, or pass one of {', '.join(saved_tags(path.parent)) or 'those there are'}"
+        )
+    return tag
 
 
 def _is_foreign(folder: Path) -> bool:

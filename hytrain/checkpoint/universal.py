@@ -3,6 +3,7 @@
 <save_dir>/latest, latest_universal           the tag
 <save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters
 <save_dir>/<tag>/zero/optimizer_state.pt      parameter groups and hytrain's own record
+<save_dir>/<tag>/zero/hytrain_manifest.json   all files' checksums; DeepSpeed does not look at it
 <save_dir>/<tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    whole tensors
 <save_dir>/<tag>/zero/<parameter>/step.pt     steps that the parameter has made
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import deepspeed
@@ -69,6 +70,18 @@ class CheckpointPaths:
     def state(self, name: str, kind: str) -> Path:
         """A parameter's state tensor or its ``step``."""
         return self.zero / name / f"{kind}.pt"
+
+    @staticmethod
+    def state_of(file: str) -> tuple[str, str] | None:
+        """The parameter and the kind that a file has; None for other files.
+
+        Args:
+            file: path in the checkpoint's folder, with "/".
+        """
+        path = PurePosixPath(file)
+        if path.parts[0] != "zero" or len(path.parts) < 3:
+            return None
+        return path.parent.relative_to("zero").as_posix(), path.stem
 
 
 def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -137,6 +138,10 @@ class WeightsEngine(DeepSpeedEngine):
         if self.open_optimizer().collectives.rank != 0:
             return None
         return OrderedDict((name, tensor.cpu()) for name, tensor in state.items())
+
+    def _get_param_fragment_func(self, param: nn.Parameter) -> torch.Tensor:
+        """What a checkpoint has of a frozen parameter that is whole on this rank: all of it."""
+        return param.detach().cpu()
 
     def _get_shared_params(self) -> dict[str, str]:
         """Tied parameters: name -> the name under which the tensor is stored."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from hytrain.checkpoint.checks import unusable_names
 from hytrain.checkpoint.commit import begin_save, finish_save, give_up_save, seen_from
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, gather_states, list_parameters
+from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
+from hytrain.checkpoint.sums import FileSums, SummingFile
+from hytrain.checkpoint.sync import sync_files
 from hytrain.checkpoint.universal import (
     LATEST,
     STATES,
@@ -28,6 +32,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.errors import CheckpointError
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.parallel.collectives import ShardCollectives
 from hytrain.parallel.exchange import from_first, raise_together
 
 
@@ -73,8 +78,11 @@ def plan_rounds(places: Sequence[ParameterPlace], num_ranks: int) -> list[list[D
     ]
 
 
-def write_file(path: Path, stored: object) -> None:
-    """Writes a file with ``torch.save``, or text as it is; it exists whole or not at all.
+def write_file(path: Path, stored: object) -> FileSums:
+    """Writes a file with ``torch.save``, or bytes as they are; it exists whole or not at all.
+
+    Returns:
+        The sums of what was written.
 
     Raises:
         OSError: the file cannot be written; nothing is left behind.
@@ -82,14 +90,16 @@ def write_file(path: Path, stored: object) -> None:
     # The name must not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
     temporary = path.with_name(f"{path.stem}.tmp{os.getpid()}")
     try:
-        if isinstance(stored, str):
-            temporary.write_text(stored, encoding="utf-8")
-        else:
-            torch.save(stored, temporary)
+        with SummingFile(temporary) as file:
+            if isinstance(stored, bytes):
+                file.write(stored)
+            else:
+                torch.save(stored, cast("IO[bytes]", file))
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return file.sums
 
 
 _UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
@@ -100,13 +110,14 @@ class _Writes:
     """This rank's writes; the first failure is kept, and nothing is written after it."""
 
     failure: str | None = None
+    sums: dict[Path, FileSums] = field(default_factory=dict[Path, FileSums])
 
     def attempt(self, path: Path, make: Callable[[], object]) -> None:
         """Writes what ``make`` returns."""
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, make())
+            self.sums[path] = write_file(path, make())
 
         self.try_to(write, f"{path} could not be written", _UNCHANGED)
 
@@ -177,9 +188,16 @@ def write_checkpoint(
     if is_first:
         writes.attempt(paths.optimizer_state, lambda: _optimizer_state(optimizer, places))
         writes.attempt(paths.model_states, model_states)
+    writes.try_to(
+        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", _UNCHANGED
+    )
     try:
         raise_together(writes.failure, collectives)
+        sums = _all_sums(writes, saving, collectives)
         if is_first:
+            writes.try_to(
+                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", _UNCHANGED
+            )
             _commit(writes, saving, folder, save_dir if save_latest else None, tag)
         # Nobody returns before the checkpoint is there for all.
         raise_together(writes.failure, collectives)
@@ -198,6 +216,23 @@ def _missing(saving: Path) -> str | None:
     )
 
 
+def _all_sums(writes: _Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
+    """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
+    mine = {path.relative_to(saving).as_posix(): sums for path, sums in writes.sums.items()}
+    if collectives.world_size == 1:
+        return mine
+    everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
+    dist.all_gather_object(everywhere, mine, group=collectives.group)
+    return {name: sums for part in everywhere for name, sums in part.items()}
+
+
+def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
+    path = paths.zero / MANIFEST
+    path.parent.mkdir(exist_ok=True)
+    write_file(path, pack_manifest(sums))
+    sync_files(paths.folder, [path])
+
+
 def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None, tag: str) -> None:
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
     problem = f"{folder} could not be replaced by {saving}"
@@ -207,10 +242,16 @@ def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None,
     # The first of them is the one that is read first: it changes last.
     for path in [latest_in / name for name in reversed(LATEST)]:
         writes.try_to(
-            lambda path=path: write_file(path, tag),
+            lambda path=path: _write_latest(path, tag),
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )
+
+
+def _write_latest(path: Path, tag: str) -> None:
+    # Only when the tag is there for good: after a loss of power it must not name what is gone.
+    write_file(path, tag.encode())
+    sync_files(path.parent, [path])
 
 
 def _optimizer_state(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import RankPools
 from support.comparisons import assert_same_bits
+from support.damage import damaged, flip, random_flips
 from support.resume import (
     Run,
     Snapshot,
@@ -205,10 +209,10 @@ def test_what_a_checkpoint_has_not_keeps_weights_and_moments(
 def _fail_on_rank_1(folder: Path) -> None:
     write_file = writer.write_file
 
-    def fail(path: Path, stored: object) -> None:
+    def fail(path: Path, stored: object) -> Any:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
-        write_file(path, stored)
+        return write_file(path, stored)
 
     with engine_of(Run()) as engine:
         train(engine, 0, 1)
@@ -235,9 +239,9 @@ def _refuse_together(engine: Any, folder: Path) -> None:
         content = (path / "fp32.pt").read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:
-            (path / "fp32.pt").write_bytes(content[:100])
+            (path / "fp32.pt").write_bytes(content[:-100] + bytes(100))
         dist.barrier()
-        with pytest.raises(CheckpointError, match=r"on rank [01]: .*fp32\.pt cannot be read"):
+        with pytest.raises(CheckpointError, match=r"on rank [01]: .*fp32\.pt .* is damaged"):
             engine.load_checkpoint(folder)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -253,14 +257,52 @@ def test_what_fails_on_one_rank_fails_on_both(ranks: RankPools, tmp_path: Path) 
     ranks(2).run(_fail_on_rank_1, tmp_path)
 
 
+def _refuse_flips(run: Run, folder: Path) -> int:
+    """Every flipped bit is refused by both ranks, whichever has come across it."""
+    is_first = dist.get_rank() == 0
+    with engine_of(run) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(folder, tag="good")
+        train(engine, 1, 2)
+        before = snapshot(engine)
+        manifest = json.loads((folder / "good/zero/hytrain_manifest.json").read_text())["manifest"]
+        flips = random_flips(folder / "good", 4, seed=run.stage)
+        for path, bit in flips:
+            dist.barrier()
+            with damaged(path, flip(bit)) if is_first else nullcontext():
+                dist.barrier()
+                with pytest.raises(CheckpointError, match=re.escape(str(path))):
+                    engine.load_checkpoint(folder)
+                dist.barrier()
+        assert_same(snapshot(engine), before)
+        dist.barrier()
+        engine.load_checkpoint(folder)
+        return len(manifest["files"])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(stage=1, bf16=False, gpu_fraction=1.0),
+        Run(stage=2, fractions=(0.6, 0.4)),
+        Run(stage=3, fractions=(0.3, 0.7)),
+    ],
+    ids=["1", "2", "3"],
+)
+def test_every_flipped_bit_is_refused(run: Run, ranks: RankPools, tmp_path: Path) -> None:
+    # Four files of each of 15 parameters, by either rank, and two of the first rank's.
+    assert ranks(2).run(_refuse_flips, run, tmp_path) == [62, 62]
+
+
 def _write_shares(folder: Path) -> int:
     written: list[int] = []
     write_file = writer.write_file
 
-    def count(path: Path, stored: object) -> None:
-        write_file(path, stored)
+    def count(path: Path, stored: object) -> Any:
+        sums = write_file(path, stored)
         if path.parent.parent.name == "zero":
             written.append(path.stat().st_size)
+        return sums
 
     writer.write_file = count
     blocks, exchange.BLOCK_ELEMENTS = exchange.BLOCK_ELEMENTS, 100

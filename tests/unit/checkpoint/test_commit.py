@@ -73,10 +73,10 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     else:
         write_file = writer.write_file
 
-        def write(path: Path, stored: object) -> None:
+        def write(path: Path, stored: object) -> Any:
             if path.name == what:
                 raise error
-            write_file(path, stored)
+            return write_file(path, stored)
 
         patch.setattr(writer, "write_file", write)
 

@@ -32,7 +32,8 @@ def test_tree(saved: dict[str, Any]) -> None:
     tag = folder / "global_step2"
     assert {p.name for p in tag.iterdir()} == {"mp_rank_00_model_states.pt", "zero"}
     zero = tag / "zero"
-    assert {p.name for p in zero.iterdir()} == {*saved["names"], "optimizer_state.pt"}
+    others = {"optimizer_state.pt", "hytrain_manifest.json"}
+    assert {p.name for p in zero.iterdir()} == {*saved["names"], *others}
     for name in saved["names"]:
         files = {p.name for p in (zero / name).iterdir()}
         assert files == {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"}

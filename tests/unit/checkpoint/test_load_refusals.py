@@ -16,6 +16,7 @@ from hytrain.errors import CheckpointError
 
 TAG = "global_step2"
 EXP_AVG = Path(TAG) / "zero" / "blocks.1.up.weight" / "exp_avg.pt"
+MANIFEST = Path(TAG) / "zero" / "hytrain_manifest.json"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,8 @@ def test_missing_and_damaged_files(engine: Any, folder: Path) -> None:
     content = (folder / EXP_AVG).read_bytes()
     (folder / EXP_AVG).unlink()
     check_refused(engine, folder, str(EXP_AVG), "is missing")
+    (folder / MANIFEST).unlink()
+    check_refused(engine, folder, str(EXP_AVG), "is missing")
     (folder / EXP_AVG).write_bytes(content[: len(content) // 2])
     check_refused(engine, folder, str(EXP_AVG), "cannot be read", "load another tag")
     torch.save({"param": 3}, folder / EXP_AVG)
@@ -104,6 +107,7 @@ def test_other_groups(original: Path, tmp_path: Path) -> None:
         engine.load_checkpoint(original, load_optimizer_states=False)
         engine.save_checkpoint(tmp_path)
         path = tmp_path / TAG / "zero/optimizer_state.pt"
+        (tmp_path / MANIFEST).unlink()
         stored = torch.load(path, weights_only=False)
         names = stored["hytrain"]["group_parameters"]
         names[0].append(names[1].pop())
@@ -113,6 +117,7 @@ def test_other_groups(original: Path, tmp_path: Path) -> None:
 
 def test_a_later_format(engine: Any, folder: Path) -> None:
     path = folder / TAG / "zero/optimizer_state.pt"
+    (folder / MANIFEST).unlink()
     stored = torch.load(path, weights_only=False)
     stored["hytrain"]["version"] = 99
     torch.save(stored, path)

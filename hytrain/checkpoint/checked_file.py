@@ -1,0 +1,112 @@
+"""A file of a checkpoint of which nothing is handed out that is not what was written."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, read_at
+from hytrain.errors import CheckpointError
+
+
+class CheckedFile:
+    """Reads a file; what is checked is the caller's own copy, so no later damage can reach it."""
+
+    def __init__(self, path: Path, sums: FileSums) -> None:
+        """
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self._descriptor = -1
+        self.path = path
+        self.num_bytes = sums.num_bytes
+        self._sums = sums
+        self._descriptor = os.open(path, os.O_RDONLY)
+        # The block that was read in part last: what is read next often begins in it.
+        self._block = -1
+        self._kept = memoryview(b"")
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills ``target`` with the file's bytes from ``offset`` on.
+
+        Raises:
+            CheckpointError: they are not those that were written.
+            OSError: they cannot be read.
+        """
+        end = offset + len(target)
+        if end > self.num_bytes:
+            raise CheckpointError(f"{self.path} ends before byte {end}: load another tag")
+        at = offset
+        while at < end:
+            block = at // BLOCK_BYTES
+            low, high = self._sums.bounds(block)
+            part = target[at - offset : min(high, end) - offset]
+            if len(part) == high - low:
+                self._fill(block, part)
+            else:
+                part[:] = self._keep(block)[at - low : at - low + len(part)]
+            at += len(part)
+
+    def read(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """The file's bytes from ``offset`` on, as uint8; otherwise as :meth:`read_into`."""
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        self.read_into(offset, memoryview(cast(Any, content.numpy())))
+        return content
+
+    def _keep(self, block: int) -> memoryview:
+        if block != self._block:
+            low, high = self._sums.bounds(block)
+            kept = memoryview(bytearray(high - low))
+            self._fill(block, kept)
+            self._block, self._kept = block, kept
+        return self._kept
+
+    def _fill(self, block: int, target: memoryview) -> None:
+        low, high = self._sums.bounds(block)
+        count = read_at(self._descriptor, low, target)
+        if count != high - low or zlib.crc32(target) != self._sums.blocks[block]:
+            raise CheckpointError(
+                f"{self.path} has changed while it was loaded: bytes {low} to {high} are not those "
+                "that were saved; load again, or another tag"
+            )
+
+
+class CheckedStream(io.RawIOBase):
+    """A :class:`CheckedFile` for whoever wants to read from a stream."""
+
+    def __init__(self, file: CheckedFile) -> None:
+        super().__init__()
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.num_bytes}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"there is no byte {origin + offset}")
+        self._at = origin + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fills ``buffer``, or what the file has of it."""
+        count = max(0, min(len(buffer), self._file.num_bytes - self._at))
+        self._file.read_into(self._at, memoryview(buffer)[:count])
+        self._at += count
+        return count

@@ -1,0 +1,144 @@
+"""Tensors that lie in a file, and check each byte of it that they hand out.
+
+A :class:`CheckedTensor` is a view of a mapping that is never read: it has shape and dtype, and says
+where its elements lie. Whatever computes with it gets a copy that was read and checked for that
+purpose, of these elements alone: what is checked is what is used, and host memory grows by one
+tensor, or by the piece of it that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from hytrain.checkpoint.checked_file import CheckedFile
+
+_LOOKS = frozenset(
+    ("__get__", "__len__", "dim", "element_size", "is_complex", "is_contiguous",
+     "is_floating_point", "ndimension", "nelement", "numel", "size", "storage_offset", "stride")
+)  # fmt: skip
+"""Asked of a tensor without reading an element, unless the answer is a tensor."""
+
+_VIEWS = frozenset(("__getitem__", "detach", "flatten", "narrow", "reshape", "view"))
+"""What these return may lie in the file as well."""
+
+
+class Mapped:
+    """The mapping of a file."""
+
+    def __init__(self, file: CheckedFile) -> None:
+        self._file = file
+        self._storage: torch.UntypedStorage | None = None
+
+    def storage(self, begin: int, end: int) -> torch.UntypedStorage:
+        """The file's bytes ``[begin, end)``, not to be read."""
+        if self._storage is None:
+            self._storage = cast(
+                torch.UntypedStorage,
+                torch.UntypedStorage.from_file(str(self._file.path), False, self._file.num_bytes),
+            )
+        return self._storage[begin:end]
+
+    def checked(self, value: Any) -> Any:
+        """``value``, if it lies in the mapping as a tensor that checks what it hands out."""
+        if not isinstance(value, torch.Tensor) or not self.has(value):
+            return value
+        tensor = value.detach().as_subclass(CheckedTensor)
+        tensor.mapped, tensor.place = self, value.detach()
+        return tensor
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements lie in the mapping."""
+        if self._storage is None or tensor.device.type != "cpu":
+            return False
+        begin = self._storage.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self._file.num_bytes
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the mapping, in memory of its own.
+
+        Raises:
+            CheckpointError: its bytes are not those that were written.
+        """
+        assert self._storage is not None
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        begin = tensor.data_ptr() - self._storage.data_ptr()
+        content = self._file.read(begin, extent * tensor.element_size())
+        return content.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class CheckedTensor(torch.Tensor):
+    """See the module's description.
+
+    Attributes:
+        mapped: the mapping that it lies in.
+        place: it, as a plain tensor of the mapping.
+        own: the copy that it keeps, if it was written into.
+    """
+
+    mapped: Mapped
+    place: torch.Tensor
+    own: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _LOOKS or name in _VIEWS:
+            found = _on_mapping(func, name, args, named)
+            if found is not None:
+                return found
+        if _changes(name) and args and isinstance(args[0], CheckedTensor):
+            args[0].own = _read(args[0])
+        return func(*_read(args), **cast("dict[str, Any]", _read(named)))
+
+
+def _on_mapping(
+    func: Callable[..., Any], name: str, args: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    """What a function finds in the mapping; None where elements are to be read."""
+    tensor = args[0]
+    if not isinstance(tensor, CheckedTensor) or any(
+        isinstance(other, CheckedTensor) for other in (*args[1:], *named.values())
+    ):
+        return None
+    if name in _VIEWS and tensor.own is not None:
+        return None
+    place = tensor.place
+    if name == "reshape" and not place.is_contiguous():
+        return None  # it might copy
+    found = func(place, *args[1:], **named)
+    if name in _VIEWS and isinstance(found, torch.Tensor) and tensor.mapped.has(found):
+        return tensor.mapped.checked(found)
+    return None if isinstance(found, torch.Tensor) else found
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
+
+
+def _read(value: Any) -> Any:
+    """``value``, or the like of it, with checked copies in place of what lies in a file."""
+    if isinstance(value, CheckedTensor):
+        if value.own is not None:
+            return value.own
+        return value.mapped.read(value.place)
+    if isinstance(value, (list, tuple)):
+        values = [_read(item) for item in cast("Sequence[Any]", value)]
+        return values if isinstance(value, list) else tuple(values)
+    if isinstance(value, dict):
+        return {key: _read(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return value

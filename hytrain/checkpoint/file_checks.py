@@ -1,0 +1,295 @@
+"""Are the files of a checkpoint those that were saved? Asked before anything is made of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hytrain.checkpoint.archive import Archive
+from hytrain.checkpoint.checked_file import CheckedFile
+from hytrain.checkpoint.damage import ADVICE, describe_damage
+from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
+from hytrain.checkpoint.pickles import LAZY, load_archive
+from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, damaged_blocks, sum_file
+from hytrain.checkpoint.universal import CheckpointPaths
+from hytrain.errors import CheckpointError
+from hytrain.parallel.collectives import ShardCollectives
+from hytrain.parallel.exchange import from_first, raise_together
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_UNIT_BLOCKS = 64
+"""Blocks that one rank checks in a row."""
+_THREADS = 4
+"""Of a rank, at most; sums are made without Python's lock."""
+_DESCRIBED = 3
+"""Damaged files that a rank's message has."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The files of a checkpoint, all of which have been checked; what is read is checked again.
+
+    Attributes:
+        paths: where they are.
+        sums: path in the checkpoint's folder -> sums; of those files that are to be read.
+    """
+
+    paths: CheckpointPaths
+    sums: Mapping[str, FileSums]
+
+    def has(self, path: Path) -> bool:
+        """Whether a file is there."""
+        return self._name(path) in self.sums
+
+    def load(self, path: Path, wait: Sequence[str] = LAZY) -> Any:
+        """A file's contents.
+
+        Args:
+            path: in the checkpoint's folder.
+            wait: keys whose tensors are read and checked where they are used.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        sums = self.sums.get(self._name(path))
+        if sums is None:
+            raise CheckpointError(missing_file(path))
+        try:
+            return load_archive(Archive(CheckedFile(path, sums)), wait=wait)
+        except OSError as error:
+            raise CheckpointError(_unreadable(path, error)) from error
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.paths.folder).as_posix()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What rank 0 finds in a checkpoint's folder.
+
+    Attributes:
+        found: path in the folder -> bytes, of all that might be a checkpoint's.
+        manifest: what was saved; None where nothing says so.
+    """
+
+    found: Mapping[str, int]
+    manifest: Mapping[str, FileSums] | None
+
+
+def list_files(paths: CheckpointPaths, collectives: ShardCollectives) -> Listing:
+    """What there is, the same on all ranks; a collective.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or names other files than there are.
+    """
+    listing = from_first(lambda: _list(paths), collectives)
+    assert isinstance(listing, Listing)
+    return listing
+
+
+def check_files(
+    paths: CheckpointPaths,
+    listing: Listing,
+    wanted: Sequence[str],
+    collectives: ShardCollectives,
+) -> CheckpointFiles:
+    """All bytes of the files to be read, each rank its share; a collective.
+
+    Args:
+        paths: of the checkpoint.
+        listing: see :func:`list_files`.
+        wanted: paths in the folder, the same on all ranks.
+        collectives: the ranks.
+
+    Raises:
+        CheckpointError: one is missing or damaged; raised on all ranks.
+    """
+    manifest = listing.manifest
+    missing = [name for name in wanted if name not in listing.found]
+    raise_together(
+        _some([missing_file(paths.folder / name, _whose(name)) for name in missing]) or None,
+        collectives,
+    )
+    if manifest is None:
+        sums = _sums_of(paths, listing.found, wanted, collectives)
+    else:
+        sums = {name: manifest[name] for name in wanted}
+        raise_together(_check_share(paths, sums, manifest, collectives), collectives)
+    return CheckpointFiles(paths, sums)
+
+
+def missing_file(path: Path, whose: str = "") -> str:
+    """The message about a file that is not there."""
+    return (
+        f"{path} {whose}is missing: the checkpoint is incomplete or another tool's; load another "
+        "tag"
+    )
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return (
+        f"{path} cannot be read ({type(error).__name__}: {error}): mend the file system, or load "
+        "another tag"
+    )
+
+
+def _list(paths: CheckpointPaths) -> Listing:
+    found = dict(_find(paths))
+    manifest_path = paths.zero / MANIFEST
+    if not manifest_path.is_file():
+        logger.warning(
+            "%s has no %s, as checkpoints of plain DeepSpeed and of older versions: damage is "
+            "found by the files' own checksums where they have any, files of another save are not",
+            paths.folder,
+            MANIFEST,
+        )
+        return Listing(found, None)
+    manifest = unpack_manifest(manifest_path)
+    _check_sizes(paths, found, manifest)
+    return Listing(found, manifest)
+
+
+def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
+    """Every file that might be read by somebody as a part of the checkpoint, and its bytes."""
+    for path in paths.folder.glob("*_states.pt"):
+        yield path.name, path.stat().st_size
+    for folder, _, names in os.walk(paths.zero):
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".pt") and path.is_file():
+                yield path.relative_to(paths.folder).as_posix(), path.stat().st_size
+
+
+def _check_sizes(
+    paths: CheckpointPaths, found: Mapping[str, int], manifest: Mapping[str, FileSums]
+) -> None:
+    """
+    Raises:
+        CheckpointError: a file is there that was not saved, or has another length.
+    """
+    wrong = [
+        f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does not have "
+        "it): take it away, or load another tag"
+        for name in sorted(found.keys() - manifest.keys())
+    ]
+    wrong += [
+        f"{paths.folder / name} {_whose(name)}is damaged: it has {found[name]} bytes where "
+        f"{manifest[name].num_bytes} were saved; {ADVICE}"
+        for name in sorted(found.keys() & manifest.keys())
+        if found[name] != manifest[name].num_bytes
+    ]
+    if wrong:
+        raise CheckpointError(_some(wrong))
+
+
+def _whose(name: str) -> str:
+    whose = CheckpointPaths.state_of(name)
+    return "" if whose is None else f"({whose[1]} of parameter '{whose[0]}') "
+
+
+def _check_share(
+    paths: CheckpointPaths,
+    sums: Mapping[str, FileSums],
+    manifest: Mapping[str, FileSums],
+    collectives: ShardCollectives,
+) -> str | None:
+    """What is wrong with this rank's share of the blocks; None for nothing."""
+    units = [
+        (name, begin, min(begin + _UNIT_BLOCKS, len(file.blocks)))
+        for name, file in sums.items()
+        for begin in range(0, len(file.blocks), _UNIT_BLOCKS)
+    ]
+    damaged: dict[str, list[int]] = {}
+    failures: list[str] = []
+
+    def check(unit: tuple[str, int, int]) -> list[int] | OSError:
+        name, begin, end = unit
+        try:
+            return damaged_blocks(paths.folder / name, sums[name], begin, end)
+        except OSError as error:
+            return error
+
+    sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
+    mine = _share(units, sizes, collectives)
+    for (name, _, _), result in zip(mine, _in_threads(check, mine), strict=True):
+        if isinstance(result, OSError):
+            failures.append(_unreadable(paths.folder / name, result))
+        elif result:
+            damaged.setdefault(name, []).extend(result)
+    failures += [
+        describe_damage(paths, name, manifest, blocks)
+        for name, blocks in list(damaged.items())[:_DESCRIBED]
+    ]
+    more = len(damaged) - _DESCRIBED
+    return _some(failures, more) or None
+
+
+def _sums_of(
+    paths: CheckpointPaths,
+    found: Mapping[str, int],
+    wanted: Sequence[str],
+    collectives: ShardCollectives,
+) -> dict[str, FileSums]:
+    """Sums of files that nobody has listed, each held against its archive's checksums.
+
+    Raises:
+        CheckpointError: one is damaged; raised on all ranks.
+    """
+
+    def check(name: str) -> FileSums | str:
+        path = paths.folder / name
+        try:
+            sums = sum_file(path)
+            if Archive(CheckedFile(path, sums)).bad_records():
+                return describe_damage(paths, name, {name: sums}, [])
+        except CheckpointError as error:
+            return f"{_whose(name)}{error}"
+        except OSError as error:
+            return _unreadable(path, error)
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            return f"{path} cannot be read ({type(error).__name__}: {error}): load another tag"
+        return sums
+
+    mine = _share(wanted, [found[name] for name in wanted], collectives)
+    results = dict(zip(mine, _in_threads(check, mine), strict=True))
+    failures = [text for text in results.values() if isinstance(text, str)]
+    raise_together(_some(failures) or None, collectives)
+    made = {name: sums for name, sums in results.items() if isinstance(sums, FileSums)}
+    if collectives.world_size == 1:
+        return made
+    everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
+    dist.all_gather_object(everywhere, made, group=collectives.group)
+    return {name: sums for part in everywhere for name, sums in part.items()}
+
+
+def _some(failures: Sequence[str], more: int = 0) -> str:
+    more += max(0, len(failures) - _DESCRIBED)
+    return "; ".join([*failures[:_DESCRIBED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _share(items: Sequence[_T], sizes: Iterable[int], collectives: ShardCollectives) -> list[_T]:
+    """This rank's share: each goes, in order, to the rank that has the least so far."""
+    loads = [0] * collectives.world_size
+    mine: list[_T] = []
+    for item, size in zip(items, sizes, strict=True):
+        rank = loads.index(min(loads))
+        loads[rank] += size + BLOCK_BYTES // 16  # opening a file takes time, too
+        if rank == collectives.rank:
+            mine.append(item)
+    return mine
+
+
+def _in_threads(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(call, items))

@@ -1,0 +1,47 @@
+"""Damage done to a checkpoint's files, and undone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def damaged(path: Path, change: Callable[[bytearray], bytearray | None]) -> Generator[None]:
+    """A file's contents changed for the length of a block; None is for a file that is gone."""
+    content = path.read_bytes()
+    changed = change(bytearray(content))
+    path.unlink()  # and not written into: what has mapped it keeps what it has
+    if changed is not None:
+        path.write_bytes(changed)
+    try:
+        yield
+    finally:
+        path.write_bytes(content)
+
+
+def flip(bit: int) -> Callable[[bytearray], bytearray]:
+    """Turns one bit over."""
+
+    def change(content: bytearray) -> bytearray:
+        content[bit // 8] ^= 1 << bit % 8
+        return content
+
+    return change
+
+
+def random_flips(tag: Path, each: int, seed: int) -> list[tuple[Path, int]]:
+    """Files and bits: ``each`` of every kind of file of a checkpoint, and of its manifest."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(tag.rglob("*")):
+        if path.is_file():
+            kinds.setdefault(path.name, []).append(path)
+    chance = random.Random(seed)
+    flips: list[tuple[Path, int]] = []
+    for paths in kinds.values():
+        for _ in range(each):
+            path = chance.choice(paths)
+            flips.append((path, chance.randrange(8 * path.stat().st_size)))
+    return flips

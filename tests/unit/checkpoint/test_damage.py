@@ -1,0 +1,349 @@
+"""What is read is what was written, or an error that names the file and the tensor."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.damage import damaged, flip, random_flips
+from support.resume import Run, assert_same, engine_of, snapshot, train
+
+from hytrain.checkpoint import writer
+from hytrain.checkpoint.file_checks import CheckpointFiles
+from hytrain.checkpoint.sums import FileSums, sum_file
+from hytrain.checkpoint.universal import CheckpointPaths
+from hytrain.errors import CheckpointError
+
+TAG = "last"
+MANIFEST = Path("zero/hytrain_manifest.json")
+EXP_AVG = Path("zero/blocks.1.up.weight/exp_avg.pt")
+FP32 = Path("zero/blocks.1.up.weight/fp32.pt")
+MODEL = Path("mp_rank_00_model_states.pt")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+    """Checkpoints of ``Run()``: ``older`` after one step, the tag after two."""
+    folder = tmp_path_factory.mktemp("original")
+    with engine_of(Run()) as engine:
+        for tag in ("older", TAG):
+            train(engine, 0, 1)
+            engine.save_checkpoint(folder, tag=tag)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoints, to be damaged."""
+    shutil.copytree(original, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.fixture(scope="module")
+def engine(process_group: None) -> Iterator[Any]:
+    """An engine in the middle of a run."""
+    with engine_of(Run().another()) as built:
+        train(built, 0, 1)
+        yield built
+
+
+def _refused(engine: Any, folder: Path, *words: str, **arguments: Any) -> None:
+    """The load fails with a message of these words, in any order, and the engine is as it was."""
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+    assert_same(snapshot(engine), before)
+
+
+def _elements(path: Path, name: str) -> int:
+    """Offset in its file of the elements that a tensor of the module has, or of ``param``."""
+    stored = torch.load(path, weights_only=False)
+    tensor = stored["module"][name] if "module" in stored else stored[name]
+    content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    found = [match.start() for match in re.finditer(re.escape(content), path.read_bytes())]
+    assert len(found) == 1
+    return found[0]
+
+
+def _named(path: Path) -> list[str]:
+    """What a message about a file must have."""
+    if path.parent.name == "zero" or path.parent.name == TAG:
+        return [str(path)]
+    return [str(path), f"({path.stem} of parameter '{path.parent.name}')"]
+
+
+@pytest.mark.parametrize(
+    "run", [Run(stage=1, bf16=False), Run(stage=2), Run(stage=3)], ids=["1", "2", "3"]
+)
+def test_every_flipped_bit_is_refused(run: Run, process_group: None, tmp_path: Path) -> None:
+    with engine_of(run) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag=TAG)
+        saved = snapshot(engine)
+        train(engine, 1, 2)
+        before = snapshot(engine)
+        for path, bit in random_flips(tmp_path / TAG, 5, seed=run.stage):
+            with damaged(path, flip(bit)), pytest.raises(CheckpointError) as caught:
+                engine.load_checkpoint(tmp_path)
+            assert all(word in str(caught.value) for word in _named(path)), (path, bit)
+        assert_same(snapshot(engine), before)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), saved)
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_the_damaged_tensor_is_named(engine: Any, folder: Path, with_manifest: bool) -> None:
+    tag = folder / TAG
+    if not with_manifest:
+        (tag / MANIFEST).unlink()
+    bit = 8 * _elements(tag / EXP_AVG, "param") + 77
+    with damaged(tag / EXP_AVG, flip(bit)):
+        words = ("exp_avg of parameter 'blocks.1.up.weight'", "is damaged", "load another tag")
+        _refused(engine, folder, str(tag / EXP_AVG), *words)
+    bit = 8 * _elements(tag / MODEL, "frozen.weight") + 3
+    with damaged(tag / MODEL, flip(bit)):
+        _refused(engine, folder, str(MODEL), "module: 'frozen.weight'", "load another tag")
+    content = (tag / MODEL).read_bytes()
+    bit = 8 * content.index(b"blocks.1.up.weight") + 1
+    with damaged(tag / MODEL, flip(bit)):
+        _refused(engine, folder, str(MODEL), "names, shapes and whatever is no tensor")
+    engine.load_checkpoint(folder)
+
+
+def test_without_a_manifest_a_flip_is_refused_or_means_nothing(
+    engine: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / TAG / MANIFEST).unlink()
+    engine.load_checkpoint(folder)
+    assert caplog.text.count("has no hytrain_manifest.json") == 1
+    saved = snapshot(engine)
+    refused = loaded = 0
+    flips = random_flips(folder / TAG, 6, seed=4)
+    for path, bit in flips:
+        with damaged(path, flip(bit)):
+            try:
+                engine.load_checkpoint(folder)
+            except CheckpointError as error:
+                refused += str(path) in str(error)
+            else:
+                loaded += 1
+                assert_same(snapshot(engine), saved)
+    assert refused + loaded == len(flips)
+    # The rest are bytes between records, and fields that nobody reads.
+    assert refused > 0.6 * len(flips)
+
+
+def test_a_file_without_sums_of_its_own_loads(engine: Any, folder: Path) -> None:
+    (folder / TAG / MANIFEST).unlink()
+    torch.serialization.set_crc32_options(False)
+    try:
+        for path in (EXP_AVG, MODEL):
+            stored = torch.load(folder / TAG / path, weights_only=False)
+            torch.save(stored, folder / TAG / path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    engine.load_checkpoint(folder)
+    assert engine.fp32_state_dict()["blocks.1.up.weight"]["exp_avg"].any()
+
+
+def test_files_that_are_not_those_that_were_saved(engine: Any, folder: Path) -> None:
+    tag, other = folder / TAG, Path("zero/blocks.2.up.weight/exp_avg.pt")
+    mine, twin = (tag / EXP_AVG).read_bytes(), (tag / other).read_bytes()
+    assert len(mine) == len(twin)
+    (tag / EXP_AVG).write_bytes(twin)
+    (tag / other).write_bytes(mine)
+    _refused(engine, folder, f"saved as {EXP_AVG}", f"saved as {other}")
+    (tag / other).write_bytes(twin)
+    older = (folder / "older" / EXP_AVG).read_bytes()
+    assert len(mine) == len(older)
+    with damaged(tag / EXP_AVG, lambda _: bytearray(older)):
+        _refused(engine, folder, str(EXP_AVG), "another save's file", "load another tag")
+    (tag / EXP_AVG).write_bytes(mine[:-1])
+    _refused(engine, folder, str(EXP_AVG), f"{len(mine) - 1} bytes where {len(mine)} were")
+    (tag / EXP_AVG).write_bytes(mine)
+    for extra in ("zero/more/fp32.pt", "zero/norm.bias/exp_avg2.pt", "mp_rank_01_model_states.pt"):
+        (tag / extra).parent.mkdir(exist_ok=True)
+        shutil.copy(tag / FP32, tag / extra)
+        _refused(engine, folder, extra, "was not saved with the checkpoint")
+        (tag / extra).unlink()
+    for name in (EXP_AVG, "zero/norm.bias/step.pt", "zero/optimizer_state.pt"):
+        with damaged(tag / name, lambda _: None):
+            _refused(engine, folder, str(name), "is missing")
+            _refused(engine, folder, str(name), "is missing", load_module_strict=False)
+    engine.load_checkpoint(folder)
+
+
+def test_a_damaged_manifest(engine: Any, folder: Path) -> None:
+    path = folder / TAG / MANIFEST
+    size = path.stat().st_size
+    for change in (
+        lambda content: content[: size // 2],
+        lambda content: bytearray(),
+        lambda content: content + b" ",
+        lambda content: content.replace(b"exp_avg", b"Exp_avg", 1),
+        flip(8 * 11),  # in its own sum
+        lambda content: bytearray((folder / "older" / MANIFEST).read_bytes()),
+    ):
+        with damaged(path, change):
+            _refused(engine, folder, str(folder / TAG), "damaged")
+    engine.load_checkpoint(folder)
+
+
+def test_a_partial_load_checks_what_it_reads(engine: Any, folder: Path) -> None:
+    tag = folder / TAG
+    with damaged(tag / EXP_AVG, flip(9000)):
+        for partial in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            engine.load_checkpoint(folder, **partial)
+        _refused(engine, folder, str(EXP_AVG), load_module_strict=False)
+    for name in (FP32, MODEL):
+        with damaged(tag / name, flip(9000)):
+            _refused(engine, folder, str(name), load_module_only=True)
+            _refused(engine, folder, str(name), load_optimizer_states=False)
+    with damaged(tag / MODEL, flip(9000)):
+        _refused(engine, folder, str(MODEL), custom_load_fn=lambda src, dst: None)
+
+
+def test_damage_after_the_check_is_no_data_either(
+    engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.load_checkpoint(folder)
+    saved = snapshot(engine)
+    forget = engine.optimizer.forget_gradients
+    tag = folder / TAG
+    places = {EXP_AVG: "param", MODEL: "frozen.weight"}
+    begin = {name: _elements(tag / name, key) for name, key in places.items()}
+
+    def damage(name: Path) -> None:
+        forget()
+        with (tag / name).open("r+b") as file:  # the very file that may be open, or mapped
+            file.seek(begin[name] + 5)
+            file.write(b"damaged")
+
+    monkeypatch.setattr(engine.optimizer, "forget_gradients", lambda: damage(MODEL))
+    content = (tag / MODEL).read_bytes()
+    engine.load_checkpoint(folder)  # uses what it has checked
+    assert content != (tag / MODEL).read_bytes()
+    assert_same(snapshot(engine), saved)
+    (tag / MODEL).write_bytes(content)
+    monkeypatch.setattr(engine.optimizer, "forget_gradients", lambda: damage(EXP_AVG))
+    with pytest.raises(CheckpointError, match=f"failed half-way.*{re.escape(str(EXP_AVG))}"):
+        engine.load_checkpoint(folder)  # reads it again
+    monkeypatch.undo()
+    engine.load_checkpoint(folder, tag="older")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xf4", b"..", b"last\x00", b"/", b"a\nb"])
+def test_a_latest_that_is_no_tag(content: bytes, engine: Any, folder: Path) -> None:
+    (folder / "latest").write_bytes(content)
+    _refused(engine, folder, str(folder / "latest"), "is no tag", f"{TAG}, older")
+
+
+def test_a_latest_that_names_nothing_or_another(
+    engine: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "latest").write_text("lasu")
+    _refused(engine, folder, f"'lasu' (named by {folder / 'latest'})", "pass one of the tags last")
+    caplog.clear()
+    (folder / "latest").write_text("older")
+    engine.load_checkpoint(folder)
+    assert f"'older' and {folder / 'latest_universal'} 'last': the first is loaded" in caplog.text
+
+
+def test_all_is_on_the_disk_before_the_tag_is(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, finish = os.fsync, writer.finish_save
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def check(saving: Path, folder: Path) -> None:
+        assert {str(saving), *map(str, saving.rglob("*"))} <= set(synced)
+        assert str(tmp_path) not in synced
+        finish(saving, folder)
+        assert synced[-1] == str(tmp_path)
+        assert not (tmp_path / "latest").exists()
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(writer, "finish_save", check)
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    assert synced[-2:] == [str(tmp_path / "latest"), str(tmp_path)]
+
+
+def test_a_tag_that_does_not_reach_the_disk_stays_the_old_one(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    saved = snapshot(engine)
+    train(engine, 1, 2)
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*is unchanged"):
+        engine.save_checkpoint(tmp_path, tag=TAG)
+    monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir()} == {TAG, "latest", "latest_universal"}
+    engine.load_checkpoint(tmp_path)
+    assert_same(snapshot(engine), saved)
+
+
+def test_a_users_function_gets_plain_tensors(engine: Any, folder: Path) -> None:
+    kinds: set[type] = set()
+
+    def load(src: Any, dst: Any) -> None:
+        kinds.update(map(type, src.values()))
+        dst.load_state_dict(src)
+
+    _, client = engine.load_checkpoint(folder, custom_load_fn=load)
+    assert kinds == {torch.Tensor}
+    frozen = client["frozen_param_fragments"]["frozen.weight"]
+    assert torch.equal(frozen, engine.module.frozen.weight.cpu())
+
+
+def test_pieces_of_tensors_that_lie_in_a_file(tmp_path: Path) -> None:
+    """Across blocks, transposed, of a shared storage, written into; each is torch's own."""
+    flat = torch.randn(900, 1000)
+    path = tmp_path / "file.pt"
+    plain = {"a": flat[:400], "b": flat[400:].t(), "c": torch.randn(3).bfloat16(), "n": flat[:0]}
+    objects = {"module": plain, "set": {1, 2}, "list": [torch.arange(3), (torch.ones(2),)]}
+    sums = writer.write_file(path, objects)
+    assert sums == sum_file(path)
+    assert len(sums.blocks) == 4
+    loaded = _load(path, sums)
+    module = loaded["module"]
+    assert torch.equal(loaded["list"][0], torch.arange(3))
+    assert torch.equal(loaded["list"][1][0], torch.ones(2))
+    assert loaded["set"] == {1, 2}
+    for name, tensor in plain.items():
+        assert module[name].shape == tensor.shape
+        assert module[name].dtype == tensor.dtype
+        assert torch.equal(module[name], tensor)
+        begin, end = tensor.numel() // 3, tensor.numel() - 1
+        assert torch.equal(module[name].reshape(-1)[begin:end], tensor.reshape(-1)[begin:end])
+    assert torch.equal(torch.cat([module["c"], module["c"]]), plain["c"].repeat(2))
+    module["a"].mul_(0)
+    module["b"][0] = 7
+    assert not module["a"].any()
+    assert module["b"][0].eq(7).all()
+    assert torch.equal(module["b"][1:], plain["b"][1:])
+    with damaged(path, flip(8 * 2_000_000)), pytest.raises(CheckpointError, match="bytes 1048576"):
+        torch.equal(_load(path, sums)["module"]["a"], plain["a"])
+
+
+def _load(path: Path, sums: FileSums) -> Any:
+    return CheckpointFiles(CheckpointPaths(path.parent), {path.name: sums}).load(path)
