@@ -1,7 +1,8 @@
 """What ranks tell each other beside their collectives: notes on the process group's store.
 
-A note is a failure (``notice``) or the collectives that a rank has issued (``history``). The mark
-``trouble`` asks all ranks to look, and to publish their histories.
+A note is what a rank has said (``words``), or the collectives that it has issued and where it
+stands (``history``); at start each leaves which process it is (``process``) and where it listens
+(``address``). The mark ``trouble`` asks all ranks to look, and to publish their histories.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
+
+from hytrain.parallel.standing import Standing
+from hytrain.parallel.words import Word
 
 _HISTORY = 1024
 
@@ -97,11 +101,14 @@ class BulletinBoard:
         self._lock = threading.Lock()
         self._store = connect()
         self._trouble_since: float | None = None
+        self._published = 0
 
     def reconnect(self) -> None:
-        """A new connection, where one can be had."""
-        with suppress(Exception), self._lock:
-            self._store = self._connect()
+        """A new connection, where one can be had. May take long: the store may be gone."""
+        with suppress(Exception):
+            store = self._connect()
+            with self._lock:
+                self._store = store
 
     def ask(self) -> None:
         """Asks all ranks to look and to publish."""
@@ -126,35 +133,36 @@ class BulletinBoard:
                 self._store.delete_key(key)
         return True
 
-    def publish(self, history: History) -> None:
-        """Tells what this rank has issued."""
-        with self._lock:
-            self._store.set(f"{self._prefix}/history/{self._rank}", json.dumps(history.packed()))
+    def publish(self, history: History, standing: Standing | None, waited: float) -> None:
+        """Tells what this rank has issued, where its thread stands, and how long it has waited."""
+        stands = None if standing is None else standing.packed()
+        self._published += 1
+        now = {"serial": self._published, "standing": stands, "waited": waited}
+        self.put("history", {**history.packed(), **now})
 
-    def post(self, text: str, *, final: bool) -> None:
-        """Tells of a failure here; ``final``: the process ends."""
-        notice = {"text": text, "final": final}
-        with self._lock:
-            self._store.set(f"{self._prefix}/notice/{self._rank}", json.dumps(notice))
+    def say(self, words: Sequence[Word]) -> None:
+        """Tells of failures here: everything that this rank has said."""
+        self.put("words", [word.packed() for word in words])
 
-    def take_back(self) -> None:
-        """The failure was none in the end."""
-        with self._lock:
-            self._store.delete_key(f"{self._prefix}/notice/{self._rank}")
-
-    def notices(self) -> dict[int, dict[str, Any]]:
-        """The failures of all ranks."""
-        return self._read("notice")
+    def words(self) -> list[Word]:
+        """What all ranks have said."""
+        return [Word.unpacked(each) for said in self._read("words").values() for each in said]
 
     def histories(self) -> dict[int, dict[str, Any]]:
         """What each rank has issued when it published last."""
         return self._read("history")
 
-    def _read(self, kind: str) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+    def put(self, kind: str, value: Any) -> None:
+        """This rank's note of a kind."""
         with self._lock:
-            for rank in range(self._world_size):
-                key = f"{self._prefix}/{kind}/{rank}"
-                if self._store.check([key]):
-                    found[rank] = json.loads(self._store.get(key))
-        return found
+            self._store.set(f"{self._prefix}/{kind}/{self._rank}", json.dumps(value))
+
+    def find(self, kind: str, rank: int) -> Any:
+        """A rank's note of a kind; None: it has left none."""
+        key = f"{self._prefix}/{kind}/{rank}"
+        with self._lock:
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _read(self, kind: str) -> dict[int, Any]:
+        found = {rank: self.find(kind, rank) for rank in range(self._world_size)}
+        return {rank: note for rank, note in found.items() if note is not None}

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.errors import HyTrainError, OutOfStepError
+from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.parallel.bulletin import Store
+from hytrain.parallel.ending import Ending
+from hytrain.parallel.processes import this_process
 from hytrain.parallel.stream_gate import CudaGateStream, StreamGate, open_gate
-from hytrain.parallel.watch import SAME_NUMBER, RankWatch
+from hytrain.parallel.watch import SAME_NUMBER, RankWatch, Surveillance
+from hytrain.parallel.words import is_connection_error
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,11 @@ _reduce_scatter_even: Callable[..., object] = (
 _all_gather_even: Callable[..., object] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
 )
+
+
+def _words(flat: torch.Tensor, name: str | None) -> str:
+    elements = f"{flat.numel()} elements"
+    return elements if name is None else f"'{name}', {elements}"
 
 
 class ShardCollectives:
@@ -76,6 +84,12 @@ class ShardCollectives:
                 group=str(self.global_rank(0)),
                 can_interrupt=self.is_nccl,
                 mark=torch.cuda.Event() if self.is_nccl else None,
+                surveillance=Surveillance(
+                    this_process(),
+                    Ending(),
+                    self.global_rank,
+                    str(self._process_group().group_name),
+                ),
             )
         except Exception as error:
             # A store of another kind (MPI has none) cannot be shared with a thread.
@@ -102,8 +116,7 @@ class ShardCollectives:
     def leave(self) -> None:
         """This rank's process ends: others that wait for it are told."""
         if self.watch is not None:
-            error = HyTrainError("its process has ended, before engine.destroy()")
-            self.watch.tell(error, final=False)
+            self.watch.leave("its process has ended, before engine.destroy()")
 
     def close(self) -> None:
         """Ends what :meth:`start_watch` and :meth:`start_gate` began. May be called twice."""
@@ -120,8 +133,13 @@ class ShardCollectives:
         try:
             yield
         except Exception as error:
-            if self.watch is not None:
-                self.watch.tell(error, final=False)
+            if self.watch is None:
+                raise
+            is_lost = is_connection_error(error) and not isinstance(error, RankFailedError)
+            failure = self.watch.explain(error) if is_lost else None
+            if failure is not None and failure is not error:
+                raise failure from error
+            self.watch.tell(error, final=False)
             raise
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -135,8 +153,10 @@ class ShardCollectives:
     def _abort(self) -> None:
         if self._gate is not None:
             self._gate.open_for_good()
-        group = self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-        group._get_backend(torch.device("cuda")).abort()  # pyright: ignore[reportPrivateUsage]
+        self._process_group()._get_backend(torch.device("cuda")).abort()
+
+    def _process_group(self) -> Any:
+        return self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
 
     def _run(
         self, what: str, collective: Callable[..., Any], *arguments: Any, **named: Any
@@ -162,34 +182,80 @@ class ShardCollectives:
         """The global rank of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def reduce_scatter(self, flat: torch.Tensor, sizes: Sequence[int], shard: torch.Tensor) -> None:
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """A value of every rank, on every rank; a collective that waits.
+
+        Args:
+            value: this rank's; it is pickled.
+            what: is gathered; the same on all ranks.
+        """
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            # On a GPU the host waits, too.
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, dist.all_gather_object, values, value)
+        return values
+
+    def object_from_first(self, value: Any, what: str) -> Any:
+        """Rank 0's value, on every rank; a collective that waits.
+
+        Args:
+            value: rank 0's; it is pickled. That of others is not used.
+            what: is sent; the same on all ranks.
+        """
+        values = [value]
+        if self.world_size > 1:
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, dist.broadcast_object_list, values, self.global_rank(0))
+        return values[0]
+
+    def guarded(self, transfer: Callable[[], object]) -> None:
+        """Runs what some ranks do with each other, and no others.
+
+        Raises:
+            RankFailedError, OutOfStepError: it will not end.
+        """
+        if self.watch is None:
+            transfer()
+        else:
+            self.watch.run(transfer)
+
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        shard: torch.Tensor,
+        name: str | None = None,
+    ) -> None:
         """Sums ``flat`` over the ranks into this rank's shard.
 
         Args:
             flat: 1-D, sum(sizes) elements, on every rank; not changed.
             sizes: elements of each rank's shard.
             shard: 1-D, this rank's elements, of the same dtype; overwritten.
+            name: of what is summed, for messages; the same on all ranks.
         """
         if self.world_size == 1:
             shard.copy_(flat)
             return
-        what = f"the reduce-scatter of {flat.numel()} elements"
+        what = f"the reduce-scatter of {_words(flat, name)}"
         if len(set(sizes)) == 1:
             self._run(what, _reduce_scatter_even, shard, flat)
         else:
             self._run(what, dist.reduce_scatter, shard, list(flat.split(list(sizes))))
 
-    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> None:
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int], name: str | None = None) -> None:
         """Fills ``flat`` in place from every rank's own shard of it.
 
         Args:
             flat: 1-D, sum(sizes) elements; this rank's shard holds its contribution.
             sizes: elements of each rank's shard.
+            name: of what is gathered, for messages; the same on all ranks.
         """
         if self.world_size == 1:
             return
         shards = list(flat.split(list(sizes)))
-        what = f"the all-gather of {flat.numel()} elements"
+        what = f"the all-gather of {_words(flat, name)}"
         if len(set(sizes)) == 1:
             self._run(what, _all_gather_even, flat, shards[self.rank])
         elif self.is_nccl:
@@ -199,18 +265,25 @@ class ShardCollectives:
                 if shard.numel():
                     self._run(what, dist.broadcast, shard, self.global_rank(rank))
 
-    def gather_parts(self, flat: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]) -> None:
+    def gather_parts(
+        self,
+        flat: torch.Tensor,
+        part: torch.Tensor,
+        sizes: Sequence[int],
+        name: str | None = None,
+    ) -> None:
         """As :meth:`all_gather` with this rank's contribution in a tensor of its own, or in place.
 
         Args:
             flat: 1-D, sum(sizes) elements; overwritten.
             part: 1-D, this rank's shard; it may be its place in ``flat``.
             sizes: elements of each rank's shard.
+            name: of what is gathered, for messages; the same on all ranks.
         """
         if self.world_size == 1:
             return
         shards = list(flat.split(list(sizes)))
-        what = f"the gather of a layer of {flat.numel()} elements"
+        what = f"the gather of {_words(flat, name)}"
         if len(set(sizes)) == 1:
             self._run(what, _all_gather_even, flat, part)
         elif self.is_nccl:
@@ -218,7 +291,7 @@ class ShardCollectives:
         else:
             if part.data_ptr() != shards[self.rank].data_ptr():
                 shards[self.rank].copy_(part)
-            self.all_gather(flat, sizes)
+            self.all_gather(flat, sizes, name)
 
     def agree_on_use(self, index: int | None, words: Callable[[int], str]) -> int:
         """What all ranks are about to do next, as one number; a collective that waits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -82,11 +83,15 @@ def _exchange_blocks(
             peer = collectives.global_rank(transfer.source)
             operations.append(dist.P2POp(dist.irecv, block, peer, collectives.group))
             arrivals.append((target, block))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    collectives.guarded(partial(_carry_out, operations))
     for target, block in arrivals:
         if block is not target:
             target.copy_(block)
+
+
+def _carry_out(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 def raise_together(failure: str | None, collectives: ShardCollectives) -> None:
@@ -102,8 +107,8 @@ def raise_together(failure: str | None, collectives: ShardCollectives) -> None:
         if failure is not None:
             raise CheckpointError(failure)
         return
-    failures: list[str | None] = [None] * collectives.world_size
-    dist.all_gather_object(failures, failure, group=collectives.group)
+    what = "the ranks' word on whether all has gone well"
+    failures: list[str | None] = collectives.gather_objects(failure, what)
     if any(text is not None for text in failures):
         _raise_all(failures)
 
@@ -131,17 +136,14 @@ def from_first(find: Callable[[], object], collectives: ShardCollectives) -> obj
     Raises:
         CheckpointError: it failed on rank 0.
     """
-    answer: list[tuple[object, str | None]] = [(None, None)]
+    answer: tuple[object, str | None] = None, None
     if collectives.rank == 0:
         try:
-            answer[0] = find(), None
+            answer = find(), None
         except Exception as error:
             # The others wait for an answer, whatever it was.
-            answer[0] = None, str(error)
-    if collectives.world_size > 1:
-        first = collectives.global_rank(0)
-        dist.broadcast_object_list(answer, first, group=collectives.group)
-    found, failure = answer[0]
+            answer = None, str(error)
+    found, failure = collectives.object_from_first(answer, "what rank 0 has found")
     if failure is not None:
         raise CheckpointError(failure)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,27 @@ def evaluates_alone(rank: int, port: int, folder: str, wait_in_stream: bool) -> 
     os._exit(0)
 
 
+def is_killed(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
+    """Rank 0, which holds the store, is killed between two steps; rank 1 waits on the device."""
+    import sys
+
+    enter_rank(rank, port)
+    sys.stderr = open(Path(folder, f"log{rank}"), "w", buffering=1)  # noqa: SIM115 - to the end
+    engine = _engine(1, wait_in_stream)
+    _train(engine, range(3))
+    Path(folder, f"ready{rank}").touch()
+    while len(list(Path(folder).glob("ready*"))) < 2:
+        time.sleep(0.05)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # What a script would do: the interpreter shows it, and ends.
+    try:
+        _train(engine, range(3, 1000))
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
 in_both = pytest.mark.parametrize("wait_in_stream", [True, False], ids=["in stream", "in kernels"])
 
 
@@ -180,3 +202,20 @@ def test_a_rank_that_evaluates_alone(tmp_path: Path, wait_in_stream: bool) -> No
     arguments = free_port(), str(tmp_path), wait_in_stream
     multiprocessing.spawn(evaluates_alone, args=arguments, nprocs=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+@in_both
+def test_a_killed_rank(tmp_path: Path, wait_in_stream: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    arguments = free_port(), str(tmp_path), wait_in_stream
+    ranks = [context.Process(target=is_killed, args=(rank, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join(200)
+    assert ranks[0].exitcode == -signal.SIGKILL
+    begin = time.monotonic()
+    ranks[1].join(60)
+    assert ranks[1].exitcode == 1
+    assert time.monotonic() - begin < 30.0
+    text = (tmp_path / "log1").read_text()
+    assert "RankFailedError: rank 0 was killed or has crashed" in text, text
