@@ -30,7 +30,8 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 # GPU would be in each other's way.
 BESIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: all install demo test test-parity test-gpu test-configs lint format bench sanitize clean
+.PHONY: all install demo test test-parity test-gpu test-fuzz test-configs lint format bench \
+    sanitize sanitize-memory sanitize-threads clean
 
 all: install sanitize
 
@@ -67,6 +68,14 @@ test-parity: install
 test-gpu: install
 	$(PYTEST) -m gpu $(TEST_ARGS) tests
 
+# Random configurations, for so long; the log has their seeds. With SEED and CASES: as many from
+# there. FUZZ_ARGS: for example --gpu --ranks 2.
+MINUTES ?= 10
+FUZZ_ARGS ?=
+FUZZ = $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES),--minutes $(MINUTES))
+test-fuzz: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/fuzz/run.py $(FUZZ) $(FUZZ_ARGS)
+
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
 # (zero2_plan.json needs a plan of the machine's own.)
 test-configs: install
@@ -94,14 +103,18 @@ format: install
 bench: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/hytrain bench kernel
 
-# The kernels and the worker under AddressSanitizer and UndefinedBehaviorSanitizer, with every
-# warning an error; and the worker, where threads meet, has its tests in the same place.
-sanitize: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DHYTRAIN_PYTHON=OFF \
-	    -DHYTRAIN_TESTS=ON -DHYTRAIN_SANITIZE=ON -DHYTRAIN_STRICT=ON \
+# With every warning an error: the kernels and the worker under AddressSanitizer and
+# UndefinedBehaviorSanitizer, and the worker, where threads meet, under ThreadSanitizer as well.
+# HYTRAIN_STRESS_RUNS: how many random lives the worker leads in each.
+sanitize: sanitize-memory sanitize-threads
+
+sanitize-memory sanitize-threads: sanitize-%: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize-$* -G Ninja -DHYTRAIN_PYTHON=OFF \
+	    -DHYTRAIN_TESTS=ON -DHYTRAIN_SANITIZE=$* -DHYTRAIN_STRICT=ON \
 	    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize
-	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/sanitize --output-on-failure --timeout 120
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize-$*
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/sanitize-$* --output-on-failure \
+	    --timeout 120
 
 clean:
 	rm -rf build dist *.egg-info hytrain/_C.*.so $(STAMP) .pytest_cache .ruff_cache .hypothesis

@@ -156,11 +156,32 @@ bool UpdateWorker::cancel_update(int layer) {
     return false;
 }
 
+// Under mutex_. The layers whose previewed gradient a drop or a withdrawal will take back.
+std::vector<bool> UpdateWorker::layers_taken_back() {
+    std::vector<bool> found(layers_.size(), false);
+    for (const auto& job : jobs_) {
+        if (job->started || (job->pass != Pass::kDrop && job->pass != Pass::kWithdraw)) continue;
+        const Layer& layer = layers_[static_cast<std::size_t>(job->layer)];
+        // Whoever ends a step has waited for the moves of the layers that take part in it: one that
+        // still has a gradient of the step before cannot have arrived on the device.
+        if (layer.tentative && layer.moving != 0) {
+            error_ = "layer '" + layer.name + "' moves and has not begun to give up the gradient " +
+                     "that was " + (job->pass == Pass::kDrop ? "dropped" : "withdrawn") +
+                     ": the next step was made final without waiting for its move";
+            changed_.notify_all();
+            throw WorkerError(error_);
+        }
+        found[static_cast<std::size_t>(job->layer)] = true;
+    }
+    return found;
+}
+
 int UpdateWorker::finalize(const StepRecord& record) {
     int again = 0;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
+        const std::vector<bool> taken_back = layers_taken_back();
         for (const auto& job : jobs_) {
             // Not begun: the one pass it will make is already the final one. A job of an earlier
             // step that is still waiting keeps that step's outcome.
@@ -171,7 +192,8 @@ int UpdateWorker::finalize(const StepRecord& record) {
         }
         for (std::size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
-            if (!layer.tentative) continue;
+            // What is on its way back belongs to a step that has had its outcome.
+            if (!layer.tentative || taken_back[i]) continue;
             layer.tentative = false;
             layer.pending = record;
             if (!layer.held && layer.previewed == record) continue;

@@ -148,6 +148,8 @@ class UpdateWorker {
     // Removes a layer's update that has not begun; its gradient may be released after wait().
     bool cancel_update(int layer);
     // The step's outcome is known. Returns the number of layers that must be previewed again.
+    // Throws, and the worker has failed, where a layer leaves the host whose last gradient is still
+    // to be taken back: its move was to be waited for (wait_moved) before its next update.
     int finalize(const StepRecord& record);
 
     // -- Waiting (all throw the worker's error, if any) -------------------------------------
@@ -214,6 +216,7 @@ class UpdateWorker {
         Buffers buffers;
     };
 
+    std::vector<bool> layers_taken_back();
     void run();
     std::shared_ptr<Job> pick_job();
     bool is_ready(const Job& job);
