@@ -29,6 +29,7 @@ from experiments.unequal_gpus.measure import Passes, collector_pauses, passes_of
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
+from hytrain.kernels.host_room import host_memory_pools
 from hytrain.optim.statistics import StepStatistics
 from hytrain.parallel.collectives import ShardCollectives
 from hytrain.planner.plan_file import PlanFile, write_plan
@@ -37,7 +38,6 @@ from hytrain.planner.profile_file import ProfileFile, write_profile
 from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
 from hytrain.profile.host_share import share_host
 from hytrain.profile.layer_profile import LayerOptions
-from hytrain.profile.machine import host_memory_pools
 from hytrain.profile.profile_run import ProfileOptions, profile_ranks
 from hytrain.profile.ranks import Ranks as ProfileRanks
 from hytrain.profile.subject import MakeBatch, Subject

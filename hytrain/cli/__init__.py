@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hytrain.cli import bench, explain, plan, profile
 from hytrain.cli.arguments import one_line
-from hytrain.errors import HyTrainError
+from hytrain.errors import HostMemoryError, HyTrainError
 from hytrain.version import __version__
 
 __all__ = ["main"]
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except HyTrainError as error:
-        if not isinstance(error, ValueError):
+        if not isinstance(error, (ValueError, HostMemoryError)):
             raise  # not the user's to mend
         print(f"hytrain: {one_line(error)}", file=sys.stderr)
         return 2

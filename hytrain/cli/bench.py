@@ -42,6 +42,7 @@ def _add_kernel(kernel: argparse.ArgumentParser) -> None:
 
 def _kernel(arguments: argparse.Namespace) -> int:
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
+    from hytrain.kernels.host_memory import taking_host_memory
     from hytrain.profile import kernel_bench
 
     options = kernel_bench.BenchOptions(
@@ -50,10 +51,11 @@ def _kernel(arguments: argparse.Namespace) -> int:
         num_rounds=arguments.repeats,
         non_temporal=not arguments.cached_out,
     )
-    if arguments.variants:
-        result, to_text = kernel_bench.run_variants(options), kernel_bench.format_variants
-    else:
-        result, to_text = kernel_bench.run_bench(options), kernel_bench.format_table
+    with taking_host_memory("the benchmark's arrays", remedy="give fewer --elements"):
+        if arguments.variants:
+            result, to_text = kernel_bench.run_variants(options), kernel_bench.format_variants
+        else:
+            result, to_text = kernel_bench.run_bench(options), kernel_bench.format_table
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:

@@ -247,7 +247,7 @@ def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:
     """The rank's GPU and its part of the host, in bytes."""
     import torch
 
-    from hytrain.profile.machine import available_host_bytes
+    from hytrain.kernels.host_room import available_host_bytes
     from hytrain.profile.memory_probe import usable_gpu_bytes
 
     if arguments.gpu_memory is not None:

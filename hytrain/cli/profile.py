@@ -100,9 +100,13 @@ def _merge(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_MORE_HOST_MEMORY = "free some, or profile fewer ranks of a host at once"
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     import torch
 
+    from hytrain.kernels.host_memory import taking_host_memory
     from hytrain.profile.launch import joined, limit_memory, local_device
     from hytrain.profile.layer_profile import LayerOptions
     from hytrain.profile.profile_report import profile_table
@@ -128,7 +132,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     if arguments.device_memory_fraction is not None:
         limit_memory(device, arguments.device_memory_fraction)
-    with joined(device):
+    with joined(device), taking_host_memory("measuring", remedy=_MORE_HOST_MEMORY):
         ranks = Ranks()
         progress = progress_on() if ranks.rank == 0 else NoProgress()
         profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)

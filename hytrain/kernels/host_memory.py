@@ -6,13 +6,71 @@ misses the TLB less, the first touch faults 512 times less often, and pinning is
 
 from __future__ import annotations
 
+import errno
 import mmap
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
 from hytrain import _C
+from hytrain.errors import HostMemoryError
+from hytrain.kernels.host_room import describe_room
 
 PAGE = mmap.PAGESIZE
+
+STATE_REMEDY = (
+    'raise "hytrain.gpu_fraction" (or let it be "solve"), use more ranks, or a host with more '
+    "memory"
+)
+"""What helps where optimizer state, or its pinned gradients, have no room."""
+
+
+@contextmanager
+def taking_host_memory(
+    purpose: str, num_bytes: int | None = None, *, remedy: str = STATE_REMEDY
+) -> Generator[None]:
+    """Around what takes memory on the host: that there is none left is said for people.
+
+    Args:
+        purpose: what it is for, behind "for".
+        num_bytes: how much, where one number says it.
+        remedy: what the user can do.
+
+    Raises:
+        HostMemoryError: there is none; in place of what torch, mmap or C++ raises.
+    """
+    try:
+        yield
+    except HostMemoryError:
+        raise  # somebody within knows more
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_host_memory(error):
+            raise
+        size = "" if num_bytes is None else f" of {_size(num_bytes)}"
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        raise HostMemoryError(
+            f"the host has no memory{size} for {purpose} ({cause}); {describe_room()}: {remedy}"
+        ) from error
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether an error says that the host's memory is used up.
+
+    Not what a device's allocator says: that is a ``torch.OutOfMemoryError``.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError):  # Python's own, and std::bad_alloc out of an extension
+        return True
+    # torch has no type for it: its allocator says the first, its mapping of a file the second.
+    return any(words in str(error) for words in ("DefaultCPUAllocator", "Cannot allocate memory"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def map_anonymous(num_bytes: int) -> mmap.mmap:
@@ -35,26 +93,24 @@ def map_anonymous(num_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def host_zeros(numel: int, *, touch_threads: int = 0) -> torch.Tensor:
+def host_zeros(
+    numel: int, *, purpose: str = "optimizer state", touch_threads: int = 0
+) -> torch.Tensor:
     """An fp32 tensor of zeros, 1-D; its memory goes back when the tensor goes.
 
     Args:
         numel: elements.
+        purpose: what it is for, in an error.
         touch_threads: threads that touch all of it now, each its own part; 0: whoever uses it will.
 
     Raises:
-        MemoryError: the mapping is refused.
+        HostMemoryError: the mapping is refused.
     """
     if numel == 0:
         return torch.zeros(0)
     num_bytes = -(-4 * numel // PAGE) * PAGE
-    try:
+    with taking_host_memory(purpose, num_bytes):
         mapping = map_anonymous(num_bytes)
-    except OSError as error:
-        raise MemoryError(
-            f"host memory for {num_bytes / 2**30:.2f} GiB of optimizer state cannot be mapped "
-            f"({error}): raise gpu_fraction or use more ranks"
-        ) from error
     zeros = torch.frombuffer(mapping, dtype=torch.float32, count=numel)
     if touch_threads:
         _C.touch(zeros.data_ptr(), num_bytes, touch_threads)

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
 
-from hytrain.kernels.host_memory import PAGE, map_anonymous
+from hytrain.kernels.host_memory import (
+    PAGE,
+    STATE_REMEDY,
+    map_anonymous,
+    taking_host_memory,
+)
+from hytrain.kernels.host_room import describe_room
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +29,29 @@ _MAX_REGISTER = 64 << 30
 class Arena:
     """One anonymous mapping, handed out front to back, released as a whole."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        purpose: str = "weights and gradients",
+        remedy: str = STATE_REMEDY,
+    ) -> None:
         """Maps and, for a CUDA device, pins ``num_bytes``.
 
         Args:
             num_bytes: exact number of bytes, rounded up to whole pages (at least one).
             device: whose copies will read and write the memory.
+            purpose: what it is for, in an error.
+            remedy: what the user can do where there is none.
 
         Raises:
-            MemoryError: the mapping is refused.
+            HostMemoryError: the mapping is refused.
         """
         self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
-        try:
+        self._purpose = purpose
+        with taking_host_memory(purpose, self.num_bytes, remedy=remedy):
             self._mapping = map_anonymous(self.num_bytes)
-        except OSError as error:
-            raise MemoryError(
-                f"host memory for {self.num_bytes / 2**30:.2f} GiB of weights and gradients "
-                f"cannot be mapped ({error}): raise gpu_fraction or use more ranks"
-            ) from error
         # The export keeps the mapping open; close() must drop it before unmapping.
         self._export: ctypes.Array[ctypes.c_char] | None = (
             ctypes.c_char * self.num_bytes
@@ -48,26 +60,33 @@ class Arena:
         self._taken = 0
         self._registered: list[int] = []
         if device.type == "cuda":
-            self._pin()
+            self._pin(device)
 
     @property
     def is_pinned(self) -> bool:
         """Whether all of the memory is registered with the driver."""
         return bool(self._registered)
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
         runtime = cast(Any, torch.cuda.cudart())
         for offset in range(0, self.num_bytes, _MAX_REGISTER):
             length = min(_MAX_REGISTER, self.num_bytes - offset)
             result = runtime.cudaHostRegister(self.address + offset, length, 0)
             if int(result) != 0:
                 self._unpin()
+                # The driver keeps the error, and torch would raise it at the next kernel, whose it
+                # is not. This is the next kernel.
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)
                 # Copies from pageable memory block the worker but stay correct.
                 logger.warning(
-                    "pinning %.2f GiB of host memory failed (CUDA error %s): copies will be "
-                    "slower; check `ulimit -l` and the container's memory limit",
+                    "pinning %.2f GiB of host memory for %s failed (CUDA error %s): copies will be "
+                    "slower; check `ulimit -l` and the container's memory limit; there is room "
+                    "as follows: %s",
                     self.num_bytes / 2**30,
-                    result,
+                    self._purpose,
+                    int(result),
+                    describe_room(),
                 )
                 return
             self._registered.append(self.address + offset)

@@ -309,7 +309,7 @@ class PlacementController:
     def _move_to_gpu(self, layer: LayerState, step: int) -> bool:
         try:
             self._mover.to_gpu(layer)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             self._step_back(layer, step)
             return False
         return True

@@ -60,7 +60,7 @@ class CpuUpdater:
             settings: threads and chunk size.
 
         Raises:
-            MemoryError: the pinned memory cannot be had.
+            HostMemoryError: the pinned memory cannot be had; what was taken is given back.
         """
         self._all = list(layers)
         self._streams = streams
@@ -69,24 +69,35 @@ class CpuUpdater:
             for layer in self._all
         ]
         plan = _plan(self._all, self._chunks, keeps_pending=not settings.direct)
+        self._closed = False
         self.pinned = PinnedMemory(plan, len(self._all), streams.device)
-        if streams.is_cuda:
-            self.worker = _C.UpdateWorker.on_cuda(
-                streams.device.index or 0,
-                streams.to_host.cuda_stream,
-                streams.to_device.cuda_stream,
-                settings.num_threads,
-                settings.delay_seed,
-                settings.max_delay_us,
-            )
-        else:
-            self.worker = _C.UpdateWorker.on_host(
+        try:
+            self.worker = self._make_worker(settings)
+            try:
+                self._register(plan)
+                self.make_room(())
+                self.worker.start()
+            except BaseException:
+                self.worker.close()  # it has threads, and the error keeps this frame
+                raise
+        except BaseException:
+            self.pinned.close()
+            raise
+
+    def _make_worker(self, settings: CpuSettings) -> _C.UpdateWorker:
+        streams = self._streams
+        if not streams.is_cuda:
+            return _C.UpdateWorker.on_host(
                 settings.num_threads, settings.delay_seed, settings.max_delay_us
             )
-        self._register(plan)
-        self.make_room(())
-        self._closed = False
-        self.worker.start()
+        return _C.UpdateWorker.on_cuda(
+            streams.device.index or 0,
+            streams.to_host.cuda_stream,
+            streams.to_device.cuda_stream,
+            settings.num_threads,
+            settings.delay_seed,
+            settings.max_delay_us,
+        )
 
     @property
     def layers(self) -> list[LayerState]:
@@ -112,7 +123,7 @@ class CpuUpdater:
         """Takes the pinned memory for the CPU-placed layers and those that are about to be.
 
         Raises:
-            MemoryError: the host has not that much.
+            HostMemoryError: the host has not that much.
         """
         self.pinned.grow(self.worker, self._on_host(coming))
 
@@ -254,6 +265,11 @@ class CpuUpdater:
     def wait_all(self) -> None:
         """Until no job is left; copies back may still be in flight."""
         self.worker.wait_all()
+
+    def wait_copies(self) -> None:
+        """Until the new copies of all layers have been issued; without a device, have arrived."""
+        for layer in self.layers:
+            self.wait_weights(layer, by_compute=False)
 
     def commit_pending(self) -> None:
         """Applies every pending gradient, so that the state is that of the last step."""

@@ -90,16 +90,17 @@ class LayerGatherer:
     def _gather_part(self, part: ShardedWeights) -> None:
         storage = part.storage
         for (low, high, flat), (begin, own) in zip(storage.runs, storage.parts, strict=True):
-            self._gather_run(flat, own, begin - low, part.sizes_within(low, high))
+            sizes = part.sizes_within(low, high)
+            self._gather_run(flat, own, begin - low, sizes, part.layout.name)
 
     def _gather_run(
-        self, flat: torch.Tensor, part: torch.Tensor, at: int, sizes: list[int]
+        self, flat: torch.Tensor, part: torch.Tensor, at: int, sizes: list[int], name: str
     ) -> None:
         if part.device != flat.device or self._collectives.world_size == 1:
             own = flat[at : at + part.numel()]
             own.copy_(part, non_blocking=True)
             part = own
-        self._collectives.gather_parts(flat, part, sizes)
+        self._collectives.gather_parts(flat, part, sizes, name)
 
     def wait_resident(self, layer: LayerWeights) -> None:
         """Weights of a layer that are on every rank whole are the newest."""

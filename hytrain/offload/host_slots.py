@@ -8,18 +8,17 @@ import torch
 
 from hytrain.offload.arena import Arena
 
+_REMEDY = (
+    'set "hytrain.activations" to "keep", or make micro-batches or this rank\'s part of the batch '
+    "smaller"
+)
+
 
 class HostSlot:
     """Memory for one tensor."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        try:
-            self._arena = Arena(num_bytes, device)
-        except MemoryError as error:
-            raise MemoryError(
-                f"host memory for {num_bytes / 2**20:.0f} MiB of activations cannot be mapped: set "
-                '"hytrain.activations" to "keep", or make micro-batches smaller'
-            ) from error
+        self._arena = Arena(num_bytes, device, purpose="activations", remedy=_REMEDY)
         self.num_bytes = self._arena.num_bytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +50,7 @@ class HostSlots:
         """The smallest free slot that is large enough, or a new one.
 
         Raises:
-            MemoryError: the host has not that much.
+            HostMemoryError: the host has not that much.
         """
         fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
         if fitting:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain.kernels.host_memory import host_zeros
+from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
 from hytrain.offload.streams import Streams
@@ -41,10 +41,13 @@ class LayerMover:
         What is pending is committed on the host first, by the kernel that previewed it.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for the state; nothing has changed.
+            torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has no room
+                for the state; nothing has changed.
         """
         self._cpu.wait_moved(layer)
-        flat = torch.empty(3 * layer.shard_size, dtype=torch.float32, device=self._streams.device)
+        size = 3 * layer.shard_size
+        with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU
+            flat = torch.empty(size, dtype=torch.float32, device=self._streams.device)
         free = self._streams.new_event()
         if layer.state_ready is None:
             layer.state_ready = self._streams.new_event()
@@ -58,12 +61,12 @@ class LayerMover:
         """A GPU-placed layer is updated on the host from the next step on.
 
         Raises:
-            MemoryError: the host has no room for the state or its pinned gradient; nothing has
+            HostMemoryError: the host has no room for the state or its pinned gradient; nothing has
                 changed.
         """
         self.wait(layer)
         self._cpu.make_room([layer])
-        flat = host_zeros(3 * layer.shard_size)
+        flat = host_zeros(3 * layer.shard_size, purpose=_state_of(layer))
         ready = self._streams.record_update()
         device = native_state(layer)
         self._keep(layer, ready)
@@ -111,3 +114,7 @@ class LayerMover:
     def close(self) -> None:
         """Lets go of everything; the worker has been closed."""
         self._moves.clear()
+
+
+def _state_of(layer: LayerState) -> str:
+    return f"the optimizer state of layer '{layer.name}'"

@@ -32,7 +32,7 @@ class PinnedMemory:
         self._counts = [0] * len(plan.classes)
         self._has_outgoing = False
         # Each norm lies on a cache line of its own.
-        self._arenas = [Arena(num_norms * _CACHE_LINE, device)]
+        self._arenas = [Arena(num_norms * _CACHE_LINE, device, purpose="the layers' norms")]
 
     @property
     def num_bytes(self) -> int:
@@ -64,14 +64,18 @@ class PinnedMemory:
             on_host: for each chunk of the plan, whether its state is on the host.
 
         Raises:
-            MemoryError: the host has not that much.
+            HostMemoryError: the host has not that much.
         """
         if not any(on_host):
             return
         missing_bytes = self.missing_bytes(on_host)
         if missing_bytes == 0:
             return
-        arena = Arena(missing_bytes + _CACHE_LINE * (len(self._counts) + 1), self._device)
+        arena = Arena(
+            missing_bytes + _CACHE_LINE * (len(self._counts) + 1),
+            self._device,
+            purpose="pinned gradients of layers whose state is on the host",
+        )
         self._arenas.append(arena)
         for number, needed in enumerate(self._needed(on_host)):
             count = needed - self._counts[number]

@@ -110,7 +110,7 @@ class UpdatePipeline:
         if self._collectives.world_size == 1:
             return flat
         shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
-        self._collectives.reduce_scatter(flat, layer.sizes, shard)
+        self._collectives.reduce_scatter(flat, layer.sizes, shard, layer.name)
         self.streams.used_on_communication(flat)
         return shard
 
@@ -322,7 +322,7 @@ class UpdatePipeline:
         # that read the old weights was over before the shard could be updated.
         with self.streams.on_communication(after=layer.weights_ready):
             for low, high, flat in layer.storage.runs:
-                self._collectives.all_gather(flat, layer.sizes_within(low, high))
+                self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
         self.streams.compute_waits_for_communication()
 
     def wait_all(self) -> None:
@@ -344,6 +344,4 @@ class UpdatePipeline:
         self.cpu.close()
         self.mover.close()
         for layer in self.layers:
-            layer.gradient = None
-            layer.master = layer.exp_avg = layer.exp_avg_sq = torch.empty(0)
-            layer.storage.release()
+            layer.release()

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
+from hytrain.kernels.host_memory import taking_host_memory
 
 _ELEMENTS = 1 << 24
 """256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
@@ -49,13 +50,17 @@ def measure_threads(cores: int, given: int | None) -> ThreadChoice:
         cores: this rank's, with those of other ranks that measure at the same time left out.
         given: a count that the user chose; only its speed is measured.
 
+    Raises:
+        HostMemoryError: the 256 MiB that it takes cannot be had.
+
     The launching thread and autograd's thread need a core as well; they get it because the count
     never exceeds the cores but one (but two cores are used in full).
     """
     counts = [given] if given is not None else candidates(cores)
-    p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
-    gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
-    out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
+    with taking_host_memory("measuring the CPU's update, for some milliseconds", 16 * _ELEMENTS):
+        p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
+        gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
+        out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
     record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
     times: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(_REPEATS + 1):

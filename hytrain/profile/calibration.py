@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -69,3 +70,13 @@ def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float
     # The first run compiles the kernel.
     times = [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks[1:])]
     return statistics.median(times) / n
+
+
+@cache
+def known_gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+    """As :func:`gpu_seconds_per_parameter`, which a process does once for a device.
+
+    On a CPU that stands in for one, buffers of this size come from the heap and leave holes there:
+    with one calibration an engine, a process that builds many grows by megabytes with each.
+    """
+    return gpu_seconds_per_parameter(device, dtype)

@@ -9,8 +9,9 @@ import psutil
 import torch
 
 from hytrain.errors import ConfigError
+from hytrain.kernels.host_room import available_host_bytes
 from hytrain.planner.profile_file import device_label
-from hytrain.profile.machine import available_host_bytes, cpu_model, usable_cores
+from hytrain.profile.machine import cpu_model, usable_cores
 from hytrain.profile.memory_probe import usable_gpu_bytes
 
 MULTIPROCESSORS_VARIABLE = "HYTRAIN_MULTIPROCESSORS"

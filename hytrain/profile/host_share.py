@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
+from hytrain.kernels.host_room import host_memory_pools
 from hytrain.parallel.collectives import ShardCollectives
-from hytrain.profile.machine import host_memory_pools
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -115,9 +113,7 @@ def divide_host(
 
 def share_host(collectives: ShardCollectives) -> HostShare:
     """This rank's part of its host; a collective."""
-    hosts: list[RankHost] = [this_host()] * collectives.world_size
-    if collectives.world_size > 1:
-        dist.all_gather_object(hosts, this_host(), group=collectives.group)
+    hosts: list[RankHost] = collectives.gather_objects(this_host(), "the ranks' hosts")
     return divide_host(hosts, collectives.rank, started_here=_started_here())
 
 

@@ -16,6 +16,7 @@ from itertools import product
 from typing import TypeVar, cast
 
 from hytrain import _C
+from hytrain.kernels.host_room import available_host_bytes
 from hytrain.profile import machine
 from hytrain.profile.kernel_subjects import (
     ARRAY_BYTES_PER_PARAM,
@@ -61,7 +62,7 @@ class BenchOptions:
         if self.num_elements is not None:
             return self.num_elements
         wanted = _LLC_MULTIPLE * machine.last_level_cache_bytes() // 4
-        fits = int(_MEMORY_SHARE * machine.available_host_bytes()) // ARRAY_BYTES_PER_PARAM
+        fits = int(_MEMORY_SHARE * available_host_bytes()) // ARRAY_BYTES_PER_PARAM
         rounded_up = -(-wanted // _ELEMENT_MULTIPLE) * _ELEMENT_MULTIPLE
         return max(_ELEMENT_MULTIPLE, min(rounded_up, fits))
 

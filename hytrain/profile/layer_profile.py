@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.errors import ConfigError
+from hytrain.kernels.host_room import available_host_bytes
 from hytrain.planner.profile_file import LayerSample, OutsideSample
 from hytrain.profile.layer_bench import LayerBench
 from hytrain.profile.layer_samples import DEPTH, Row, SizeMeasurements
-from hytrain.profile.machine import available_host_bytes
 from hytrain.profile.memory_probe import usable_gpu_bytes
 from hytrain.profile.subject import Subject
 

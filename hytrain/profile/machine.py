@@ -1,4 +1,4 @@
-"""What machine this is: for results that are named by hardware, and for bounds on memory."""
+"""What machine this is: for results that are named by hardware."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import platform
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -18,24 +17,6 @@ from hytrain import _C
 _CPU_DIR = Path("/sys/devices/system/cpu")
 _SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _FALLBACK_LLC_BYTES = 32 * 2**20
-_OWN_CGROUPS = Path("/proc/self/cgroup")
-
-
-class _Hierarchy(NamedTuple):
-    """A version of control groups: where it is mounted, and its files in each group's folder."""
-
-    root: Path
-    controller: str
-    limit: str
-    usage: str
-
-
-_HIERARCHIES = (
-    _Hierarchy(Path("/sys/fs/cgroup"), "", "memory.max", "memory.current"),
-    _Hierarchy(
-        Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-    ),
-)
 
 
 def usable_cores() -> int:
@@ -70,55 +51,6 @@ def last_level_cache_bytes() -> int:
             continue
         sizes[shared_by] = int(text[:-1]) * _SIZE_UNITS[text[-1]]
     return sum(sizes.values()) or _FALLBACK_LLC_BYTES
-
-
-def available_host_bytes() -> int:
-    """Host memory that this process can still take: the machine's or the cgroup's, the smaller."""
-    return min(host_memory_pools().values())
-
-
-def host_memory_pools() -> dict[str, int]:
-    """Bytes left in everything that this process's host memory comes out of.
-
-    Returns:
-        "machine", and each memory control group with a limit, the process's own and those around
-        it, under a name that no other group of this machine has.
-    """
-    pools = {"machine": int(psutil.virtual_memory().available)}
-    for hierarchy in _HIERARCHIES:
-        for folder in _cgroup_folders(hierarchy):
-            try:
-                limit = (folder / hierarchy.limit).read_text().strip()
-                usage = int((folder / hierarchy.usage).read_text())
-                statistics = (folder / "memory.stat").read_text()
-                where = folder.stat()
-            except OSError:
-                continue
-            if limit != "max":
-                usage -= _reclaimable_bytes(statistics)
-                # The folder's own number: what a container sees as the root is a group like others.
-                pools[f"cgroup {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
-    return pools
-
-
-def _cgroup_folders(hierarchy: _Hierarchy) -> list[Path]:
-    """This process's group and those around it, the root included; the root alone if unknown."""
-    try:
-        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
-    except OSError:
-        lines = []
-    for line in lines:
-        if len(line) == 3 and hierarchy.controller in line[1].split(","):
-            own = Path(line[2].strip("/"))
-            inside = own if (hierarchy.root / own).is_dir() and ".." not in own.parts else Path()
-            return [hierarchy.root / folder for folder in dict.fromkeys((inside, *inside.parents))]
-    return [hierarchy.root]
-
-
-def _reclaimable_bytes(memory_stat: str) -> int:
-    """Cached files that a cgroup's usage counts and its kernel drops when memory is wanted."""
-    entries = dict(line.split(maxsplit=1) for line in memory_stat.splitlines() if " " in line)
-    return int(entries.get("total_inactive_file", entries.get("inactive_file", "0")))
 
 
 def package_version(name: str) -> str | None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain.kernels.host_room import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import STATE_BYTES, gpu_reserve, host_reserve
 from hytrain.profile.host_share import HostShare
-from hytrain.profile.machine import host_memory_pools
 
 
 @dataclass(frozen=True, slots=True)

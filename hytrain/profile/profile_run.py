@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from hytrain.kernels.host_room import host_memory_pools
 from hytrain.planner.profile_file import (
     CollectiveProfile,
     CopyRates,
@@ -34,7 +35,7 @@ from hytrain.profile.calibration import (
 from hytrain.profile.device_facts import DeviceFacts, device_facts
 from hytrain.profile.host_share import RankHost, divide_host, this_host
 from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
-from hytrain.profile.machine import cpu_model, host_memory_pools, package_version
+from hytrain.profile.machine import cpu_model, package_version
 from hytrain.profile.progress import NoProgress, Progress
 from hytrain.profile.ranks import Ranks
 from hytrain.profile.subject import Subject, SubjectSizes

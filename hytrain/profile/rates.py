@@ -16,8 +16,9 @@ import torch
 from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_memory import host_zeros
+from hytrain.kernels.host_room import available_host_bytes
 from hytrain.planner.profile_file import CopyRates
-from hytrain.profile.machine import available_host_bytes, last_level_cache_bytes
+from hytrain.profile.machine import last_level_cache_bytes
 from hytrain.profile.ranks import Ranks
 from hytrain.profile.training_load import TrainingLoad
 

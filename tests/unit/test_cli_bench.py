@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hytrain import cli
-from hytrain.kernels import cpu_adam
+from hytrain.kernels import cpu_adam, host_room
 from hytrain.profile import kernel_subjects, machine
 from hytrain.profile.kernel_subjects import BYTES_PER_PARAM
 
@@ -71,4 +71,4 @@ def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_machine_facts_are_sane() -> None:
     assert machine.usable_cores() >= 1
     assert machine.last_level_cache_bytes() >= 2**18
-    assert 0 < machine.available_host_bytes() < 2**50
+    assert 0 < host_room.available_host_bytes() < 2**50

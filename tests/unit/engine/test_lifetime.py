@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import subprocess
 import sys
 import textwrap
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import FRACTIONS, backward, inputs
 
 import hytrain
+from hytrain.engine import HyTrainEngine
 from hytrain.errors import EngineClosedError
 
 pytestmark = pytest.mark.timeout(120)
@@ -241,3 +244,103 @@ def test_data_loader_workers_forked_in_the_middle_of_training() -> None:
                 engine.backward(engine(inputs=batch))
                 shadow.step()
         shadow.check()
+
+
+def _traces() -> dict[str, int]:
+    """What of earlier engines a process could keep, as numbers."""
+    gc.collect()
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return {
+        "exit functions": atexit._ncallbacks(),
+        "logging handlers": sum(len(getattr(logger, "handlers", ())) for logger in loggers),
+        "threads": num_threads(),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()) // 10,
+        "objects": len(gc.get_objects()),
+        "exception hook": id(sys.excepthook),
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engines_leave_nothing_in_the_process(stage: int) -> None:
+    """Many are built in one process by notebooks, searches over hyper-parameters, and tests."""
+
+    def build() -> None:
+        with built(make_model("mlp"), make_config(gpu_fraction=0.5, stage=stage)) as engine:
+            backward(engine, 0)
+            engine.step()
+
+    for _ in range(3):
+        build()
+    before = _traces()
+    engines = 8
+    for _ in range(engines):
+        build()
+    after = _traces()
+    grown = after.pop("objects") - before.pop("objects")
+    assert grown < engines, f"{grown} objects more"
+    assert after == before
+
+
+def test_a_build_that_fails_leaves_nothing_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its very end, when everything has been made."""
+
+    class Refused(Exception):
+        pass
+
+    def refuse(*_: Any) -> None:
+        raise Refused
+
+    monkeypatch.setattr(HyTrainEngine, "_unblock_throughput_timer", refuse)
+
+    def build() -> None:
+        with pytest.raises(Refused), built(make_model("mlp"), make_config()):
+            pass
+
+    for _ in range(3):
+        build()
+    before = _traces()
+    for _ in range(8):
+        build()
+    after = _traces()
+    assert after.pop("objects") - before.pop("objects") < 8
+    assert after == before
+
+
+def test_memory_of_many_engines_is_bounded() -> None:
+    """Nothing large lies between what a process keeps of them until the collector comes.
+
+    Objects of an engine (half a megabyte of this model's) are in cycles. A large buffer that was
+    taken from the heap while one was built leaves a hole that the next ones' small objects nibble
+    at: each build then takes new memory.
+    """
+    body = """
+        import gc, logging
+        from pathlib import Path
+
+        def resident():
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+        def build():
+            model = make_model("mlp")
+            engine, *_ = hytrain.initialize(
+                model=model, model_parameters=model.parameters(), config=make_config())
+            engine.backward(engine(**make_batch("mlp", 0)))
+            engine.step()
+            engine.destroy()
+
+        logging.disable(logging.WARNING)
+        engine.destroy()
+        for _ in range(2):
+            build()
+        gc.collect()
+        gc.disable()
+        before = resident()
+        for _ in range(12):
+            build()
+        print("PER ENGINE", (resident() - before) / 12)
+    """
+    result, _ = _run_script(body)
+    assert result.returncode == 0, result.stderr
+    line = next(x for x in result.stdout.splitlines() if x.startswith("PER ENGINE"))
+    assert float(line.split()[-1]) < 2.0, "MiB an engine"

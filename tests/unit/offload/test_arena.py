@@ -40,5 +40,5 @@ def test_close_twice() -> None:
 
 
 def test_what_the_machine_has_not_is_a_clear_error() -> None:
-    with pytest.raises(MemoryError, match="raise gpu_fraction"):
+    with pytest.raises(MemoryError, match=r'raise "hytrain\.gpu_fraction"'):
         Arena(1 << 60, CPU)

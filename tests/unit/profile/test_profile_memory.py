@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from hytrain.kernels import host_room
 from hytrain.offload import threads
 from hytrain.placement.costs import LayerBytes
-from hytrain.profile import machine, memory_probe
+from hytrain.profile import memory_probe
 from hytrain.profile.calibration import gpu_seconds_per_parameter
 from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves, usable_gpu_bytes
@@ -28,11 +29,11 @@ GPU = torch.device("cuda", 0)
 def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Writes the files of a control group; the machine has 100 GiB left."""
     available = SimpleNamespace(available=100 * GIB)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(host_room.psutil, "virtual_memory", lambda: available)
 
     hierarchies = {
         hierarchy.controller: hierarchy._replace(root=tmp_path / f"version{version}")
-        for version, hierarchy in zip((2, 1), machine._HIERARCHIES, strict=True)
+        for version, hierarchy in zip((2, 1), host_room._HIERARCHIES, strict=True)
     }
 
     def write(version: int, limit: str, usage: int, statistics: str, group: str = ".") -> str:
@@ -44,19 +45,19 @@ def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (folder / "memory.stat").write_text(f"{statistics}\n")
         return f"cgroup {folder.stat().st_dev}:{folder.stat().st_ino}"
 
-    monkeypatch.setattr(machine, "_HIERARCHIES", tuple(hierarchies.values()))
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_room, "_HIERARCHIES", tuple(hierarchies.values()))
+    monkeypatch.setattr(host_room, "_OWN_CGROUPS", tmp_path / "own")
     return write
 
 
 def test_without_a_control_group_the_machine_counts(cgroup: Any) -> None:
-    assert machine.available_host_bytes() == 100 * GIB
+    assert host_room.available_host_bytes() == 100 * GIB
 
 
 def test_a_control_group_without_a_limit_does_not_count(cgroup: Any) -> None:
     cgroup(2, "max", 7 * GIB, "inactive_file 0")
     cgroup(1, str(2**63 - 4096), 7 * GIB, "total_inactive_file 0")
-    assert machine.available_host_bytes() == 100 * GIB
+    assert host_room.available_host_bytes() == 100 * GIB
 
 
 @pytest.mark.parametrize(
@@ -68,17 +69,17 @@ def test_a_control_group_without_a_limit_does_not_count(cgroup: Any) -> None:
 )
 def test_cached_files_count_as_free(cgroup: Any, version: int, statistics: str) -> None:
     cgroup(version, str(40 * GIB), 35 * GIB, statistics.format(cache=20 * GIB))
-    assert machine.available_host_bytes() == 25 * GIB
+    assert host_room.available_host_bytes() == 25 * GIB
 
 
 def test_a_full_control_group_has_nothing_left(cgroup: Any) -> None:
     cgroup(2, str(40 * GIB), 41 * GIB, "")
-    assert machine.available_host_bytes() == 0
+    assert host_room.available_host_bytes() == 0
 
 
 def test_the_machine_may_have_less_than_the_control_group_allows(cgroup: Any) -> None:
     cgroup(2, str(400 * GIB), GIB, "inactive_file 0")
-    assert machine.available_host_bytes() == 100 * GIB
+    assert host_room.available_host_bytes() == 100 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -89,16 +90,16 @@ def test_the_groups_around_the_own_one_count(cgroup: Any, tmp_path: Path, versio
     job = cgroup(version, str(30 * GIB), 10 * GIB, "", group="jobs/7")
     step = cgroup(version, str(50 * GIB), 10 * GIB, "", group="jobs/7/step")
     cgroup(version, str(GIB), 0, "", group="jobs/8")
-    pools = machine.host_memory_pools()
+    pools = host_room.host_memory_pools()
     assert pools[job] == 20 * GIB
     assert pools[step] == 40 * GIB
-    assert machine.available_host_bytes() == 20 * GIB
+    assert host_room.available_host_bytes() == 20 * GIB
 
 
 def test_a_group_that_is_not_mounted_here_leaves_the_root(cgroup: Any, tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/docker/1234\n")
     root = cgroup(2, str(40 * GIB), 30 * GIB, "")
-    assert machine.host_memory_pools() == {"machine": 100 * GIB, root: 10 * GIB}
+    assert host_room.host_memory_pools() == {"machine": 100 * GIB, root: 10 * GIB}
 
 
 # -- the budget --------------------------------------------------------------------------------

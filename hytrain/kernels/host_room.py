@@ -1,0 +1,96 @@
+"""What memory the host has left: the machine, and each limit around this process."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+class _Hierarchy(NamedTuple):
+    """A version of control groups: where it is mounted, and its files in each group's folder."""
+
+    root: Path
+    controller: str
+    limit: str
+    usage: str
+
+
+_HIERARCHIES = (
+    _Hierarchy(Path("/sys/fs/cgroup"), "", "memory.max", "memory.current"),
+    _Hierarchy(
+        Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+    ),
+)
+
+
+def available_host_bytes() -> int:
+    """Host memory that this process can still take: the machine's or the cgroup's, the smaller."""
+    return min(host_memory_pools().values())
+
+
+def host_memory_pools() -> dict[str, int]:
+    """Bytes left in everything that this process's host memory comes out of.
+
+    Returns:
+        "machine", and each memory control group with a limit, the process's own and those around
+        it, under a name that no other group of this machine has.
+    """
+    pools = {"machine": int(psutil.virtual_memory().available)}
+    for hierarchy in _HIERARCHIES:
+        for folder in _cgroup_folders(hierarchy):
+            try:
+                limit = (folder / hierarchy.limit).read_text().strip()
+                usage = int((folder / hierarchy.usage).read_text())
+                statistics = (folder / "memory.stat").read_text()
+                where = folder.stat()
+            except OSError:
+                continue
+            if limit != "max":
+                usage -= _reclaimable_bytes(statistics)
+                # The folder's own number: what a container sees as the root is a group like others.
+                pools[f"cgroup {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
+    return pools
+
+
+def _cgroup_folders(hierarchy: _Hierarchy) -> list[Path]:
+    """This process's group and those around it, the root included; the root alone if unknown."""
+    try:
+        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for line in lines:
+        if len(line) == 3 and hierarchy.controller in line[1].split(","):
+            own = Path(line[2].strip("/"))
+            inside = own if (hierarchy.root / own).is_dir() and ".." not in own.parts else Path()
+            return [hierarchy.root / folder for folder in dict.fromkeys((inside, *inside.parents))]
+    return [hierarchy.root]
+
+
+def _reclaimable_bytes(memory_stat: str) -> int:
+    """Cached files that a cgroup's usage counts and its kernel drops when memory is wanted."""
+    entries = dict(line.split(maxsplit=1) for line in memory_stat.splitlines() if " " in line)
+    return int(entries.get("total_inactive_file", entries.get("inactive_file", "0")))
+
+
+def describe_room() -> str:
+    """What is left, for people: the machine, the tightest control group, the address space."""
+    pools = host_memory_pools()
+    machine = pools.pop("machine")
+    parts = [f"the machine has {_gib(machine)} left"]
+    group = min(pools.values(), default=machine)
+    if group < machine:
+        parts.append(f"this process's memory control group {_gib(group)}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        left = max(0, limit - psutil.Process().memory_info().vms)
+        parts.append(f"its address space (ulimit -v) {_gib(left)}")
+    return ", ".join(parts)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
