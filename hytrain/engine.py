@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
-from hytrain.checkpoint.engine_state import begin_window
 from hytrain.checkpoint.state_access import StateAccess
 from hytrain.config import HyTrainConfig
 from hytrain.engine_build import EngineBuild
-from hytrain.errors import (
-    AbortedBackwardError,
-    ConfigError,
-    HyTrainError,
-)
+from hytrain.errors import ConfigError, HyTrainError
 from hytrain.layers.guards import LayerGuards
 from hytrain.layers.hooks import AddedHooks
 from hytrain.optim.accumulation import (
@@ -85,10 +82,12 @@ class HyTrainEngine(EngineBuild):
                 "optimizer=torch.optim.AdamW(...)"
             )
         self._guards = LayerGuards(self._model, PassGuide(self.optimizer))
-        self.optimizer.weights.when_closed(StateAccess(self.optimizer).detach)
+        self.optimizer.weights.when_closed(self._guards.close)
+        access = StateAccess(self.optimizer, self._model.parameters())
+        self.optimizer.weights.when_closed(access.detach)
         self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
-        _close_at_exit(self)
+        _close_at_exit(self.optimizer)
 
     _added_hooks: AddedHooks
     _in_forward = False
@@ -149,11 +148,7 @@ class HyTrainEngine(EngineBuild):
             OutOfStepError: the ranks have made different numbers of backward passes.
         """
         optimizer = self.open_optimizer()
-        try:
-            optimizer.refuse_aborted()
-        except AbortedBackwardError:
-            begin_window(self)
-            raise
+        optimizer.refuse_aborted()
         steps = self.global_steps
         with optimizer.collectives.telling():
             super().step(lr_kwargs)
@@ -169,7 +164,9 @@ class HyTrainEngine(EngineBuild):
         Raises:
             ConfigError: a backward is running, or updates are committed directly and have begun.
         """
-        super().zero_grad()
+        # It looks at every parameter's gradient, and reads no weight.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            super().zero_grad()
         optimizer = self.open_optimizer()
         with optimizer.collectives.telling():
             optimizer.zero_grad()
@@ -255,9 +252,9 @@ class HyTrainEngine(EngineBuild):
 
     @contextmanager
     def watching_reads(self) -> Generator[None]:
-        """Around a forward: where it is the first, reads that no hook tells of are seen."""
+        """Around a forward: where it is the first, what autograd saves of weights is seen."""
         assert self._guards is not None
-        with self.open_optimizer().weights.watching(), self._guards.watching():
+        with self._guards.watching():
             yield
 
     def join_micro_batch(self) -> None:
@@ -345,21 +342,40 @@ class HyTrainEngine(EngineBuild):
     # -- end -------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Stops the update worker and frees pinned memory; the engine cannot be used any more."""
+        """Stops the update worker and frees pinned memory; the engine cannot be used any more.
+
+        Below ZeRO-3 the model keeps its weights: those of the last step, on every rank. A
+        collective, where that step's updates have not been gathered yet; on the way out of an
+        exception, when other ranks may not come, they are left as they are.
+        """
+        optimizer = vars(self).get("optimizer")
+        if isinstance(optimizer, HyTrainZeroOptimizer) and sys.exc_info()[1] is None:
+            optimizer.finish_weights()
         self._added_hooks.remove()
         if self._accumulation is not None:
             self._accumulation.close()
         super().destroy()
 
 
-def _close_at_exit(engine: HyTrainEngine) -> None:
-    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise."""
-    optimizer = weakref.ref(cast(HyTrainZeroOptimizer, engine.optimizer))
+_built: weakref.WeakValueDictionary[int, HyTrainZeroOptimizer] = weakref.WeakValueDictionary()
+"""In the order of their engines."""
+_number = itertools.count()
 
-    def close() -> None:
-        alive = optimizer()
-        if alive is not None:
-            alive.collectives.leave()
-            alive.destroy()
 
-    atexit.register(close)
+def _close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
+    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise.
+
+    One function for all engines: a process keeps what it calls at its end, and builds many.
+    """
+    number = next(_number)
+    if number == 0:
+        atexit.register(_close_all)
+    _built[number] = optimizer
+
+
+def _close_all() -> None:
+    # The last one first; one that cannot be closed does not keep the others from it.
+    with ExitStack() as stack:
+        for optimizer in list(_built.values()):
+            stack.callback(optimizer.destroy)
+            stack.callback(optimizer.collectives.leave)

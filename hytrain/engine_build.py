@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hytrain.checkpoint.checkpoint_engine import CheckpointEngine
+from hytrain.checkpoint.engine_state import begin_window
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.kernels.norm import ClipSettings
@@ -96,6 +97,7 @@ class EngineBuild(CheckpointEngine):
                         or self.open_optimizer().weights.is_sharded
                     )
                 ),
+                begin_window=lambda: begin_window(self),
             ),
         )
 

@@ -106,15 +106,34 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
     return blocks
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, whose forward is called, and its own may never be."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return isinstance(module, containers) or type(module).forward is nn.Module.forward
+
+
 def _top_children(model: nn.Module) -> dict[nn.Module, str]:
-    """Without any stack: the children of the first module that has more than one."""
+    """Without any stack: the children of the first module that has more than one.
+
+    In the place of a child that only holds others stand those, as in a stack of one block.
+    """
     prefix = ""
     while True:
-        children = [(name, child) for name, child in model.named_children() if _has_weights(child)]
+        children = list(_children(model, prefix))
         if len(children) != 1:
-            return {child: f"{prefix}{name}" for name, child in children}
-        prefix += f"{children[0][0]}."
+            return {child: name for name, child in children}
+        prefix = f"{children[0][0]}."
         model = children[0][1]
+
+
+def _children(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if not _has_weights(child):
+            continue
+        if is_container(child) and next(child.children(), None) is not None:
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _collect(

@@ -1,14 +1,15 @@
 """Hooks that make a layer's weights ready before they are used.
 
 A block's forward waits for its layer; other modules wait for the parameters that they own. What
-belongs to a module whose forward was not seen in the last pass (weights used from elsewhere), or
-was read in the first pass before a module that waits for it, is waited for at the start of the
-model's forward (under ZeRO-3 the gather schedule does that).
+belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
+waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that). A
+weight that is read elsewhere than in such a forward, by code of torch's, is waited for when it is
+read (:mod:`hytrain.layers.weight_reads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Protocol
@@ -16,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hytrain.layers.discovery import is_container
 from hytrain.layers.state import LayerState
-from hytrain.layers.weight_reads import WeightReads
+from hytrain.layers.weight_reads import WatchedParameters, storage_handle, telling_of_saved
 from hytrain.layers.weights import LayerWeights
 
 
@@ -44,6 +46,10 @@ class WeightsOwner(Protocol):
         """Its backward begins (told under ZeRO-3 only)."""
         ...
 
+    def backward_begins(self) -> None:
+        """The model's backward begins (told under ZeRO-3 only)."""
+        ...
+
     @property
     def gathers(self) -> bool:
         """Whether layers have to be gathered for their uses (ZeRO-3)."""
@@ -55,6 +61,25 @@ class WeightsOwner(Protocol):
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones."""
+        ...
+
+    def read_trained(self, layer: LayerWeights) -> None:
+        """Trained weights that are whole on every rank are about to be read, by the user's code."""
+        ...
+
+    def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
+        """Weights that have to be gathered are about to be read outside of their modules.
+
+        Args:
+            layer: whose weights.
+            name: of the function that reads.
+            was_read: they have been, unnoticed, and are saved for the backward.
+        """
+        ...
+
+    @property
+    def records_forward(self) -> bool:
+        """Whether the next forward is the first of its kind (ZeRO-3)."""
         ...
 
     @property
@@ -90,10 +115,7 @@ class LayerGuards:
         self._guarded = _modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
-        self._layer_of = {id(slot.parameter): x.index for x in owner.layers for slot in x.slots}
-        self._watched: set[bool] = set()  # with gradients or without: such a pass was watched
-        self._waiting_for: set[int] | None = None  # whose modules a watched pass has entered
-        self._read_early: set[int] = set()
+        self._watched = [watched for x in owner.layers for watched in _watch(x, owner)]
         for module, indices in self._guarded.items():
             if module is model:
                 continue
@@ -119,22 +141,24 @@ class LayerGuards:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Around a forward: where it is the first, reads before a layer's own modules are seen."""
-        kind = torch.is_grad_enabled()
-        if self._owner.gathers or kind in self._watched:
+        """Around a forward: where it is recorded, weights that autograd saves are seen as well."""
+        if not self._owner.records_forward or not torch.is_grad_enabled():
             yield
             return
-        self._waiting_for = set()
-        try:
-            with WeightReads.watched_by(self._layer_of, self._read):
-                yield
-            self._watched.add(kind)
-        finally:
-            self._waiting_for = None
+        saved = {
+            storage_handle(flat): part.storage.reads
+            for layer in self._owner.layers
+            for part in layer.sharded
+            for _low, _high, flat in part.storage.runs
+            if part.storage.reads is not None
+        }
+        with telling_of_saved(saved):
+            yield
 
-    def _read(self, index: int) -> None:
-        if self._waiting_for is not None and index not in self._waiting_for:
-            self._read_early.add(index)
+    def close(self) -> None:
+        """The parameters are plain ones again. May be called twice."""
+        for watched in self._watched:
+            watched.close()
 
     def _before_state_dict(self, *_args: object) -> None:
         if not self._reads_names:
@@ -143,12 +167,8 @@ class LayerGuards:
     def _guard(
         self, module: nn.Module, layers: Sequence[LayerWeights]
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        indices = [layer.index for layer in layers]
-
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
-            if self._waiting_for is not None:
-                self._waiting_for.update(indices)
             self._owner.enter_forward(layers)
 
         return hook
@@ -181,11 +201,9 @@ class LayerGuards:
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()
         self._seen = {model}
-        if self._waiting_for is not None:
-            self._waiting_for.clear()
         if self._owner.gathers:
             return  # then all ranks must wait at the same places
-        unguarded = set(self._read_early)
+        unguarded: set[int] = set()
         for module, indices in self._guarded.items():
             if module is model or self._seen_before is None or module not in self._seen_before:
                 unguarded |= indices
@@ -194,9 +212,40 @@ class LayerGuards:
             if state.sent or not state.waited:
                 self._owner.before_use(state)
 
-    def _end(self, _model: nn.Module, _inputs: tuple[object, ...], _outputs: object) -> None:
+    def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
+        if self._owner.gathers and torch.is_grad_enabled():
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)
         self._owner.end_forward()
+
+    def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        self._owner.backward_begins()
+
+
+def _watch(layer: LayerWeights, owner: WeightsOwner) -> Iterator[WatchedParameters]:
+    """Has the layer's weights tell of reads that no hook tells of."""
+
+    def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+        del name, may_refuse, was_read
+        owner.read_trained(layer)
+
+    def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+        if may_refuse:
+            owner.read_sharded(layer, name, was_read=was_read)
+
+    state = layer.resident
+    if state is not None:
+        state.reads = WatchedParameters(
+            [slot.parameter for slot in state.layout.slots], read_trained
+        )
+        yield state.reads
+    for part in layer.sharded:
+        reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
+        reads.disallow_all()
+        part.storage.reads = reads
+        yield reads
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -229,12 +278,20 @@ def _modules_of_layers(
     inside: dict[nn.Module, int] = {}
     for layer in layers:
         if layer.block is not None:
-            guarded[layer.block] = {layer.index}
-            for module in layer.block.modules():
-                inside[module] = layer.index
+            for entry in _entries(layer.block):
+                guarded.setdefault(entry, set()).add(layer.index)
+                for module in entry.modules():
+                    inside[module] = layer.index
     for module in model.modules():
         indices = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
         indices.discard(inside.get(module, -1))  # the block's own hook has waited
         if indices:
             guarded.setdefault(module, set()).update(indices)
     return guarded
+
+
+def _entries(block: nn.Module) -> Iterable[nn.Module]:
+    """The modules of a block whose forward is called: of a mere container, what it contains."""
+    if not is_container(block):
+        return [block]
+    return [entry for child in block.children() for entry in _entries(child)]

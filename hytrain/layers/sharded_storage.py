@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from hytrain.layers.layout import LayerLayout, ParameterSlot
+from hytrain.layers.weight_reads import WatchedParameters
 
 
 class ShardedStorage:
@@ -59,6 +60,8 @@ class ShardedStorage:
                 taken += size
             self.parts.append((begin, part))
         self.is_gathered = False
+        self.reads: WatchedParameters | None = None
+        """Told of reads where no module of the layer runs, and nobody has gathered it by hand."""
         for slot in layout.slots:
             self.take(slot, slot.parameter.data)
         self._away: dict[torch.dtype, torch.Tensor] = {
@@ -152,8 +155,9 @@ class ShardedStorage:
         """Gives the whole copy memory, of the current stream; its contents are undefined."""
         for low, high, flat in self.runs:
             flat.untyped_storage().resize_((high - low) * flat.element_size())
-        for slot, view in zip(self.layout.slots, self._views, strict=True):
-            slot.parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot, view in zip(self.layout.slots, self._views, strict=True):
+                slot.parameter.data = view
         self.is_gathered = True
 
     def dismiss(self) -> None:
@@ -162,6 +166,8 @@ class ShardedStorage:
         for _low, _high, flat in self.runs:
             flat.untyped_storage().resize_(0)
         self.is_gathered = False
+        if self.reads is not None:
+            self.reads.disallow_all()
 
     def keep_gathered(self) -> None:
         """This rank's shard becomes what the whole copy holds of it."""
@@ -169,9 +175,10 @@ class ShardedStorage:
             part.copy_(flat[start - low : start - low + part.numel()])
 
     def _point_away(self) -> None:
-        for slot in self.layout.slots:
-            parameter = slot.parameter
-            parameter.data = self._away[parameter.dtype].expand(parameter.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot in self.layout.slots:
+                parameter = slot.parameter
+                parameter.data = self._away[parameter.dtype].expand(parameter.shape)
 
     # -- as every storage ----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hytrain.layers.layout import LayerLayout
 from hytrain.layers.partition import sizes_within
 from hytrain.layers.sharded_storage import ShardedStorage
 from hytrain.layers.storage import ResidentStorage
+from hytrain.layers.weight_reads import WatchedParameters
 
 Placement = Literal["cpu", "gpu"]
 
@@ -49,10 +50,32 @@ class LayerState:
     """The gradient of a step that is not final yet has been handed over."""
     updated_by: Placement = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
-    waited: bool = True
-    """The compute stream has waited for the newest weights."""
     gather_due: bool = False
     """Other ranks' shards of the newest weights are still to be gathered."""
+
+    reads: WatchedParameters | None = None
+    """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
+    _waited: bool = True
+
+    @property
+    def waited(self) -> bool:
+        """The compute stream has waited for the newest weights.
+
+        While it has not, the training copy is an old one, or being overwritten.
+        """
+        return self._waited
+
+    @waited.setter
+    def waited(self, value: bool) -> None:
+        if value is self._waited:
+            return
+        self._waited = value
+        if self.reads is None:
+            return
+        if value:
+            self.reads.allow()
+        else:
+            self.reads.disallow_all()
 
     @property
     def index(self) -> int:
@@ -77,3 +100,9 @@ class LayerState:
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)
+
+    def release(self) -> None:
+        """Lets go of state, gradient and storage; weights that a parameter still views stay."""
+        self.gradient = None
+        self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self.storage.release()

@@ -79,11 +79,12 @@ class ResidentStorage:
             Their names.
         """
         moved: list[str] = []
-        for slot, view, address in self._views:
-            parameter = slot.parameter
-            if parameter.data_ptr() != address or parameter.dtype != view.dtype:
-                parameter.data = view
-                moved.append(slot.name)
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot, view, address in self._views:
+                parameter = slot.parameter
+                if parameter.data_ptr() != address or parameter.dtype != view.dtype:
+                    parameter.data = view
+                    moved.append(slot.name)
         return moved
 
     def release(self) -> None:

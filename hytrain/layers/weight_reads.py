@@ -1,73 +1,243 @@
-"""Finds weights that a model reads outside of the modules that own them."""
+"""Notices reads of weights by code that no module's hook tells of.
+
+Hooks tell of the uses that they know of: a module's forward. A weight may be read anywhere else: a
+head that multiplies with the embedding's, a penalty on a weight, an average or a log after the
+step. So parameters whose memory does not hold what a reader expects are of a class of their own for
+that time, a subclass of what they are, through which torch tells of every function of it. A
+parameter that is read as usual is of its own class, and its reads cost nothing.
+
+Not noticed is what does not come past Python: an extension in C++ that is given the parameter
+itself, and ``torch.tensor(parameter)``.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 _OF_SHAPE = frozenset(
-    ("__get__", "__set__", "dim", "size", "numel", "nelement", "stride", "is_contiguous",
-     "is_floating_point", "type", "element_size", "ndimension", "__len__", "__repr__", "data_ptr")
+    ("__set__", "__delete__", "__len__", "dim", "size", "numel", "nelement", "stride", "ndimension",
+     "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+     "element_size", "get_device", "requires_grad_", "register_hook", "retain_grad",
+     "register_post_accumulate_grad_hook", "is_shared", "is_inference", "is_conj", "is_neg",
+     "is_same_size", "is_set_to", "has_names", "_is_view", "_has_compatible_shallow_copy_type",
+     "result_type", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+     "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 )  # fmt: skip
-"""Functions of a tensor that read nothing of it (the first two are every attribute's)."""
-_VIEWS = frozenset(
-    id(getattr(torch.Tensor, name)) for name in ("T", "mT", "H", "mH", "data", "real", "imag")
-)
-"""Attributes that are another tensor with the same elements, by their descriptors."""
+"""Functions that read nothing of a tensor's elements."""
+_OF_ADDRESS = frozenset(
+    ("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_pinned", "__repr__",
+     "__format__")
+)  # fmt: skip
+"""Functions that tell where the elements are, or show them to a person: there must be an answer."""
+_ELEMENTS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are another tensor with the same elements."""
 
 
-class WeightReads(TorchFunctionMode):
-    """While it is entered, tells of every weight that a function of torch is about to read.
+class Reader(Protocol):
+    """Who is told of a read, before it."""
 
-    Modules' hooks tell of the uses that they know of; a weight that is read elsewhere (a head that
-    multiplies with the embedding's, say) shows in no hook. Functions cost some microseconds more:
-    a model's first pass is watched, not the later ones.
+    def __call__(self, name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+        """Makes the weights what the reader expects, or raises.
+
+        Args:
+            name: of the function that reads.
+            may_refuse: False: it only tells an address, or shows numbers to a person.
+            was_read: it is too late for what it has read, not for its backward.
+        """
+        ...
+
+
+class WatchedParameters:
+    """Some parameters, of which every read is told while they are not readable."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], read: Reader) -> None:
+        """They are readable at first.
+
+        Args:
+            parameters: those that become readable together.
+            read: told of a read; may raise, and may make them readable.
+        """
+        self._read = read
+        self._readers = 1
+        classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        self._items: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
+        for parameter in parameters:
+            own = type(parameter)
+            if own not in classes:
+                classes[own] = _watched_class(own, self)
+            self._items.append((parameter, own, classes[own]))
+
+    @property
+    def are_readable(self) -> bool:
+        """Whether nobody is told of reads."""
+        return self._readers > 0
+
+    def allow(self) -> None:
+        """There is one more reason why they can be read."""
+        self._readers += 1
+        if self._readers == 1:
+            for parameter, own, watched in self._items:
+                if type(parameter) is watched:
+                    parameter.__class__ = own
+
+    def disallow(self) -> None:
+        """One of the reasons is gone; with the last one reads are told of."""
+        if self._readers == 1:
+            self.disallow_all()
+        elif self._readers:
+            self._readers -= 1
+
+    def disallow_all(self) -> None:
+        """All of the reasons are gone."""
+        if not self._readers:
+            return
+        self._readers = 0
+        for parameter, own, watched in self._items:
+            if type(parameter) is own:
+                parameter.__class__ = watched
+
+    def tell(self, name: str) -> None:
+        """A function of torch that reads is about to be given one of them."""
+        self._read(name, may_refuse=name not in _OF_ADDRESS)
+
+    def tell_saved(self) -> None:
+        """Autograd saves one of them, or a view, for a backward."""
+        if not self._readers:
+            self._read("saved for backward", was_read=True)
+
+    def close(self) -> None:
+        """Nobody is told any more; they are what they were. May be called twice."""
+        self.allow()
+        self._items = []  # refers to classes, which refer to this: nothing of an engine stays here
+        self._read = _nobody
+
+
+def _nobody(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+    """Is told of nothing."""
+
+
+class _Watched(nn.Parameter):
+    """A parameter that cannot be read as it is."""
+
+    watch: ClassVar[WatchedParameters]
+    own: ClassVar[type[nn.Parameter]]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``func``, after having told of what it reads."""
+        del types
+        named = kwargs or {}
+        # Loops over all parameters of a model ask each for its gradient, say, in every step.
+        name = _read_by(func) if func not in _reads_nothing else None
+        if name is not None:
+            for value in (*args, *named.values()):
+                for item in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(item, _Watched):
+                        item.watch.tell(name)
+        # Some may be watched still: nothing was read of them, or nothing has to be done about it.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **named)
+        if func is torch.Tensor.detach:
+            caller = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage]
+            if caller is nn.Parameter.__new__.__code__:
+                # It wants of a class that is not its own an object of that class.
+                return torch.Tensor._make_subclass(type(args[0]), result, False)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy is made as an object of this class: of the one that it is when it can be read.
+        self.watch.tell("deepcopy")
+        with _as_own(self) as own:
+            return own.__deepcopy__(memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        self.watch.tell("pickle")
+        with _as_own(self) as own:
+            return own.__reduce_ex__(proto)
+
+
+_reads_nothing: set[Callable[..., Any]] = set()
+"""Functions of which :func:`_read_by` has said so."""
+
+
+def _read_by(function: Callable[..., Any]) -> str | None:
+    """The name of a function of torch, or of an attribute, if it reads elements."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+        if name in _ELEMENTS:
+            return name
+    elif name not in _OF_SHAPE:
+        return name
+    _reads_nothing.add(function)
+    return None
+
+
+@contextmanager
+def _as_own(parameter: nn.Parameter) -> Generator[nn.Parameter]:
+    """The parameter as what it is when it can be read, for the length of the block."""
+    watched = type(parameter)
+    if issubclass(watched, _Watched):
+        parameter.__class__ = watched.own
+    try:
+        yield parameter
+    finally:
+        if issubclass(watched, _Watched) and not watched.watch.are_readable:
+            parameter.__class__ = watched
+
+
+def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn.Parameter]:
+    """The class of parameters of a class while they are watched."""
+    bases = (_Watched,) if own is nn.Parameter else (_Watched, own)
+    return type(own)(
+        own.__name__, bases, {"watch": watch, "own": own, "__module__": own.__module__}
+    )
+
+
+@contextmanager
+def telling_of_saved(watched: Mapping[int, WatchedParameters]) -> Generator[None]:
+    """A block in which weights that autograd saves outside of their modules are told of.
+
+    So is what an extension reads of a weight in a graph. What torch.compile has made runs as it was
+    written meanwhile: it would be compiled for this block, and again for all that follow. It costs
+    some microseconds for every tensor that is saved: for a model's first pass.
+
+    Args:
+        watched: handle of a storage of weights -> the parameters that are views of it.
     """
 
-    def __init__(self, layer_of: Mapping[int, int], read: Callable[[int], None]) -> None:
-        """
-        Args:
-            layer_of: ``id(parameter)`` -> its layer.
-            read: called with the layer of a parameter before it is read.
-        """
-        super().__init__()
-        self._layer_of = layer_of
-        self._read = read
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, _Watched):
+            tensor.watch.tell_saved()
+            return tensor
+        try:
+            found = watched.get(storage_handle(tensor))
+        except (RuntimeError, NotImplementedError):  # sparse ones have none
+            found = None
+        if found is not None:
+            found.tell_saved()
+        return tensor
 
-    @staticmethod
-    @contextmanager
-    def watched_by(layer_of: Mapping[int, int], read: Callable[[int], None]) -> Generator[None]:
-        """A block in which reads are told of; what torch.compile has made runs as it was written.
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # whose import takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved))
+        yield
 
-        A compiled function would be compiled for this block, and again for all that follow.
-        Arguments are those of the class.
-        """
-        with ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # whose import takes seconds
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(WeightReads(layer_of, read))
-            yield
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Calls ``func``, after having told."""
-        del types
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        is_view = name == "__get__" and id(getattr(func, "__self__", None)) in _VIEWS
-        if name not in _OF_SHAPE or is_view:
-            for value in (*args, *kwargs.values()):
-                for item in value if isinstance(value, (tuple, list)) else (value,):
-                    if isinstance(item, torch.Tensor) and id(item) in self._layer_of:
-                        self._read(self._layer_of[id(item)])
-        return func(*args, **kwargs)
+def storage_handle(tensor: torch.Tensor) -> int:
+    """What a tensor and its views have in common, whatever memory they have."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]

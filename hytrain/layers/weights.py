@@ -32,6 +32,21 @@ class ShardedWeights:
         """Their flat space."""
         return self.storage.layout
 
+    def allow_reads(self) -> None:
+        """There is one more reason why they can be read: see ``WatchedParameters``."""
+        if self.storage.reads is not None:
+            self.storage.reads.allow()
+
+    def disallow_reads(self) -> None:
+        """One of the reasons is gone."""
+        if self.storage.reads is not None:
+            self.storage.reads.disallow()
+
+    def forbid_reads(self) -> None:
+        """All of the reasons are gone: what is read is told of."""
+        if self.storage.reads is not None:
+            self.storage.reads.disallow_all()
+
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)

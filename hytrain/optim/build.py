@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,16 +11,22 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
-from hytrain.kernels.host_memory import host_zeros
+from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.layers.guards import unguarded_layers
+from hytrain.layers.layout import ParameterSlot
 from hytrain.layers.state import LayerState
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
 from hytrain.optim.build_placement import build_placement, plan_placement
-from hytrain.optim.build_weights import WeightSettings, build_weights, give_shapes
+from hytrain.optim.build_weights import (
+    BuiltWeights,
+    WeightSettings,
+    build_weights,
+    give_shapes,
+)
 from hytrain.optim.ds_parameters import GatheringParameters
 from hytrain.optim.engine_view import EngineView, StepSettings
 from hytrain.optim.hyper import HyperReader, check_optimizer
@@ -71,6 +78,8 @@ def build_optimizer(
     Raises:
         ConfigError: the section does not fit the model or the job.
         UnsupportedError: the optimizer is not an Adam.
+        HostMemoryError: the host has no room for the state, or for what comes with it.
+        MemoryBudgetError: where k is solved, no placement fits in memory.
     """
     give_shapes(model)
     reader = HyperReader(check_optimizer(basic_optimizer))
@@ -93,7 +102,28 @@ def build_optimizer(
     if collectives.world_size == 1 and not settings.weights.on_host:
         gathers = None  # nobody else could keep anything
     cut = cut_model(model, group_of, config, collectives.world_size, gathers)
-    weights = build_weights(model, cut, settings.weights, collectives)
+    with taking_host_memory("the engine"):
+        weights = build_weights(model, cut, settings.weights, collectives)
+        try:
+            return _build_on(
+                weights, model, basic_optimizer, reader, config, settings, collectives, engine
+            )
+        except BaseException:
+            weights.close()  # nobody else knows of them
+            raise
+
+
+def _build_on(
+    weights: BuiltWeights,
+    model: nn.Module,
+    basic_optimizer: torch.optim.Optimizer,
+    reader: HyperReader,
+    config: HyTrainConfig,
+    settings: BuildSettings,
+    collectives: ShardCollectives,
+    engine: EngineView,
+) -> HyTrainZeroOptimizer:
+    """Places and allocates the state of weights that are in place, and what updates it."""
     states = weights.states
     streams = Streams(settings.weights.device)
     cpu_settings = CpuSettings(
@@ -130,9 +160,15 @@ def build_optimizer(
             build_placement(plan, pipeline, config, threads),
             passes,
         )
-        if passes.is_sharded:
+        if settings.stage == 3:
+            in_layers = {id(slot.parameter) for layer in passes.layers for slot in layer.slots}
             offered = GatheringParameters(
-                passes, collectives.group, optimizer.synchronize, optimizer.flush, refresh_master
+                passes,
+                [p for p in model.parameters() if id(p) not in in_layers],
+                collectives.group,
+                optimizer.synchronize,
+                optimizer.flush,
+                refresh_master,
             )
             passes.when_closed(offered.detach)
         return optimizer
@@ -159,12 +195,22 @@ def _allocate_state(state: LayerState, num_threads: int) -> None:
         device = state.storage.runs[0][2].device
         state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
     else:
-        state.set_state(host_zeros(3 * state.shard_size, touch_threads=num_threads))
-    refresh_master(state)
+        purpose = f"the optimizer state of layer '{state.name}'"
+        state.set_state(
+            host_zeros(3 * state.shard_size, purpose=purpose, touch_threads=num_threads)
+        )
+    _refresh_run(state, state.begin, state.end)
 
 
-def refresh_master(state: LayerState) -> None:
-    """Master weights become the training copy's values."""
-    for start, weights in state.storage.shard_slices(state.begin, state.end):
+def refresh_master(state: LayerState, slots: Sequence[ParameterSlot]) -> None:
+    """Master weights of some of the layer's parameters become the training copy's values."""
+    for slot in slots:
+        begin, end = max(slot.offset, state.begin), min(slot.offset + slot.numel, state.end)
+        if begin < end:
+            _refresh_run(state, begin, end)
+
+
+def _refresh_run(state: LayerState, begin: int, end: int) -> None:
+    for start, weights in state.storage.shard_slices(begin, end):
         at = start - state.begin
         state.master[at : at + weights.numel()].copy_(weights)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from hytrain.config import HyTrainConfig
@@ -15,14 +19,16 @@ from hytrain.offload.threads import ThreadChoice
 from hytrain.optim.build_weights import BuiltWeights
 from hytrain.optim.placement import MemorySettings, PlacementManager
 from hytrain.parallel.collectives import ShardCollectives
-from hytrain.placement.costs import LayerBytes
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.errors import MemoryBudgetError
-from hytrain.placement.memory import Bounds, bounds, check_fits
+from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
 from hytrain.placement.records import Decision
-from hytrain.profile.calibration import gpu_seconds_per_parameter
+from hytrain.profile.calibration import known_gpu_seconds_per_parameter
 from hytrain.profile.cost_estimator import CostEstimator, InitialRates
 from hytrain.profile.host_share import HostShare
 from hytrain.profile.memory_probe import MemoryProbe, Reserves
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,9 @@ def plan_placement(
 ) -> PlacementPlan:
     """Decides, before any optimizer state is allocated, where it goes.
 
-    A fixed ``gpu_fraction`` is taken as it is. Otherwise the first step runs at the smallest k that
-    fits: activations are not known yet.
+    A fixed ``gpu_fraction`` is taken as it is; where the host seems too small for the rest, that is
+    logged. Otherwise the first step runs at the smallest k that fits: activations are not known
+    yet.
 
     Args:
         weights: the layers with their training copy in place.
@@ -105,6 +112,7 @@ def plan_placement(
         allowed = Bounds.unlimited(len(states))
         num_gpu = round(config.gpu_fraction * len(states))
         reason = f"gpu_fraction is {config.gpu_fraction}"
+        _warn_of_host(layer_bytes, num_gpu, config.gpu_fraction, limits, memory.staging_bytes)
     decision = Decision(
         step=0,
         gpu_layers_before=num_gpu,
@@ -121,6 +129,38 @@ def plan_placement(
         staging_bytes=memory.staging_bytes,
     )
     return PlacementPlan(num_gpu, layer_bytes, memory, decision)
+
+
+def _warn_of_host(
+    layers: Sequence[LayerBytes],
+    chosen: int,
+    gpu_fraction: float,
+    limits: MemoryLimits,
+    staging: int,
+) -> None:
+    """Where the host seems not to hold what a given ``gpu_fraction`` leaves to it.
+
+    A process that touches more than there is gets killed, and cannot say why. What lies in swap is
+    slow, but there; no reserve is kept of what the user has decided.
+    """
+    number = len(layers)
+    room = limits.host + int(psutil.swap_memory().free)
+    needed = [host_bytes(layers, k, staging) for k in range(number + 1)]
+    if needed[chosen] <= room:
+        return
+    enough = next((k for k in range(chosen, number + 1) if needed[k] <= room), number)
+    logger.warning(
+        '"hytrain.gpu_fraction" is %s: the state of %d of %d layers and its pinned gradients take '
+        "%.2f GiB of this rank's host memory, which has %.2f GiB left; the system may end this "
+        'process. At least %.2f fits, and "solve" finds out by itself; more ranks, or a host with '
+        "more memory, help as well",
+        gpu_fraction,
+        number - chosen,
+        number,
+        needed[chosen] / 2**30,
+        limits.host / 2**30,
+        math.ceil(100 * enough / number) / 100,
+    )
 
 
 def _first_number(
@@ -171,7 +211,7 @@ def build_placement(
     if solver.alpha is not None:
         gpu_rate = solver.alpha * cpu_rate
     else:
-        gpu_rate = gpu_seconds_per_parameter(device, pipeline.layers[0].gradient_dtype)
+        gpu_rate = known_gpu_seconds_per_parameter(device, pipeline.layers[0].gradient_dtype)
     controller = PlacementController(
         pipeline.layers,
         plan.layer_bytes,

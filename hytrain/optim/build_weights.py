@@ -65,6 +65,19 @@ class BuiltWeights:
     home: Arena | None
     live_bytes: int
 
+    def close(self) -> None:
+        """Gives memory back, where nothing is built on them; sharded weights are lost with it.
+
+        By hand: whoever catches the error that ended the build keeps all its frames alive.
+        """
+        for layer in self.layers:
+            if layer.trained is not None:
+                layer.trained.release()
+            if layer.frozen is not None:
+                layer.frozen.storage.release()
+        if self.home is not None:
+            self.home.close()
+
 
 def give_shapes(model: nn.Module) -> None:
     """Parameters that zero.Init has partitioned get their shapes, without memory."""
@@ -89,13 +102,18 @@ def build_weights(
         collectives: the ranks.
 
     Raises:
-        MemoryError: host memory for shards cannot be had; no weight has been moved.
+        HostMemoryError: host memory for shards cannot be had; no weight has been moved.
     """
     gathers, rank = settings.gathers, collectives.rank
     home: Arena | None = None
     if settings.on_host:
         sizes = [_home_bytes(part, rank) for part in parts_of(cut) if part.is_sharded]
-        home = Arena(sum(sizes), settings.device)
+        home = Arena(
+            sum(sizes),
+            settings.device,
+            purpose="this rank's shards of the weights",
+            remedy='use more ranks, or remove "zero_optimization.offload_param"',
+        )
     num_trained = sum(layer.trained is not None for layer in cut)
     beyond = itertools.count(num_trained)
     layers: list[LayerWeights] = []

@@ -1,7 +1,9 @@
-"""``deepspeed.zero.GatheredParameters`` on parameters that hytrain has sharded.
+"""``deepspeed.zero.GatheredParameters`` under ZeRO-3.
 
 DeepSpeed's context manager asks the parameters themselves: those with a ``ds_id`` have functions
-that bring them together and take them apart. Others it would let be read as they are.
+that bring them together and take them apart, and what its ``modifier_rank`` has written is sent to
+the other ranks. Others it would let be read as they are, and written on one rank alone. So those
+that are whole on every rank have one, too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import nn
 
 from hytrain._deepspeed import PARAMETER_IS_THERE
 from hytrain.errors import UnsupportedError
+from hytrain.layers.layout import ParameterSlot
 from hytrain.layers.state import LayerState
 from hytrain.layers.weights import LayerWeights
 from hytrain.optim.weight_passes import WeightPasses
@@ -28,23 +31,25 @@ _NAMES = (
 
 
 class GatheringParameters:
-    """Gives sharded parameters what DeepSpeed's context manager looks for."""
+    """Gives parameters what DeepSpeed's context manager looks for."""
 
     def __init__(
         self,
         weights: WeightPasses,
+        others: Sequence[nn.Parameter],
         group: dist.ProcessGroup | None,
         synchronize: Callable[[], None],
         flush: Callable[[], None],
-        refresh: Callable[[LayerState], None],
+        refresh: Callable[[LayerState, Sequence[ParameterSlot]], None],
     ) -> None:
         """
         Args:
             weights: gathers and releases layers.
+            others: parameters that are in no layer: frozen and whole on every rank.
             group: the ranks that share them; None for all.
             synchronize: makes all weights those of the last step.
             flush: makes every layer's state that of the last step.
-            refresh: makes a trained layer's master weights those of its shard.
+            refresh: makes master weights of some of a layer's parameters those of its shard.
         """
         self._weights = weights
         self._synchronize = synchronize
@@ -53,19 +58,21 @@ class GatheringParameters:
         self._layer_of: dict[int, LayerWeights] = {}
         self._parameters: list[nn.Parameter] = []
         for layer in weights.layers:
-            for slot in (slot for part in layer.sharded for slot in part.layout.slots):
+            for slot in layer.slots:
                 self._layer_of[id(slot.parameter)] = layer
                 self._parameters.append(slot.parameter)
-                vars(slot.parameter).update(
-                    ds_id=next(_ids),
-                    ds_process_group=group or dist.group.WORLD,
-                    ds_shape=slot.parameter.shape,
-                    ds_numel=slot.numel,
-                    # Who asks is in a module's forward or backward, where they are.
-                    ds_status=PARAMETER_IS_THERE,
-                    all_gather=self._gather,
-                    partition=self._part,
-                )
+        self._parameters += others
+        for parameter in self._parameters:
+            vars(parameter).update(
+                ds_id=next(_ids),
+                ds_process_group=group or dist.group.WORLD,
+                ds_shape=parameter.shape,
+                ds_numel=parameter.numel(),
+                # Who asks is in a module's forward or backward, where they are.
+                ds_status=PARAMETER_IS_THERE,
+                all_gather=self._gather,
+                partition=self._part,
+            )
 
     def detach(self) -> None:
         """Makes them plain parameters again."""
@@ -75,7 +82,8 @@ class GatheringParameters:
         self._parameters.clear()
 
     def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerWeights]:
-        found = {self._layer_of[id(p)].index: self._layer_of[id(p)] for p in parameters}
+        layers = (self._layer_of.get(id(p)) for p in parameters)
+        found = {layer.index: layer for layer in layers if layer is not None}
         return [found[index] for index in sorted(found)]
 
     def _gather(self, param_list: Sequence[torch.Tensor], **_options: Any) -> None:
@@ -101,8 +109,17 @@ class GatheringParameters:
                 with torch.no_grad():
                     for part in layer.sharded:
                         part.storage.keep_gathered()
-                    if layer.trained is not None and layer.resident is None:
-                        self._refresh(layer.trained)
+                    if layer.trained is not None:
+                        self._refresh(layer.trained, _slots_of(layer.trained, param_list))
             self._weights.release_layer(layer)
         # Gathers run beside the compute stream and do not wait for what was written here.
         self._weights.wait_for_device()
+
+
+def _slots_of(state: LayerState, parameters: Sequence[torch.Tensor]) -> list[ParameterSlot]:
+    """The places of those of the parameters that the layer trains.
+
+    Only these: the master weights of the others have bits that their training copy has not.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    return [slot for slot in state.layout.slots if id(slot.parameter) in wanted]

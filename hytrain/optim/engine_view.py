@@ -13,10 +13,12 @@ class EngineView:
     Attributes:
         is_boundary: whether the current micro-batch ends a step.
         is_reducing: False inside ``no_sync``.
+        begin_window: the next micro-batch is the first of a step.
     """
 
     is_boundary: Callable[[], bool]
     is_reducing: Callable[[], bool]
+    begin_window: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,15 @@ class GatherContext:
 
     def hold(self, index: int) -> None:
         """From now on the layer is there in the whole of every pass, this one included."""
-        self.held = sorted({*self.held, index})
         self._unguarded.add(index)
         self.wait_resident(index)
+        if index in self.sharded:
+            self.held = sorted({*self.held, index})
+            self.keep(index)
+
+    def keep(self, index: int) -> None:
+        """A layer that is held is there from now on, and may be read by anybody."""
         self.gather(index)
         self.use(index)
+        for part in self._by_number[index].sharded:
+            part.allow_reads()

@@ -103,7 +103,8 @@ class FollowedPass:
     def _carry_out(self, operation: Operation, *, ahead: bool) -> None:
         if operation.action is Action.GATHER:
             self._context.gather(operation.layer, ahead=ahead)
-        elif operation.action is Action.RELEASE:
+        # A layer that is held since this plan was made stays.
+        elif operation.action is Action.RELEASE and operation.layer not in self._context.held:
             self._context.release([operation.layer])
 
     def end(self) -> None:

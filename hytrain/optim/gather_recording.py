@@ -62,12 +62,6 @@ class RecordedPass:
             for index in sorted(behind & context.sharded):
                 context.hold(index)
 
-    def hold(self, index: int) -> None:
-        """It reads a layer that no module's hook has told of; a collective."""
-        if not self._context.is_live(index):
-            self._context.agree(HOLD + index)
-            self._context.hold(index)
-
     def fail(self) -> None:
         """It ends here; a collective."""
         self._context.agree(FAILED)

@@ -15,13 +15,14 @@ is taken as it is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hytrain.layers.weights import LayerWeights
 from hytrain.offload.gatherer import LayerGatherer
-from hytrain.optim.gather_context import GatherContext, Reducer
+from hytrain.optim.gather_context import HOLD, GatherContext, Reducer
 from hytrain.optim.gather_following import FollowedPass
 from hytrain.optim.gather_recording import RecordedPass
 from hytrain.parallel.collectives import ShardCollectives
@@ -39,6 +40,8 @@ class _Record:
     uses: tuple[int, ...]
     turning_point: int = 0
     """Uses before the backward of "layers"."""
+    forwards: int = 1
+    """Forwards with gradients that came before a backward, since the one before that."""
 
 
 class GatherSchedule:
@@ -67,7 +70,11 @@ class GatherSchedule:
         self._records: dict[PassKind, _Record] = {}
         self._reduces: dict[PassKind, dict[int, tuple[int, ...]]] = {}
         self._kind: PassKind = "train"
+        self._forwards = 0  # with gradients, since the last backward began
+        self._forwards_before = 1  # the last backward
+        self._repeats: dict[int, int] = {}
         self._pass: RecordedPass | FollowedPass | None = None
+        self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
     def set_reducer(self, reducer: Reducer) -> None:
         """Gradients are reduced where the plan of a backward says so."""
@@ -126,7 +133,12 @@ class GatherSchedule:
     def _begin(self, kind: PassKind) -> RecordedPass | FollowedPass:
         if self._pass is not None:
             self.settle()
+        self._alone.clear()
         context = self._context
+        if kind == "train":
+            self._forwards += 1
+        elif kind == "backward":
+            self._forwards_before, self._forwards = self._forwards, 0
         if self.knows(kind):
             begun = self._plan(kind)
         else:
@@ -136,22 +148,47 @@ class GatherSchedule:
         self._kind, self._pass = kind, begun
         context.wait_beside(self._records[kind].uses if self.knows(kind) else ())
         for index in context.held:
-            context.gather(index)
-            context.use(index)
+            context.keep(index)
         return begun
 
     def _plan(self, kind: PassKind) -> FollowedPass:
+        record = self._records[kind]
+        repeats = self._repeats_of(record) if kind == "backward" else 1
+        later = (repeats - 1) * len(record.uses)  # gradients come of all of them
+        reduces = self._reduces.get(kind, {})
         following = self._records.get("backward") if kind == "train" else None
         trace = PassTrace(
-            self._records[kind].uses,
+            record.uses * repeats,
             () if following is None else following.uses,
-            self._reduces.get(kind, {}),
+            {later + place: layers for place, layers in reduces.items()},
         )
         context = self._context
         held = set(context.held)
         live = context.gatherer.live - held
         plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
         return FollowedPass(context, plan.operations)
+
+    def _repeats_of(self, record: _Record) -> int:
+        """How often a backward goes through what the recorded one went through.
+
+        One loss of two forwards goes through it twice, and gradients are complete in the end only.
+        Two losses that are run back one after the other do not; from here both look the same until
+        the first of them has been seen.
+        """
+        number = self._forwards_before
+        return 1 if number <= record.forwards else self._repeats.get(number, number)
+
+    def _learn_repeats(self, current: FollowedPass) -> None:
+        """A backward of more forwards than the recorded one is over; a collective, once a number.
+
+        The most of all ranks: some may have left layers out.
+        """
+        record, number = self._records["backward"], self._forwards_before
+        if number <= record.forwards or number in self._repeats:
+            return
+        usual, now = Counter(record.uses), Counter(current.uses)
+        most = max((-(-now[index] // usual[index]) for index in usual), default=1)
+        self._repeats[number] = min(number, self._collectives.maximum([max(1, most)])[0])
 
     def use(self, index: int) -> None:
         """Computation with a layer begins; its weights are there when this returns."""
@@ -179,13 +216,19 @@ class GatherSchedule:
         if isinstance(self._pass, RecordedPass):
             self._pass.fail()
 
+    @property
+    def holds(self) -> bool:
+        """Whether layers are there in the whole of every pass."""
+        return bool(self._context.held)
+
     def hold(self, index: int) -> None:
-        """A pass that is being recorded reads a layer that no module's hook has told of.
+        """The pass reads a layer that no module's hook has told of; a collective.
 
         From now on the layer is there in the whole of every pass.
         """
-        if isinstance(self._pass, RecordedPass) and index in self._context.sharded:
-            self._pass.hold(index)
+        assert self._pass is not None
+        self._context.agree(HOLD + index)
+        self._context.hold(index)
 
     def end(self) -> None:
         """The pass is over: layers are released, but for what the next one uses at once."""
@@ -203,10 +246,11 @@ class GatherSchedule:
         else:
             # A gradient is missing: what follows it is done when the step takes it as it is.
             context.release(context.gatherer.live)
-        context.gatherer.start_held()
+            context.gatherer.start_held()
 
     def _remember(self, recorded: RecordedPass) -> None:
-        self._records[self._kind] = _Record(tuple(recorded.uses), recorded.turning_point)
+        forwards = max(1, self._forwards_before) if self._kind == "backward" else 1
+        self._records[self._kind] = _Record(tuple(recorded.uses), recorded.turning_point, forwards)
 
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
         """A pass that other ranks make and this one has no batch for, from begin to end.
@@ -239,8 +283,16 @@ class GatherSchedule:
             self._close(self._pass)
 
     def _close(self, current: FollowedPass) -> None:
+        """Nothing of the plan is left; gathers for the next pass that wait for an update may go.
+
+        Here, on every way out of a pass: a rank that follows alone comes to none of the uses that
+        start them elsewhere, and the other ranks wait for it in these gathers.
+        """
         current.release()
         self._pass = None
+        self._context.gatherer.start_held()
+        if self._kind == "backward":
+            self._learn_repeats(current)
 
     def settle(self) -> None:
         """Between passes, before something else is gathered: no pass is left half done."""
@@ -249,9 +301,14 @@ class GatherSchedule:
         self.give_up()
 
     def give_up(self) -> None:
-        """The pass has ended with an exception, or weights are about to change."""
+        """The pass has ended with an exception."""
         self._context.gatherer.release_all()
         self._pass = None
+
+    def forget(self) -> None:
+        """Weights are about to change, or a step is given up: no forward is to be run back."""
+        self.give_up()
+        self._forwards = 0
 
     # -- beside passes -------------------------------------------------------------------------
 
@@ -264,9 +321,15 @@ class GatherSchedule:
         if not context.is_live(index):
             context.agree(index)
             context.gather(index)
+            self._alone.add(index)
         context.use(index)
 
     def leave(self, index: int) -> None:
-        """A module that was called outside of the model's forward has returned."""
-        if self._pass is None and index not in self._context.held:
-            self._context.release([index])
+        """A module that was called outside of the model's forward has returned.
+
+        What was there before, gathered by hand, stays.
+        """
+        if index in self._alone:
+            self._alone.discard(index)
+            if self._pass is None:
+                self._context.release([index])

@@ -115,6 +115,11 @@ class GradientCollector:
         """Grows with every gradient that autograd has handed over."""
         return self._firings
 
+    @property
+    def has_fired(self) -> bool:
+        """Whether autograd has handed over a gradient of this backward."""
+        return self._clock > 0
+
     def set_pace(self, pace: Pace | None) -> None:
         """Layers are consumed when ``pace`` says so; None: as soon as they are final, in order."""
         self._pace = pace

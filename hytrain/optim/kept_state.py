@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hytrain.errors import HyTrainError
 from hytrain.layers.state import LayerState
 from hytrain.optim.open_step import OpenStep
 from hytrain.parallel.exchange import raise_together
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "hytrain_state"
 _VERSION = 1
@@ -26,6 +30,21 @@ class KeptState(OpenStep):
             self.before_use(state)
         self.pipeline.cpu.wait_all()
         self.pipeline.streams.synchronize()
+
+    def finish_weights(self) -> None:
+        """Before the end: weights that stay the model's are those of the last step.
+
+        A collective, where some are not yet. That it fails is only warned of.
+        """
+        if self._closed:
+            return
+        kept = [state for state in self.pipeline.layers if not state.storage.is_sharded]
+        if all(state.waited and not state.sent for state in kept):
+            return
+        try:
+            self.synchronize()
+        except HyTrainError as error:
+            logger.warning("the model's weights are not those of the last step: %s", error)
 
     def flush(self) -> None:
         """As :meth:`synchronize`, and every master weight and moment is that of the last step."""

@@ -59,6 +59,8 @@ class OpenStep(LayerMajorPasses):
             ConfigError: see :meth:`take_back`.
         """
         self.take_back(what)
+        # A new copy that is still on its way would overwrite what is written now.
+        self.pipeline.cpu.wait_copies()
         self.pipeline.cpu.commit_pending()
         self.pipeline.streams.synchronize()
 
@@ -109,9 +111,12 @@ class OpenStep(LayerMajorPasses):
             ConfigError: a backward is running, or updates are committed directly and have begun.
         """
         del set_to_none
-        for layer in self.collector.layers:
-            for slot in layer.layout.slots:
-                slot.parameter.grad = None
+        # Called at the end of every step, when nobody may read the weights unnoticed: no weight is
+        # read here, and telling so costs microseconds a parameter.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for layer in self.collector.layers:
+                for slot in layer.layout.slots:
+                    slot.parameter.grad = None
         if self.has_gradients:  # not after every step
             self._drop_gradients()
 

@@ -11,6 +11,12 @@ from hytrain.layers.state import LayerState
 from hytrain.layers.weights import LayerWeights
 from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
 
+_ONLY_SHARDS = (
+    "Under ZeRO-3 a rank has its shards of the weights only: read them on all ranks inside `with "
+    "engine.gathered_parameters():`, or call engine.save_16bit_model, engine.module_state_dict or "
+    "engine.fp32_state_dict, which gather them"
+)
+
 
 class PassGuide:
     """The owner of weights that :class:`~hytrain.layers.guards.LayerGuards` tells of every use."""
@@ -34,6 +40,8 @@ class PassGuide:
         optimizer, schedule = self._optimizer, self._weights.active
         optimizer.begin_forward()
         if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            # What is there still, of a backward or of a forward that raised, is no module's now.
+            self._weights.forbid_reads()
             for state in optimizer.layer_states:
                 if state.sent:  # what is gathered ahead must not be what a later step would make it
                     optimizer.before_use(state)
@@ -60,6 +68,8 @@ class PassGuide:
         optimizer, schedule = self._optimizer, self._weights.active
         for layer in layers:
             state = layer.trained
+            for part in layer.sharded:
+                part.allow_reads()
             if state is None:
                 if schedule is not None:
                     schedule.use(layer.index)
@@ -78,10 +88,23 @@ class PassGuide:
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""
         schedule = self._weights.active
+        for layer in layers:
+            for part in layer.sharded:
+                part.disallow_reads()
         if schedule is not None:
             schedule.begun()
             for layer in layers:
                 schedule.leave(layer.index)
+
+    def backward_begins(self) -> None:
+        """Autograd has come to the model's output.
+
+        Of a forward that went past the engine nobody has said so. A layer that is held must be
+        there before the first use that no hook tells of.
+        """
+        schedule = self._weights.active
+        if schedule is not None and schedule.holds and not self._optimizer.collector.in_backward:
+            self._optimizer.begin_unannounced()
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
@@ -92,6 +115,73 @@ class PassGuide:
             self._optimizer.begin_unannounced()
         for layer in layers:
             schedule.use(layer.index)
+            for part in layer.sharded:  # until it is given up
+                part.allow_reads()
+
+    @property
+    def records_forward(self) -> bool:
+        """Whether the next forward is the first of its kind (ZeRO-3)."""
+        schedule = self._weights.active
+        kind = "train" if torch.is_grad_enabled() else "eval"
+        return schedule is not None and not schedule.knows(kind)
+
+    def read_trained(self, layer: LayerWeights) -> None:
+        """The user's code is about to read trained weights that are whole on every rank.
+
+        Several ranks gather what the others have updated: a collective then, as a forward is.
+
+        Raises:
+            UnsupportedError: a backward is running, and their update has begun.
+            ConfigError: between backward and step, where updates are committed directly.
+        """
+        optimizer, schedule = self._optimizer, self._weights.active
+        state = layer.resident
+        assert state is not None
+        if state.sent and optimizer.is_in_graph:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read in a backward that has given the layer "
+                "its last gradient: its update has begun and overwrites them. Read them before "
+                "backward, or after engine.step()"
+            )
+        if schedule is not None and schedule.is_open:
+            schedule.hold(layer.index)
+        else:
+            self._weights.gatherer.start_held()  # all ranks have begun these before
+            optimizer.before_use(state)
+
+    def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
+        """The user's code is about to read weights outside of the modules that own them (ZeRO-3).
+
+        In a forward the layer stays from now on, in this pass and all later ones, and in their
+        backward: nothing tells of the use there. A collective: all ranks make the same use.
+
+        Raises:
+            UnsupportedError: it is no forward, and nobody has gathered them; or an extension has
+                read them, unnoticed, when they were not there.
+        """
+        schedule, is_live = self._weights.active, self._weights.gatherer.is_live(layer)
+        if was_read and not is_live:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' were read outside of the module that owns them, "
+                "by an extension that is given the parameter itself: under ZeRO-3 they are not "
+                "there then. Call that module's own forward, or give the extension weight.view_as("
+                "weight), which is noticed"
+            )
+        if self._optimizer.is_in_graph:
+            if is_live:
+                return
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read ({name}) in a backward in which they "
+                "are not used by a module: under ZeRO-3 a rank has its shards of them only. Read "
+                "them in the model's forward as well, or outside of both inside `with "
+                "engine.gathered_parameters():`"
+            )
+        if schedule is None or not schedule.is_open:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read ({name}) outside of the model's "
+                f"forward. {_ONLY_SHARDS}"
+            )
+        schedule.hold(layer.index)
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones.
@@ -100,9 +190,5 @@ class PassGuide:
             UnsupportedError: they are not on this rank (ZeRO-3).
         """
         if not self._weights.are_readable:
-            raise UnsupportedError(
-                "under ZeRO-3 a rank has its shards of the weights only: read them on all ranks "
-                "inside `with engine.gathered_parameters():`, or call engine.save_16bit_model, "
-                "engine.module_state_dict or engine.fp32_state_dict, which gather them"
-            )
+            raise UnsupportedError(_ONLY_SHARDS)
         self._optimizer.synchronize()

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hytrain.errors import HyTrainError
 from hytrain.parallel.collectives import ShardCollectives
@@ -212,10 +211,7 @@ class PlanWatch:
                 f"a plan is compared with steps after the first {_WARM_UP}: make some more"
             )
         own = self._measured(self._recent)
-        ranks: list[RankMeasured] = [own] * self._collectives.world_size
-        if self._collectives.world_size > 1:
-            with self._collectives.waiting():
-                dist.all_gather_object(ranks, own, group=self._collectives.group)
+        ranks: list[RankMeasured] = self._collectives.gather_objects(own, "the ranks' times")
         first = self._steps - len(self._recent) + 2
         self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
         return self.latest

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hytrain._deepspeed import is_partitioned, shape_partitioned, use_checkpointing
@@ -166,9 +165,7 @@ def _tell_all(find: Callable[[], _Found], collectives: ShardCollectives) -> list
     except Exception as error:
         # The others wait for an answer, whatever it is.
         answer = str(error) if isinstance(error, HyTrainError) else repr(error)
-    answers: list[_Found | str] = [answer] * collectives.world_size
-    if collectives.world_size > 1:
-        dist.all_gather_object(answers, answer, group=collectives.group)
+    answers: list[_Found | str] = collectives.gather_objects(answer, "the ranks' plans")
     failures = {rank: one for rank, one in enumerate(answers) if isinstance(one, str)}
     if failures:
         words = {

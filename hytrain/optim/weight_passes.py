@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-from hytrain.layers.weight_reads import WeightReads
 from hytrain.layers.weights import LayerWeights
 from hytrain.offload.arena import Arena
 from hytrain.offload.gatherer import LayerGatherer
@@ -72,13 +71,11 @@ class WeightPasses:
             self._set_pace = set_pace
             set_pace(self.schedule)
 
-    def watching(self) -> AbstractContextManager[object]:
-        """Around a forward: where it is the first, reads that no hook tells of are seen."""
-        schedule = self.active
-        if schedule is None or schedule.knows("train" if torch.is_grad_enabled() else "eval"):
-            return nullcontext()
-        layer_of = {id(slot.parameter): x.index for x in self.layers for slot in x.slots}
-        return WeightReads.watched_by(layer_of, schedule.hold)
+    def forbid_reads(self) -> None:
+        """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""
+        for layer in self.layers:
+            for part in layer.sharded:
+                part.forbid_reads()
 
     # -- one layer at a time, for who knows best -----------------------------------------------
 
@@ -107,6 +104,8 @@ class WeightPasses:
         if layer.sharded:
             self.prefetch_layer(layer)
             self.gatherer.use(layer)
+            for part in layer.sharded:  # until it is given up
+                part.allow_reads()
 
     def prefetch_layer(self, layer: LayerWeights) -> None:
         """Starts to gather a layer that :meth:`gather_layer` will ask for later; a collective."""
@@ -208,6 +207,6 @@ class WeightPasses:
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
         if self.schedule is not None:
-            self.schedule.give_up()
+            self.schedule.forget()
         else:
             self.gatherer.release_all()

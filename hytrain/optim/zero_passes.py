@@ -75,6 +75,7 @@ class PassTracker(DeepSpeedInterface):
         """A backward has begun since the last step, and what it left was not discarded."""
         self._was_dropped = False  # zero_grad() has discarded it, and no other has begun since
         self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
+        self._is_announced = False  # engine.backward() runs it: it is a micro-batch's
         self._has_warned_of_moves = False
         self._by_layer = False  # a step's micro-batches go through the layers together
         self._closed = False
@@ -108,6 +109,7 @@ class PassTracker(DeepSpeedInterface):
         What the user has left for it by hand counts as it would in any other step.
         """
         self._clean_up_aborted()
+        self._was_aborted = False  # a step is begun; a rank without samples makes no backward
         if not self.is_between_steps and self.settings.unscale != 1.0:
             self._end_micro_batch()
             for state in self.pipeline.layers:
@@ -143,12 +145,13 @@ class PassTracker(DeepSpeedInterface):
         """engine.backward() is about to run; there is no loss scale."""
         self._clean_up_aborted()
         self._begin_backward()
+        self._is_announced = True
         return value
 
     def begin_unannounced(self) -> None:
         """A backward that went past the engine, seen in a hook. Its end must be seen too."""
         self._begin_backward()
-        call_at_end(self.end_backward)
+        call_at_end(self.backward_epilogue)
 
     def _begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
         self._check_open()
@@ -163,6 +166,7 @@ class PassTracker(DeepSpeedInterface):
         # next one takes its place, and other ranks gather them now.
         self.pipeline.wait_all()
         self._graph_task = -1
+        self._is_announced = False
         self._was_aborted = False
         self._was_dropped = False
         is_shared = self.collectives.world_size > 1
@@ -216,9 +220,20 @@ class PassTracker(DeepSpeedInterface):
             self.weights.active.end()
 
     def backward_epilogue(self, **kwargs: Any) -> None:
-        """DeepSpeed's end of backward."""
+        """DeepSpeed's end of backward: several ranks reduce now what they have left out.
+
+        The others wait in these reductions. Whatever this rank does next, before step(), may be a
+        collective in which it would wait for them: the user's own, or a read of state.
+        """
         del kwargs
         self.end_backward()
+        # torch.autograd.grad on an output looks the same from here, and nothing fires in it: more
+        # gradients of this micro-batch may come.
+        may_be_over = self._is_announced or self.collector.has_fired
+        # In train_batch nothing comes between, and a rank without samples does it in step().
+        is_own_affair = self.collectives.world_size == 1 or self.sums_over_ranks
+        if self._is_reducing and may_be_over and not is_own_affair:
+            self._end_micro_batch()
 
     def _consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
@@ -370,9 +385,14 @@ class PassTracker(DeepSpeedInterface):
                 "have not. Load a checkpoint with engine.load_checkpoint before training goes on; "
                 'with "gradient_clipping" or "check_grad_overflow" set, such a step is taken back'
             )
-        logger.warning("the last backward did not finish: the gradients of this step are discarded")
+        logger.warning(
+            "the last backward did not finish: its gradients, and those of the step's earlier "
+            "micro-batches, are discarded; the next micro-batch is the first of a step"
+        )
         self.discard_gradients()
         self._was_aborted = True
+        # Or the step would be taken early, without what was discarded, and so would all later ones.
+        self._engine.begin_window()
 
     def refuse_aborted(self) -> None:
         """Drops what an aborted backward left; there is no step before another backward.
@@ -383,8 +403,8 @@ class PassTracker(DeepSpeedInterface):
         self._clean_up_aborted()
         if self._was_aborted:
             raise AbortedBackwardError(
-                "the last backward did not finish, so there is no step to take: its gradients, and "
-                "those of the step's earlier micro-batches, were discarded; weights and optimizer "
+                "the last micro-batch did not finish, so there is no step to take: its gradients, "
+                "and those of the step's earlier ones, were discarded; weights and optimizer "
                 "state are those of the last step. Repeat the step from the forward of its first "
                 "micro-batch"
             )
@@ -395,6 +415,8 @@ class PassTracker(DeepSpeedInterface):
         if not self.pipeline.is_partly_committed:
             self.timer.invalidate()
             self.discard_gradients()
+            # step() by hand would make one of zeros: decay and momentum act.
+            self._was_aborted = True
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""

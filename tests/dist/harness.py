@@ -21,7 +21,8 @@ its processes and runs one case after another in them:
 - ``run_each(function, [arguments of rank 0, arguments of rank 1, ...])`` gives each rank its own.
 
 On a machine with a GPU, or with variables of a pool's own, each rank imports for itself: a process
-that has looked at a GPU cannot be forked, and variables are read by what is imported.
+that has looked at a GPU cannot be forked, and variables are read by what is imported. With
+``on_gpu`` each rank has a GPU of its own, and they talk over NCCL.
 
 Outside pytest, or for a process that is meant to die: ``with RankPool(2) as pool: pool.run(...)``.
 Nothing here needs a free port to be guessed: the parent holds the store that the ranks meet at.
@@ -92,6 +93,7 @@ class RankPool:
         *,
         with_deepspeed: bool = True,
         settle_seconds: float = SETTLE_SECONDS,
+        on_gpu: bool = False,
     ) -> None:
         """
         Args:
@@ -99,11 +101,16 @@ class RankPool:
             environment: further environment variables of the ranks.
             with_deepspeed: False: cases need torch only, which starts faster.
             settle_seconds: see :data:`SETTLE_SECONDS`.
+            on_gpu: rank N computes on GPU N.
         """
         self.num_ranks = num_ranks
         self._with_deepspeed = with_deepspeed
+        self._on_gpu = on_gpu
         self._settle_seconds = settle_seconds
-        self._environment = dict(environment or {})
+        self._environment = {
+            **({"DS_ACCELERATOR": "cuda"} if on_gpu else {}),
+            **(environment or {}),
+        }
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -178,7 +185,13 @@ class RankPool:
             environment = {**_rank_environment(number, self.num_ranks), **self._environment}
             process = context.Process(
                 target=_serve,
-                args=(theirs, environment, self._store.port, str(stacks), self._with_deepspeed),
+                args=(
+                    theirs,
+                    environment,
+                    self._store.port,
+                    str(stacks),
+                    (self._with_deepspeed, self._on_gpu),
+                ),
                 daemon=True,
                 name=f"rank {number}",
             )
@@ -250,15 +263,16 @@ class RankPools:
     On a machine with a GPU only one pool is alive at a time: each of its ranks holds GPU memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_gpu: bool = False) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._on_gpu = on_gpu
 
     def __call__(self, num_ranks: int) -> RankPool:
         """The pool of that many ranks."""
         if num_ranks not in self._pools:
             if _has_gpu():
                 self.close()
-            self._pools[num_ranks] = RankPool(num_ranks)
+            self._pools[num_ranks] = RankPool(num_ranks, on_gpu=self._on_gpu)
         return self._pools[num_ranks]
 
     def close(self) -> None:
@@ -316,14 +330,14 @@ def _read(path: Path) -> str:
 
 
 def _serve(
-    pipe: Connection, environment: dict[str, str], port: int, stacks: str, with_deepspeed: bool
+    pipe: Connection, environment: dict[str, str], port: int, stacks: str, kind: tuple[bool, bool]
 ) -> None:
     """A rank: joins the group, then runs cases until the parent closes the pipe."""
     os.environ.update(environment)
     os.environ["MASTER_PORT"] = str(port)
     with open(stacks, "w", encoding="utf-8") as stack_file:
         faulthandler.enable(stack_file)
-        pipe.send_bytes(_outcome(_join, (with_deepspeed,)))
+        pipe.send_bytes(_outcome(_join, kind))
         while True:
             try:
                 function, arguments, timeout = pipe.recv()
@@ -342,12 +356,15 @@ def _serve(
     os._exit(0)
 
 
-def _join(with_deepspeed: bool) -> None:
+def _join(with_deepspeed: bool, on_gpu: bool) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    backend = "nccl" if on_gpu else "gloo"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     if not with_deepspeed:
         return
     from deepspeed import comm
@@ -357,7 +374,7 @@ def _join(with_deepspeed: bool) -> None:
 
     # DeepSpeed would compile an extension for communication between CPU processes.
     compatible_ops["deepspeed_shm_comm"] = False
-    comm.init_distributed("gloo", verbose=False)
+    comm.init_distributed(backend, verbose=False)
 
 
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:

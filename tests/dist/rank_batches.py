@@ -34,12 +34,13 @@ class Shares:
     gpu_fractions: tuple[float, ...]
     accumulation: str = "micro_batch_major"
     activations: str = "keep"
+    gathers: str = "each"
 
     def __str__(self) -> str:
         manner = f"-{self.accumulation}" if self.accumulation == "layer_major" else ""
         return (
             f"{self.sizes}-{self.micro_sizes}-{self.fractions}-z{self.stage}-c{self.clipping}"
-            f"{manner}"
+            f"-{self.gathers}{manner}"
         )
 
     def section(self) -> dict[str, Any]:
@@ -87,6 +88,7 @@ def train_together(case: Shares) -> tuple[list[float], dict[str, torch.Tensor]]:
         clipping=case.clipping,
         bf16=False,
         stage=case.stage,
+        gathers=case.gathers,
         hytrain=case.section(),
         train_batch_size=sum(case.sizes),
         train_micro_batch_size_per_gpu=None,

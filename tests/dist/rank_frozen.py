@@ -163,7 +163,8 @@ def reading_and_writing(kind: str) -> None:
     with built(build(kind), _engine_config(3)) as engine:
         _steps(engine, kind, 0, 2)
         frozen = {n: p for n, p in engine.module.named_parameters() if not p.requires_grad}
-        assert all(bool(p.isnan().all()) for p in frozen.values())
+        with torch._C.DisableTorchFunctionSubclass():  # or the read is refused
+            assert all(bool(p.isnan().all()) for p in frozen.values())
         collected = engine.module_state_dict()
         assert bool(collected) is (dist.get_rank() == 0)
         trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)

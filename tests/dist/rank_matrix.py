@@ -52,11 +52,13 @@ class Case:
     accumulation: str
     clipping: str
     k: str
+    gathers: str = "each"
+    """See :func:`support.engines.make_config`."""
 
     def __str__(self) -> str:
         return (
             f"{self.ranks}-{self.batches}-{self.shards}-z{self.stage}-{self.accumulation}-"
-            f"{self.clipping}-k_{self.k}"
+            f"{self.clipping}-k_{self.k}-{self.gathers}"
         )
 
     @property
@@ -79,6 +81,7 @@ class Case:
             stage=self.stage,
             clipping={"off": 0.0, "never": 100.0, "always": 0.05}[self.clipping],
             gpu_fractions=_K[:n] if self.k == "differs" else (0.5,) * n,
+            gathers=self.gathers,
         )
 
 
@@ -90,6 +93,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "accumulation": ("pieces", "by_layer", "whole", "by_layer_offload"),
     "clipping": ("always", "off", "never"),
     "k": ("differs", "equal"),
+    "gathers": ("kept", "each", "defaults"),
 }
 
 
@@ -135,6 +139,7 @@ def _train_together(
         clipping=case.clipping,
         bf16=False,
         stage=case.stage,
+        gathers=case.gathers,
         hytrain=section,
         optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "eps": EPS}},
         train_batch_size=shares.global_batch,

@@ -72,27 +72,49 @@ def two_forwards(stage: int) -> None:
     _same_steps(lambda seed: make_model("mlp", seed=seed), stage, ours, alone)
 
 
+def a_changing_number_of_forwards(stage: int, gathers: str) -> None:
+    """One loss of as many forwards as there happen to be in a step, the same on all ranks."""
+    counts = (1, 2, 1, 3, 2, 1)
+
+    def total(model: Any, numbers: list[int]) -> torch.Tensor:
+        return torch.stack([loss_of(model(**make_batch("mlp", n))) for n in numbers]).sum()
+
+    def ours(engine: Any, step: int) -> None:
+        rank = dist.get_rank()
+        engine.backward(total(engine, [10 * step + 2 * i + rank for i in range(counts[step])]))
+
+    def alone(model: Any, step: int) -> None:
+        (total(model, [10 * step + i for i in range(2 * counts[step])]) / 2).backward()
+
+    _same_steps(lambda seed: make_model("mlp", seed=seed), stage, ours, alone, len(counts), gathers)
+
+
 def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return make()
 
 
 def _same_steps(
-    make: Callable[[int], nn.Module], stage: int, ours: Backward, alone: Backward
+    make: Callable[[int], nn.Module],
+    stage: int,
+    ours: Backward,
+    alone: Backward,
+    steps: int = STEPS,
+    gathers: str = "each",
 ) -> None:
-    config = make_config(gpu_fraction=0.5, bf16=False, stage=stage, clipping=0.0)
+    config = make_config(gpu_fraction=0.5, bf16=False, stage=stage, clipping=0.0, gathers=gathers)
     config["hytrain"]["shard_fractions"] = [0.7, 0.3]
     # With an eps like the gradients, roundings of them make no steps of their own.
     config["optimizer"]["params"]["eps"] = 1e-2
     with built(make(dist.get_rank()), config) as engine:
-        for step in range(STEPS):
+        for step in range(steps):
             ours(engine, step)
             engine.step()
         state = engine.fp32_state_dict()
     model = make(0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-2)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         alone(model, step)
         optimizer.step()

@@ -40,6 +40,17 @@ def test_gradients_are_those_of_the_whole_batch(ranks: RankPools, case: Shares) 
     ranks(len(case.sizes)).run(cases.gradients_are_the_whole_batch, case)
 
 
+@pytest.mark.parametrize("k", [0.0, 0.5])
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 0)], ids=str)
+@pytest.mark.parametrize("gathers", ["kept", "defaults"])
+def test_layers_that_stay_for_the_next_pass(
+    ranks: RankPools, gathers: str, sizes: tuple[int, int], k: float
+) -> None:
+    """With DeepSpeed's own keys of ZeRO-3: a rank with fewer micro-batches follows alone."""
+    case = Shares(sizes, (2, 2), (0.5, 0.5), 3, 0.5, (k, k), gathers=gathers)
+    ranks(2).run(cases.train_and_compare, case)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
 def test_gradients_left_by_hand(ranks: RankPools, stage: int, accumulation: str) -> None:

@@ -87,6 +87,14 @@ def test_gathered_parameters_of_deepspeed(ranks: RankPools) -> None:
     ranks(2).run(cases.deepspeed_gathers_parameters)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("threshold", [0, 2000, 100_000])
+def test_weights_that_are_written_where_gathered(
+    ranks: RankPools, threshold: int, frozen: bool
+) -> None:
+    ranks(2).run(cases.written_where_gathered, threshold, frozen)
+
+
 @pytest.mark.parametrize("fractions", [EVEN, UNEVEN], ids=str)
 def test_a_layer_that_one_rank_leaves_out(ranks: RankPools, fractions: tuple[float, ...]) -> None:
     ranks(2).run(cases.layer_left_out_later, fractions)
@@ -118,6 +126,8 @@ LAYER_MAJOR = [
     Shares((4, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major"),
     Shares((0, 3), (1, 2), (0.5, 0.5), 3, 0.0, (0.0, 0.0), "layer_major", "offload"),
     Shares((3, 0, 2), (1, 1, 2), (0.2, 0.5, 0.3), 3, 0.05, (0.0, 1.0, 0.5), "layer_major"),
+    Shares((4, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major", gathers="kept"),
+    Shares((4, 2), (2, 1), (0.5, 0.5), 3, 0.5, (0.5, 0.0), "layer_major", gathers="defaults"),
 ]
 
 

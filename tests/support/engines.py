@@ -45,6 +45,18 @@ def join_process_group() -> None:
 OFFLOAD_AT_SCALE = {"chunk_elements": 2**20, "cpu_threads": 8}
 
 
+GATHERS: dict[str, dict[str, int]] = {
+    "each": {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 1,
+        "stage3_max_reuse_distance": 0,
+    },
+    "kept": {"stage3_param_persistence_threshold": 0},
+    "defaults": {},
+}
+"""DeepSpeed's keys of ZeRO-3, see :func:`make_config`; those that are not here are its defaults."""
+
+
 def make_config(
     *,
     gpu_fraction: float = 0.0,
@@ -54,9 +66,15 @@ def make_config(
     stage: int = 2,
     hytrain: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
+    gathers: str = "each",
     **sections: Any,
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration; ``sections`` are added at the top level (None removes one)."""
+    """A DeepSpeed configuration; ``sections`` are added at the top level (None removes one).
+
+    ``gathers`` says of ZeRO-3: "each" layer is sharded, one is gathered ahead, none is kept;
+    "kept": each is sharded, the rest is as DeepSpeed has it by default, so that layers stay for the
+    next pass; "defaults": all is, so that toy parameters stay on every rank.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -71,12 +89,8 @@ def make_config(
             **(hytrain or {}),
         },
     }
-    if stage == 3:  # every layer is sharded, one is gathered ahead, none is kept
-        config["zero_optimization"].update(
-            stage3_param_persistence_threshold=0,
-            stage3_prefetch_bucket_size=1,
-            stage3_max_reuse_distance=0,
-        )
+    if stage == 3:
+        config["zero_optimization"].update(GATHERS[gathers])
     config.update(sections)
     return {key: value for key, value in config.items() if value is not None}
 

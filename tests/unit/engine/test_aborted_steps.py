@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from support.comparisons import assert_same_bits
 from support.engines import built, make_config
-from support.models import Recomputed
+from support.models import Recomputed, loss_of
 from support.shadow import Shadow, Twin
 from torch import nn
 from training import FRACTIONS, Faulty, UserError, backward, inputs
@@ -69,6 +70,40 @@ def test_an_exception_in_an_accumulated_micro_batch(gpu_fraction: float) -> None
                 if micro == 0:
                     engine.step()
             shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["engine", "loss"])
+@pytest.mark.parametrize("aborted", [0, 1, 2])
+def test_a_window_is_repeated_whole(gpu_fraction: float, aborted: int, plain: bool) -> None:
+    """Whichever of three micro-batches raises: a step is made of three that came after that."""
+    model = Faulty()
+
+    def run_back(number: int) -> None:
+        if plain:
+            loss_of(engine(**inputs(number))).backward()
+        else:
+            backward(engine, number)
+
+    with _training(model, gpu_fraction, accumulation=3) as (engine, shadow, twin):
+        for window in range(3):
+            for micro in range(aborted):
+                run_back(20 + micro)
+                engine.step()
+            model.fail_backward = 1
+            with pytest.raises(UserError):
+                run_back(50)
+            model.fail_backward = None
+            repeated = [10 * window + micro for micro in range(3)]
+            expected = twin.gradients(engine, [inputs(number) for number in repeated], 1 / 3)
+            for number in repeated:
+                assert engine.global_steps == window
+                run_back(number)
+                if number != repeated[-1]:
+                    engine.step()
+            shadow.step()
+            assert engine.global_steps == window + 1
             twin.assert_were_reduced(shadow, expected)
         shadow.check()
 
@@ -183,3 +218,34 @@ def test_more_firings_than_the_first_backward_had(gpu_fraction: float) -> None:
 def _step(engine: Any, shadow: Shadow) -> None:
     backward(engine, shadow.steps)
     shadow.step()
+
+
+@pytest.mark.parametrize("fault", ["fail_forward", "fail_backward"])
+def test_step_after_a_train_batch_that_failed(gpu_fraction: float, fault: str) -> None:
+    """By hand there is nothing to step with; the next train_batch makes a step of its own."""
+    ends: list[dict[str, Any]] = []
+    for fails in (False, True):
+        model = Faulty()
+        config = make_config(gpu_fraction=gpu_fraction, bf16=False, accumulation=2)
+        with built(model, config) as engine:
+            for number in range(3):
+                before = engine.fp32_state_dict()
+                if fails:
+                    setattr(model, fault, 1)
+                    with pytest.raises(UserError):
+                        engine.train_batch(iter([inputs(1), inputs(2)]), num_valid=lambda _: 1)
+                    with pytest.raises(AbortedBackwardError):
+                        engine.step()
+                    setattr(model, fault, None)
+                    _assert_equal(engine.fp32_state_dict(), before)
+                batches = [inputs(10 + number), inputs(20 + number)]
+                engine.train_batch(iter(batches), num_valid=lambda _: 1)
+                assert engine.global_steps == number + 1
+            ends.append(engine.fp32_state_dict())
+    _assert_equal(*ends)
+
+
+def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, tensors in expected.items():
+        for kind, tensor in tensors.items():
+            assert_same_bits(f"{kind} of {name}", found[name][kind], tensor)

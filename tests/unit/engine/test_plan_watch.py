@@ -22,7 +22,7 @@ OLD = Predicted(step_seconds=0.5, lower_bound=0.25, gap=0.0)
 
 def watch(predicted: Predicted) -> PlanWatch:
     plan = a_plan(make_model("mlp"), (4,), (2,), predicted=predicted)
-    alone: Any = SimpleNamespace(rank=0, world_size=1, is_nccl=False)
+    alone: Any = SimpleNamespace(rank=0, world_size=1, gather_objects=lambda own, _: [own])
     return PlanWatch(plan, alone, torch.device("cpu"))
 
 

@@ -197,3 +197,31 @@ def test_parameters_can_be_copied_and_pickled() -> None:
         for other in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
             assert torch.equal(other, parameter)
             assert vars(other).get("_hp_mapping") is None
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["held", "direct"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS[:2])
+def test_state_that_is_set_while_it_is_updated(
+    gpu_fraction: float, stage: int, is_direct: bool
+) -> None:
+    """The step's own new copy, still on its way, does not overwrite what was set."""
+    config = make_config(
+        gpu_fraction=gpu_fraction, stage=stage, clipping=0.0 if is_direct else 1e-2
+    )
+    config["bf16"]["check_grad_overflow"] = not is_direct
+    for seed in (1, 2):
+        with (
+            environment("HYTRAIN_DELAYS", f"{seed}:3000"),
+            built(make_model("mlp"), config) as engine,
+        ):
+            named = dict(engine.module.named_parameters())
+            for number in range(2):
+                backward(engine, number)
+                engine.step()
+                for name in ("head.weight", "blocks.0.up.weight"):
+                    values = torch.linspace(-0.1, 0.1, named[name].numel()).view(named[name].shape)
+                    safe_set_full_fp32_param(named[name], values)
+                    with engine.gathered_parameters():
+                        assert_same_bits(name, named[name].detach(), values.bfloat16())
+                    assert_same_bits(name, safe_get_full_fp32_param(named[name]).cpu(), values)
