@@ -1,0 +1,217 @@
+"""What a case consists of. Everything here is plain data, drawn from one seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+Pairs = tuple[tuple[str, Any], ...]
+"""Keys and values of a section."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A small model; see :class:`~fuzz.models.FuzzModel`.
+
+    Attributes:
+        inner: inner width of each block, one a block.
+        stack: how blocks are held: "list", "sequential", "dict" or "attributes".
+        embed: "none", "linear", "table" (of whole numbers) or "sparse" (with sparse gradients).
+        head: "none", "linear" or "tied" (to the embedding).
+        norm: in blocks: "none", "layer" or "rms".
+        root: the root owns a vector; ``scalar``: and a 0-dimensional parameter; ``single``: and one
+            of one element.
+        unused: "none", "root", "block" or "module": what no forward uses.
+        frozen: "none", "some", "blocks", "embed" or "head".
+        twice: blocks that are called twice.
+        recompute: "none", "reentrant" or "not_reentrant".
+        outside: a weight's use outside of its module: "none", "penalty", "linear", "transpose",
+            "product".
+        outside_of: whose: "embed", "head" or "block".
+        shared: the last block is the first one again.
+        strided: the root owns a weight that is not contiguous.
+        dropout: before the blocks.
+    """
+
+    seed: int
+    width: int
+    inner: tuple[int, ...]
+    stack: str
+    embed: str
+    head: str
+    norm: str
+    bias: bool
+    root: bool
+    scalar: bool
+    single: bool
+    unused: str
+    frozen: str
+    twice: tuple[int, ...]
+    recompute: str
+    outside: str
+    outside_of: str
+    shared: bool = False
+    strided: bool = False
+    dropout: bool = False
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether its inputs are whole numbers."""
+        return self.embed in ("table", "sparse")
+
+
+@dataclass(frozen=True)
+class Build:
+    """How one engine is built: what may change when a checkpoint is loaded into another one.
+
+    Attributes:
+        gpu: "gpu_fraction" of each rank.
+        fractions: "shard_fractions"; None: equal shares.
+        zero: further keys of "zero_optimization".
+        section: further keys of "hytrain"; ``offload``: of its "offload".
+        top: further keys at the top level.
+        zero_init: the model is built under deepspeed.zero.Init (ZeRO-3, before a checkpoint is
+            loaded).
+    """
+
+    stage: int
+    gpu: tuple[float | str, ...]
+    fractions: tuple[float, ...] | None
+    zero: Pairs
+    section: Pairs
+    offload: Pairs
+    top: Pairs
+    zero_init: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Hyper-parameters.
+
+    Attributes:
+        kind: "AdamW" or "Adam"; ``client``: an object of torch's, not the JSON's section.
+        groups: of each parameter group (lr, beta1, beta2, eps, weight decay).
+        schedule: "constant", "hand" (set before every step), "lambda" (torch's), "warmup"
+            (DeepSpeed's).
+        share: of the trainable parameters that the optimizer is given.
+        bias_correction: of the JSON's section; None: left out.
+    """
+
+    kind: str
+    client: bool
+    groups: tuple[tuple[float, float, float, float, float], ...]
+    schedule: str
+    bias_correction: bool | None = None
+    adam_w_mode: bool | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something between or inside steps that all ranks do; see `events.py`."""
+
+    kind: str
+    number: int = 0
+    value: float = 0.0
+    build: Build | None = None
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        factor: of the loss.
+        skip: the blocks that each rank leaves out in each micro-batch.
+        style: of a micro-batch: "plain", "retain" (its graph), "past" (loss.backward()), "module"
+            (engine.module(...) and loss.backward()); "two" (two forwards, then two backwards),
+            "sum" (two forwards, one backward), "no_sync" (two, the first under it).
+        idle: ranks that make no backward.
+        poison: (rank, micro-batch, value) of an element of a gradient.
+        fault: ("forward" or "backward", whether step() is called after it) before the step.
+        inside: events after the backward of a micro-batch, by its number.
+        after: events after the step.
+    """
+
+    factor: float
+    skip: tuple[tuple[tuple[int, ...], ...], ...]
+    style: str = "plain"
+    idle: tuple[int, ...] = ()
+    poison: tuple[int, int, float] | None = None
+    fault: tuple[str, bool] | None = None
+    inside: tuple[tuple[int, Event], ...] = ()
+    after: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, from its beginning to the comparison at its end.
+
+    Attributes:
+        micro_samples: samples of each micro-batch of each rank.
+        batch_keys: "deepspeed" (a number of equal micro-batches) or "hytrain" ("batch_sizes").
+        manner: "hand" (forward, backward, step) or "train_batch".
+        delays: HYTRAIN_DELAYS; "": none.
+        refusal: (path of a key, value, what the message says): refused by design.
+        then: the training goes on from its end in another job, of other ranks.
+        follows: this is such a job.
+    """
+
+    seed: int
+    ranks: int
+    model: ModelSpec
+    bf16: bool
+    clipping: float
+    check_overflow: bool | None
+    op: str | None
+    accum_dtype: str | None
+    manner: str
+    batch_keys: str
+    micro_samples: tuple[tuple[int, ...], ...]
+    micro_sizes: tuple[int, ...]
+    build: Build
+    optimizer: OptimizerSpec
+    steps: tuple[Step, ...]
+    delays: str
+    refusal: tuple[str, Any, str] | None = None
+    then: Case | None = None
+    follows: bool = False
+
+    @property
+    def checks_overflow(self) -> bool:
+        """Whether a step with an inf or NaN is skipped."""
+        return True if not self.bf16 else self.check_overflow is not False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether updates are committed the moment a gradient arrives."""
+        return self.clipping == 0.0 and not self.checks_overflow
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The most of any rank."""
+        return max(len(own) for own in self.micro_samples)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: " + _words(self)
+
+
+_USUAL = (None, (), "", "none")
+
+
+def _words(value: Any) -> str:
+    """A value on one line, without what is at its default in most cases."""
+    if isinstance(value, (Case, ModelSpec, Build, OptimizerSpec, Event, Step)):
+        parts = [
+            f"{field.name}={_words(getattr(value, field.name))}"
+            for field in fields(value)
+            if field.name != "seed"
+            and getattr(value, field.name) not in (None, (), "", "none", False)
+        ]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_words, value)) + ")"
+    return repr(value)

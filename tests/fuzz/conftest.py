@@ -1,0 +1,16 @@
+"""Ranks for the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness import RankPools
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """They live as long as a file's tests."""
+    found = RankPools()
+    yield found
+    found.close()

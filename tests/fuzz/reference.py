@@ -1,0 +1,185 @@
+"""A plain model and a serial update: what a case's state and gradients must be."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.engines import device
+
+from fuzz.cases import Case, Step
+from fuzz.models import FuzzModel
+from fuzz.player import SINGLE, StepTrace, batch_of, dropout_seed, parameter_groups
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
+
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Sums:
+    """Gradients of one parameter so far: their sum, and what bounds its rounding.
+
+    Attributes:
+        size: elementwise sum of absolute values.
+        largest: of any element of any summand.
+        summands: how many there are.
+    """
+
+    total: torch.Tensor
+    size: torch.Tensor
+    largest: float = 0.0
+    summands: int = 0
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """One micro-batch's, fp32."""
+        self.total += gradient
+        self.size += gradient.abs()
+        self.largest = max(self.largest, float(gradient.abs().max()))
+        self.summands += 1
+
+
+class Reference:
+    """State by name, and the plain model."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.dtype = torch.bfloat16 if case.bf16 else torch.float32
+        self.model = FuzzModel(case.model, seed=0).to(device(), self.dtype)
+        groups = parameter_groups(self.model, case.optimizer)
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        self.state: dict[str, list[torch.Tensor]] = {}
+        self.group: dict[str, int] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in group_of:
+                flat = parameter.detach().cpu().float().flatten().clone()
+                self.state[name] = [flat, torch.zeros_like(flat), torch.zeros_like(flat)]
+                self.group[name] = group_of[id(parameter)]
+                self.shapes[name] = parameter.shape
+        self.steps = 0
+        self._saved: Any = None
+
+    def copy_of(self, name: str) -> torch.Tensor:
+        """The training copy of a parameter."""
+        return self.state[name][0].to(self.dtype).view(self.shapes[name])
+
+    def save(self) -> None:
+        """A checkpoint."""
+        self._saved = copy.deepcopy((self.state, self.steps))
+
+    def load(self) -> None:
+        """The last one."""
+        self.state, self.steps = copy.deepcopy(self._saved)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def take_weights(self) -> None:
+        """The plain model computes with the weights of the last step."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self.state:
+                    parameter.copy_(self.copy_of(name))
+
+    def losses(self, number: int, rank: int, micro: int, step: Step) -> list[torch.Tensor]:
+        """Of the forwards of one micro-batch."""
+        found: list[torch.Tensor] = []
+        for part in range(1 if step.style in SINGLE else 2):
+            torch.manual_seed(dropout_seed(number, rank, micro, part))
+            found.append(self.model(**batch_of(self.case, number, rank, micro, step, part)))
+        return found
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of one loss, fp32, flat, on the host; zeros where there is none."""
+        self.model.zero_grad(set_to_none=True)
+        if loss.requires_grad:
+            loss.backward()
+        return {
+            name: torch.zeros_like(self.state[name][0])
+            if parameter.grad is None
+            else _dense(parameter.grad).detach().cpu().float().flatten()
+            for name, parameter in self.model.named_parameters()
+            if name in self.state
+        }
+
+    def sums(self) -> dict[str, Sums]:
+        """Nothing so far."""
+        return {
+            name: Sums(torch.zeros_like(p), torch.zeros_like(p))
+            for name, (p, _m, _v) in self.state.items()
+        }
+
+    @property
+    def rounding(self) -> float:
+        """Of the dtype in which gradients are summed."""
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def noise(self) -> float:
+        """How far two computations of the same are apart, relatively.
+
+        On a GPU kernels are chosen by how memory is aligned, and the weights that both compute with
+        differ in the last bit where state was on it.
+        """
+        if device().type == "cpu":
+            return 2e-6
+        return 0.05 if self.case.bf16 else 1e-4
+
+    def bound(self, sums: Sums) -> torch.Tensor:
+        """How far a sum of gradients may be from this one, elementwise.
+
+        One micro-batch's gradient is computed by the same operations on the same weights. Sums of
+        several, or of several uses of a weight, round as often as there are summands.
+        """
+        uses = 1
+        model = self.case.model
+        if model.recompute == "reentrant" or model.outside != "none" or model.head == "tied":
+            uses = 4
+        if model.shared or model.embed == "sparse":
+            uses = 8
+        additions = sums.summands * uses - 1
+        noise = self.noise * sums.largest
+        spread = sums.size + (sums.largest if uses > 1 else 0.0)
+        return additions * self.rounding * spread + noise + 1e-30
+
+    def set_gradient(self, sums: Sums, value: torch.Tensor) -> None:
+        """It has been replaced."""
+        sums.total, sums.size = value.clone(), value.abs()
+        sums.largest, sums.summands = float(value.abs().max()), 1
+
+    # -- the update ------------------------------------------------------------------------------
+
+    def update(self, gradients: Mapping[str, torch.Tensor], scale: float, trace: StepTrace) -> None:
+        """One step with these gradients."""
+        self.steps += 1
+        hypers = [self._hyper(group) for group in trace.groups]
+        for name, (p, m, v) in self.state.items():
+            commit(p, m, v, Gradient(gradients[name].contiguous(), scale, hypers[self.group[name]]))
+
+    def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+        spec = self.case.optimizer
+        decoupled = spec.kind == "AdamW" or (not spec.client and spec.adam_w_mode is not False)
+        correction = True if spec.bias_correction is None else spec.bias_correction
+        return AdamHyper(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=self.steps,
+            decoupled_decay=decoupled,
+            bias_correction=correction,
+        )
+
+    def clip_coefficient(self, norm: float) -> float:
+        """As DeepSpeed: without the check, a norm that is no number is infinite."""
+        if not self.case.clipping:
+            return 1.0
+        return min(1.0, self.case.clipping / (norm + 1e-6)) if math.isfinite(norm) else 0.0
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,65 @@
+"""What is not drawn, in one place: defects that are being repaired, limits that are documented.
+
+A defect's name is switched on with ``HYTRAIN_FUZZ_OPEN=name,name`` (or ``all``): its pattern is
+then drawn like any other. When it is repaired, its line here goes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+DEFECTS: dict[str, str] = {}
+"""Name -> what is wrong."""
+
+
+def is_drawn(defect: str) -> bool:
+    """Whether cases show a defect that is known."""
+    assert defect in DEFECTS
+    opened = os.environ.get("HYTRAIN_FUZZ_OPEN", "")
+    return opened == "all" or defect in opened.split(",")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key that is refused by design, before anything is touched.
+
+    Attributes:
+        path: of the key.
+        value: that is refused; "remove": the key is missing.
+        says: a part of the message.
+        stages: in which this is so.
+    """
+
+    path: str
+    value: Any
+    says: str
+    stages: tuple[int, ...] = (1, 2, 3)
+
+
+REFUSALS = (
+    Refusal("zero_optimization.stage", 0, "ZeRO stages 1 to 3"),
+    Refusal("zero_optimization.offload_optimizer.device", "nvme", "offload_optimizer.device"),
+    Refusal("zero_optimization.offload_optimizer", "remove", "offload_optimizer.device"),
+    Refusal("zero_optimization.offload_optimizer.ratio", 0.5, "hytrain.gpu_fraction"),
+    Refusal("zero_optimization.offload_param", {"device": "cpu"}, "stage 3 streams", (1, 2)),
+    Refusal("zero_optimization.offload_param", {"device": "nvme"}, "offload_param.device"),
+    Refusal("zero_optimization.mics_shard_size", 2, "MiCS"),
+    Refusal("zero_optimization.zero_hpz_partition_size", 2, "ZeRO++"),
+    Refusal("gradient_predivide_factor", 2.0, "gradient_predivide_factor"),
+    Refusal("prescale_gradients", True, "prescale_gradients"),
+    Refusal("communication_data_type", "fp16", "communication_data_type"),
+    Refusal("fp16", {"enabled": True}, "fp16"),
+    Refusal("hytrain.gpu_fraction", 1.5, "hytrain.gpu_fraction"),
+    Refusal("hytrain.shard_fractions", [0.5, 0.2], "sum to 1"),
+    Refusal("hytrain.shard_fractions", [0.25] * 4, "fractions"),
+    Refusal("hytrain.batch_sizes", [1] * 4, "batch_sizes"),
+    Refusal("hytrain.micro_batch_sizes", [1, 1], "micro_batch_sizes"),
+    Refusal("hytrain.offload.chunk_elements", 1030, "multiple of 64"),
+    Refusal("hytrain.offload.cpu_threads", 0, "cpu_threads"),
+    Refusal("hytrain.solver.alpha", 0.0, "alpha"),
+    Refusal("hytrain.layers.class", "Blok", "no module of that class"),
+    Refusal("hytrain.gpu_fractoin", 0.5, "unknown key"),
+    Refusal("hytrain.activations", "offload", "layer_major"),
+)

@@ -1,0 +1,208 @@
+"""Runs random cases: ``python tests/fuzz/run.py --minutes 10``, ``--seed 17``, ``--cases 300``.
+
+A case is drawn from its seed, so that a seed in the log is all that is needed to see it again.
+Ends with 1 if a case fails. On a machine with a GPU: ``--gpu``, with ``--ranks`` as many as GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+for folder in (TESTS.parent, TESTS / "dist", TESTS):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+CASE_SECONDS = 60.0
+"""Most seconds of a case; a hang ends with the stacks of all ranks."""
+
+
+def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
+    """One case on this rank; rank 0 compares. Returns how it ended: "same" or "refused"."""
+    import torch
+    import torch.distributed as dist
+
+    from fuzz.judge import Judge
+    from fuzz.player import Player
+    from hytrain.offload import threads
+
+    logging.disable(logging.WARNING)
+    threads._ELEMENTS = 1 << 12  # the kernel's speed is measured on next to nothing
+    disturb = None
+    if on_gpu:  # every stream is delayed, and every hand-off
+        from support.streams import stream_delays
+
+        disturb = stream_delays(case.seed)
+        case = replace(case, delays=case.delays or f"{case.seed % 997 + 1}:300")
+    trace = Player(case, Path(folder), disturb).play()
+    traces: list[Any] = [None] * case.ranks
+    dist.all_gather_object(traces, trace)
+    if dist.get_rank() == 0:
+        kept = Path(folder) / "kept.pt"
+        judge = Judge(case, traces, torch.load(kept) if case.follows else None)
+        judge.check()
+        if case.then is not None:
+            torch.save(judge.kept, kept)
+    return "same" if case.refusal is None else "refused"
+
+
+FIXED = 200
+"""Cases of `make test`."""
+
+
+def fixed_cases() -> list[Any]:
+    """Those of the first seeds."""
+    from fuzz.drawing import draw
+
+    return [draw(seed) for seed in range(FIXED)]
+
+
+@dataclass
+class Summary:
+    """What the cases have come to."""
+
+    ended: collections.Counter[str] = field(default_factory=collections.Counter)
+    failed: dict[int, str] = field(default_factory=dict)
+    slowest: tuple[float, int] = (0.0, 0)
+
+    def __str__(self) -> str:
+        parts = [f"{count} {how}" for how, count in sorted(self.ended.items())]
+        seconds, seed = self.slowest
+        text = f"{sum(self.ended.values())} cases: {', '.join(parts)}"
+        text += f"; the slowest took {seconds:.1f} s ({seed})"
+        return text + (f"\nfailed: {' '.join(map(str, self.failed))}" if self.failed else "")
+
+
+def run_cases(
+    pools: Any, cases: Iterable[Any], *, on_gpu: bool = False, log: Any = None
+) -> Summary:
+    """Runs cases until there are no more."""
+    from harness import RankError
+
+    summary = Summary()
+    for case in cases:
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
+            try:
+                function = _play_on_gpu if on_gpu else play
+                how = pools(case.ranks).run(function, case, folder, timeout=CASE_SECONDS)[0]
+                if case.then is not None:
+                    pools(case.then.ranks).run(function, case.then, folder, timeout=CASE_SECONDS)
+            except RankError as error:
+                how = "failed"
+                summary.failed[case.seed] = text = f"{case}\n{case!r}\n{error}"
+                if log is not None:
+                    print(f"FAILED {text}\n{command(case, on_gpu)}", file=log, flush=True)
+        summary.ended[how] += 1
+        summary.slowest = max(summary.slowest, (time.monotonic() - begin, case.seed))
+    return summary
+
+
+def command(case: Any, on_gpu: bool = False) -> str:
+    """What runs a case again; ``--case FILE`` does with the case itself, as it was printed."""
+    more = " --gpu" if on_gpu else ""
+    return f"python tests/fuzz/run.py --seed {case.seed} --ranks {case.ranks}{more}"
+
+
+def _play_on_gpu(case: Any, folder: str) -> str:
+    return play(case, folder, on_gpu=True)
+
+
+def read_case(path: str) -> Any:
+    """A case as a failure prints it: its second line."""
+    from fuzz import cases
+
+    return eval(Path(path).read_text(), {**vars(cases), "inf": math.inf, "nan": math.nan})
+
+
+def _shrunk(pools: Any, case: Any, *, on_gpu: bool) -> str:
+    """A smaller case that ends in an error of the same kind."""
+    from fuzz.shrink import shrink
+
+    def error_of(case: Any) -> str:
+        failed = run_cases(pools, [case], on_gpu=on_gpu).failed
+        lines = [line for text in failed.values() for line in text.splitlines()[2:]]
+        found = [line for line in lines if re.match(r"[\w.]*Error\b", line)]
+        return re.sub(r"[^a-z ]+", "", (found or lines or [""])[0])[:40]
+
+    kind = error_of(case)
+    if not kind:
+        return "it does not fail"
+    case = shrink(case, lambda less: error_of(less) == kind)
+    return "\n".join(run_cases(pools, [case], on_gpu=on_gpu).failed.values())
+
+
+def _cases(arguments: argparse.Namespace) -> Iterator[Any]:
+    from fuzz.drawing import draw
+
+    if arguments.case is not None:
+        yield from [read_case(arguments.case)] * (arguments.cases or 1)
+    else:
+        for seed in _seeds(arguments):
+            yield draw(seed, arguments.ranks)
+
+
+def _seeds(arguments: argparse.Namespace) -> Iterator[int]:
+    if arguments.seed is not None and arguments.cases is None and arguments.minutes is None:
+        yield arguments.seed
+        return
+    first = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "big")
+    print(f"seeds from {first}", flush=True)
+    end = time.monotonic() + 60 * (arguments.minutes or 10**6)
+    number = 0
+    while time.monotonic() < end and (arguments.cases is None or number < arguments.cases):
+        yield first + number
+        number += 1
+        if number % 100 == 0:
+            print(f"{number} cases begun", flush=True)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="the first seed, or the only one")
+    parser.add_argument("--cases", type=int, help="as many")
+    parser.add_argument("--minutes", type=float, help="for so long")
+    parser.add_argument("--ranks", type=int, help="instead of what a case draws")
+    parser.add_argument("--gpu", action="store_true", help="one GPU a rank, with delayed streams")
+    parser.add_argument("--case", help="a file with a case as it was printed, instead of seeds")
+    parser.add_argument("--shrink", action="store_true", help="makes a failing case smaller")
+    parser.add_argument("--show", action="store_true", help="only prints the case")
+    arguments = parser.parse_args()
+    if not arguments.gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from harness import RankPools
+
+    if arguments.show:
+        for case in _cases(arguments):
+            print(f"{case}\n{case!r}")
+        return 0
+    begin = time.monotonic()
+    with contextlib.closing(RankPools(on_gpu=arguments.gpu)) as pools:
+        if arguments.shrink:
+            for case in _cases(arguments):
+                print(_shrunk(pools, case, on_gpu=arguments.gpu))
+            return 0
+        summary = run_cases(pools, _cases(arguments), on_gpu=arguments.gpu, log=sys.stdout)
+    print(f"{summary}\n{time.monotonic() - begin:.0f} s")
+    return 1 if summary.failed else 0
+
+
+if __name__ == "__main__":
+    # Ranks find the functions by the name of the package.
+    from fuzz import run
+
+    sys.exit(run.main())
