@@ -47,6 +47,10 @@ class AbortedBackwardError(HyTrainError, RuntimeError):
     """A backward ended with an exception, and what it left cannot become a step."""
 
 
+class AbortedStepError(HyTrainError, RuntimeError):
+    """A step failed midway: some layers have made it and others have not."""
+
+
 class WorkerError(HyTrainError, RuntimeError):
     """The update worker failed; the message names the layer it was working on."""
 

@@ -58,6 +58,8 @@ class UpdatePipeline:
         self.mover = LayerMover(cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
+        self.is_torn = False
+        """The last step failed midway: some layers have made it and others have not."""
         for layer in self.layers:
             layer.gradient_ready = streams.new_event()
         self._unscale = 1.0
@@ -183,6 +185,7 @@ class UpdatePipeline:
         return outcome
 
     def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
+        self.is_torn = True  # until the last layer has made the step
         outcome = self.norm.outcome
         with self.streams.on_update():
             if self.observer is not None:
@@ -234,6 +237,7 @@ class UpdatePipeline:
                 # A sharded layer is gathered anew for every use.
                 layer.gather_due = not layer.storage.is_sharded
                 layer.storage.mark_overwritten()
+        self.is_torn = False
 
     # -- withdraw ------------------------------------------------------------------------------
 

@@ -135,9 +135,7 @@ class GatherSchedule:
             self.settle()
         self._alone.clear()
         context = self._context
-        if kind == "train":
-            self._forwards += 1
-        elif kind == "backward":
+        if kind == "backward":
             self._forwards_before, self._forwards = self._forwards, 0
         if self.knows(kind):
             begun = self._plan(kind)
@@ -236,6 +234,7 @@ class GatherSchedule:
         if current is None:
             return
         current.end()
+        self._count_forward()
         if isinstance(current, RecordedPass):
             self._remember(current)
             context.release(context.gatherer.live)
@@ -247,6 +246,11 @@ class GatherSchedule:
             # A gradient is missing: what follows it is done when the step takes it as it is.
             context.release(context.gatherer.live)
             context.gatherer.start_held()
+
+    def _count_forward(self) -> None:
+        # At its end: one that has failed has no backward.
+        if self._kind == "train":
+            self._forwards += 1
 
     def _remember(self, recorded: RecordedPass) -> None:
         forwards = max(1, self._forwards_before) if self._kind == "backward" else 1
@@ -265,10 +269,12 @@ class GatherSchedule:
         current = self._begin(kind)
         if isinstance(current, FollowedPass):
             current.join(turned, self._records[kind].turning_point)
+            self._count_forward()
             self._close(current)
             return True
         is_whole = current.join(turned)
         if is_whole:
+            self._count_forward()
             self._remember(current)
         self.give_up()
         return is_whole

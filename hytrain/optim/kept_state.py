@@ -62,6 +62,7 @@ class KeptState(OpenStep):
                     layer.gradient = None
                     layer.waited = True
         self.discard_gradients()
+        self.pipeline.is_torn = False  # all of it is replaced
         self.flush()
 
     def publish_masters(self) -> None:

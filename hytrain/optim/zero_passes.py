@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from hytrain.errors import AbortedBackwardError, EngineClosedError
+from hytrain.errors import AbortedBackwardError, AbortedStepError, EngineClosedError
 from hytrain.layers.state import LayerState
 from hytrain.layers.storage import ResidentStorage
 from hytrain.offload.pipeline import UpdatePipeline
@@ -437,4 +437,9 @@ class PassTracker(DeepSpeedInterface):
         if self._closed:
             raise EngineClosedError(
                 "the engine was used after destroy(): build a new one with hytrain.initialize"
+            )
+        if self.pipeline.is_torn:
+            raise AbortedStepError(
+                "the last step() did not finish: some layers have made it and others have not. Load "
+                "a checkpoint with engine.load_checkpoint before anything else"
             )

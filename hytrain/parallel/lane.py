@@ -14,8 +14,12 @@ class Ended(threading.Event):
 
     def result(self) -> None:
         """Raises what it has raised."""
-        if self.error is not None:
+        if self.error is None:
+            return
+        try:
             raise self.error
+        finally:
+            self.error = None  # its traceback leads here: a cycle would keep all frames' tensors
 
 
 class Lane:
@@ -48,6 +52,7 @@ class Lane:
                 ended.error = error
             del task, item  # tensors must not live on here
             ended.set()
+            del ended
 
     def close(self) -> None:
         """No task follows; one that does not end is left alone."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
 from hytrain.parallel.surroundings import Autocast, Surroundings
 
@@ -104,7 +106,10 @@ class SuspendedForward:
             return event
         self._thread.join()
         if isinstance(event, BaseException):
-            raise event
+            try:
+                raise event
+            finally:
+                del event  # this frame is in its traceback: a cycle would keep all frames' tensors
         return event
 
     def cancel(self) -> None:
@@ -117,12 +122,11 @@ class SuspendedForward:
     # -- the forward's own thread --------------------------------------------------------------
 
     def _run(self) -> None:
-        event: Finished | BaseException
         try:
-            event = Finished(self._context.run(self._run_inside))
+            self._to_caller.put(Finished(self._context.run(self._run_inside)))
         except BaseException as error:
-            event = error
-        self._to_caller.put(event)
+            _close_checkpoints(error)
+            self._to_caller.put(error)
 
     def _run_inside(self) -> Any:
         vars(SuspendedForward._of_thread)["forward"] = self
@@ -150,6 +154,19 @@ class SuspendedForward:
             self._to_forward.put(output)
             raise _Cancelled
         return output
+
+
+def _close_checkpoints(error: BaseException) -> None:
+    """Checkpoints that an exception has left take their hooks for saved tensors back, here.
+
+    Before 2.13 torch leaves that to the end of a generator that the traceback keeps: it would come
+    in whichever thread frees the exception, and take that thread's hooks instead.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            generator = frame.f_locals.get("gen")
+            if isinstance(generator, Generator):
+                generator.close()
 
 
 def _packs_tensors() -> bool:

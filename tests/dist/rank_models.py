@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.engines import built, make_config
@@ -72,8 +73,14 @@ def two_forwards(stage: int) -> None:
     _same_steps(lambda seed: make_model("mlp", seed=seed), stage, ours, alone)
 
 
-def a_changing_number_of_forwards(stage: int, gathers: str) -> None:
-    """One loss of as many forwards as there happen to be in a step, the same on all ranks."""
+def a_changing_number_of_forwards(stage: int, gathers: str, failed: int) -> None:
+    """One loss of as many forwards as there happen to be in a step, the same on all ranks.
+
+    Args:
+        stage: of ZeRO.
+        gathers: see make_config.
+        failed: forwards before the first step that the user's code ends.
+    """
     counts = (1, 2, 1, 3, 2, 1)
 
     def total(model: Any, numbers: list[int]) -> torch.Tensor:
@@ -81,12 +88,28 @@ def a_changing_number_of_forwards(stage: int, gathers: str) -> None:
 
     def ours(engine: Any, step: int) -> None:
         rank = dist.get_rank()
+        for _ in range(failed if step == 0 else 0):
+            _fail_forward(engine)
         engine.backward(total(engine, [10 * step + 2 * i + rank for i in range(counts[step])]))
 
     def alone(model: Any, step: int) -> None:
         (total(model, [10 * step + i for i in range(2 * counts[step])]) / 2).backward()
 
     _same_steps(lambda seed: make_model("mlp", seed=seed), stage, ours, alone, len(counts), gathers)
+
+
+class _UserError(Exception):
+    """Raised in the middle of a forward."""
+
+
+def _fail_forward(engine: Any) -> None:
+    def fail(*_: object) -> None:
+        raise _UserError
+
+    hook = engine.module.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(_UserError):
+        engine(**make_batch("mlp", 0))
+    hook.remove()
 
 
 def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -22,7 +22,10 @@ def test_two_forwards_and_one_backward(ranks: RankPools, stage: int) -> None:
     ranks(2).run(cases.two_forwards, stage)
 
 
+@pytest.mark.parametrize("failed", [0, 1])
 @pytest.mark.parametrize("gathers", ["each", "kept"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_number_of_forwards_that_changes(ranks: RankPools, stage: int, gathers: str) -> None:
-    ranks(2).run(cases.a_changing_number_of_forwards, stage, gathers)
+def test_a_number_of_forwards_that_changes(
+    ranks: RankPools, stage: int, gathers: str, failed: int
+) -> None:
+    ranks(2).run(cases.a_changing_number_of_forwards, stage, gathers, failed)

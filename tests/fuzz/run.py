@@ -99,7 +99,7 @@ def run_cases(
             try:
                 function = _play_on_gpu if on_gpu else play
                 how = pools(case.ranks).run(function, case, folder, timeout=CASE_SECONDS)[0]
-                if case.then is not None:
+                if case.then is not None and not (on_gpu and case.then.ranks > _num_gpus()):
                     pools(case.then.ranks).run(function, case.then, folder, timeout=CASE_SECONDS)
             except RankError as error:
                 how = "failed"
@@ -115,6 +115,12 @@ def command(case: Any, on_gpu: bool = False) -> str:
     """What runs a case again; ``--case FILE`` does with the case itself, as it was printed."""
     more = " --gpu" if on_gpu else ""
     return f"python tests/fuzz/run.py --seed {case.seed} --ranks {case.ranks}{more}"
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _play_on_gpu(case: Any, folder: str) -> str:

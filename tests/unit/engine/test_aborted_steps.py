@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.comparisons import assert_same_bits
 from support.engines import built, make_config
 from support.models import Recomputed, loss_of
@@ -14,7 +17,8 @@ from support.shadow import Shadow, Twin
 from torch import nn
 from training import FRACTIONS, Faulty, UserError, backward, inputs
 
-from hytrain.errors import AbortedBackwardError, GradientOrderError
+from hytrain.errors import AbortedBackwardError, AbortedStepError, GradientOrderError
+from hytrain.offload import pipeline
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -249,3 +253,58 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, tensors in expected.items():
         for kind, tensor in tensors.items():
             assert_same_bits(f"{kind} of {name}", found[name][kind], tensor)
+
+
+def test_a_step_that_fails_midway(
+    gpu_fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers have made it: nothing goes on from there but a loaded checkpoint."""
+    model = Faulty()
+    config = make_config(gpu_fraction=gpu_fraction, bf16=False)
+    with built(model, config) as engine:
+        backward(engine, 0)
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        saved = engine.fp32_state_dict()
+        backward(engine, 1)
+        engine.step()
+        expected = engine.fp32_state_dict()
+
+        backward(engine, 2)
+        with monkeypatch.context() as patch:
+            if gpu_fraction:
+                patch.setattr(pipeline, "device_adam", _failing_at(2, pipeline.device_adam))
+            else:
+                cpu = engine.optimizer.pipeline.cpu
+                patch.setattr(cpu, "finalize", _failing_at(1, cpu.finalize))
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.step()
+        refused: list[Callable[[], object]] = [
+            lambda: engine(**inputs(3)),
+            engine.step,
+            engine.optimizer.zero_grad,
+            engine.synchronize,
+            engine.fp32_state_dict,
+            lambda: engine.save_checkpoint(str(tmp_path), tag="torn"),
+        ]
+        for use in refused:
+            with pytest.raises(AbortedStepError, match="load_checkpoint"):
+                use()
+
+        engine.load_checkpoint(str(tmp_path))
+        _assert_equal(engine.fp32_state_dict(), saved)
+        backward(engine, 1)
+        engine.step()
+        _assert_equal(engine.fp32_state_dict(), expected)
+
+
+def _failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises at its numberth call; without having done anything."""
+    calls = itertools.count(1)
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("injected")
+        return function(*arguments)
+
+    return failing

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hytrain.parallel.block_calls import BlockCalls
 from hytrain.parallel.randomness import MicroBatchRandomness
@@ -115,6 +118,53 @@ def test_an_error_of_the_forward_is_raised_at_the_hand_over() -> None:
     with pytest.raises(KeyError, match="mine"):
         forward.advance()
     forward.cancel()
+
+
+def test_an_error_that_nobody_keeps_is_freed_with_all_frames_at_once() -> None:
+    """A cycle would keep the frames' tensors until the collector runs."""
+
+    class Mine(Exception): ...
+
+    def fail() -> None:
+        raise Mine
+
+    gc.disable()
+    try:
+        try:
+            SuspendedForward(fail, CPU, "a").advance()
+        except Mine as error:
+            gone = weakref.ref(error)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_leaves_no_hooks_of_checkpoints_to_other_threads() -> None:
+    """Torch before 2.13 takes them back when the exception is freed, in whichever thread."""
+
+    def fail(x: torch.Tensor) -> None:
+        raise KeyError(float(x))
+
+    def forward() -> None:
+        try:
+            checkpoint(fail, torch.ones(1), use_reentrant=False)
+        except KeyError as error:
+            kept.append(error)
+            raise
+
+    def top() -> object:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    kept: list[KeyError] = []
+    seen: list[str] = []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda x: x):
+        mine = top()
+        with pytest.raises(KeyError):
+            SuspendedForward(forward, CPU, "a").advance()
+        kept.clear()
+        gc.collect()
+        assert top() == mine
+    assert top() is None
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

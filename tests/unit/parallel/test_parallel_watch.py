@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -331,6 +333,28 @@ def test_a_failed_collective_is_explained_where_somebody_knows(
     with pytest.raises(RankFailedError, match="the cause") as raised:
         job.ranks[2].run(broken)
     assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_an_error_of_a_lane_is_freed_with_all_frames_at_once() -> None:
+    class Mine(Exception): ...
+
+    def fail() -> None:
+        raise Mine
+
+    lane = Lane()
+    gc.disable()
+    try:
+        ended = lane.submit(fail)
+        assert ended.wait(5)
+        try:
+            ended.result()
+        except Mine as error:
+            gone = weakref.ref(error)
+        assert lane.submit(lambda: None).wait(5)
+        assert gone() is None
+    finally:
+        gc.enable()
+        lane.close()
 
 
 def test_a_lane_keeps_the_order_and_nothing_else() -> None:
