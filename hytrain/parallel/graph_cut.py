@@ -75,7 +75,7 @@ class BlockOutput:
         self.times = 0
         """How often gradients came through the node."""
         self._pending: torch.Tensor | None = None
-        self._node: Node | None = None
+        self._edge: GradientEdge | None = None
         self._hooks: Mapping[int, Any] | None = None
         self._tensor: weakref.ref[torch.Tensor] | None = None
 
@@ -85,12 +85,14 @@ class BlockOutput:
         # stays with the node when the tensor has gone or has been written to.
         tensor.register_hook(_no_hook).remove()
         self._hooks = tensor._backward_hooks
-        self._node = tensor.grad_fn
+        # The user's code may let the tensor go. An edge keeps its node alive, which the node's
+        # Python object does not do in every version of torch.
+        self._edge = get_gradient_edge(tensor)
         self._tensor = weakref.ref(tensor)
 
     def release(self) -> None:
         """No gradient comes any more; the node, which refers to this object, is let go."""
-        self._node = None
+        self._edge = None
         self._pending = None
 
     @property
@@ -122,7 +124,7 @@ class BlockOutput:
     def take_pending(self) -> tuple[GradientEdge, torch.Tensor] | None:
         """What must go through the node now."""
         pending, self._pending = self._pending, None
-        return None if pending is None else (GradientEdge(cast(Node, self._node), 0), pending)
+        return None if pending is None else (cast(GradientEdge, self._edge), pending)
 
     def check(self) -> None:
         """All gradients have come.
