@@ -40,7 +40,8 @@ def late_policy(world_size: int, *, direct: bool) -> LatePolicy:
             relearn=False,
             advice="Other ranks may wait in a collective that this one has left: start the job "
             "again from a checkpoint. If the model uses the parameter a varying number of times, "
-            "its first backward must be one with the most uses",
+            "its first backward must be one with the most uses; if the losses of several forwards "
+            "are added up now and then, they must not be run back one after the other before",
         )
     if direct:
         return LatePolicy(

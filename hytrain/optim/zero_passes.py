@@ -439,7 +439,8 @@ class PassTracker(DeepSpeedInterface):
                 "the engine was used after destroy(): build a new one with hytrain.initialize"
             )
         if self.pipeline.is_torn:
+            self.pipeline.cpu.worker.check_error()  # then there is nothing to load into, either
             raise AbortedStepError(
-                "the last step() did not finish: some layers have made it and others have not. Load "
-                "a checkpoint with engine.load_checkpoint before anything else"
+                "the last step() did not finish: some layers have made it and others have not. "
+                "Load a checkpoint with engine.load_checkpoint before anything else"
             )

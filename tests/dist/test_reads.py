@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import rank_reads as cases
 from harness import RankPools
@@ -17,6 +19,12 @@ def test_as_stage_2(ranks: RankPools, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["penalty", "product-later", "short", "pairs", "block-later"])
 def test_with_deepspeeds_keys_and_accumulation(ranks: RankPools, kind: str) -> None:
     ranks(2).run(cases.as_stage_2, kind, "kept", 2, timeout=60)
+
+
+@pytest.mark.parametrize("gathers", ["each", "kept"])
+@pytest.mark.parametrize("kind", ["penalty", "transposed", "block"])
+def test_passes_that_go_past_the_engine(ranks: RankPools, kind: str, gathers: str) -> None:
+    ranks(2).run(partial(cases.as_stage_2, past=True), kind, gathers, 1, timeout=60)
 
 
 @pytest.mark.usefixtures("process_group")

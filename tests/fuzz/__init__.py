@@ -2,5 +2,5 @@
 
 `drawing.py` draws a :class:`~fuzz.cases.Case`; `player.py` trains it on every rank and notes what
 it sees; `judge.py` walks through the same script with a plain model and a serial update and
-compares; `rules.py` says what is not drawn, and what is refused by design; `run.py` is the command.
+compares; `refusals.py` lists keys that are refused; `run.py` is the command.
 """

@@ -1,4 +1,4 @@
-"""Draws a case from a seed. What may not be drawn is decided with `rules.py`."""
+"""Draws a case from a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.cases import Build, Case, Event, ModelSpec, OptimizerSpec, Pairs, Step
-from fuzz.rules import REFUSALS, Refusal
+from fuzz.refusals import REFUSALS, Refusal
 
 Micros = tuple[tuple[int, ...], ...]
 
@@ -337,6 +337,8 @@ def _step(
             style = rng.choice(styles if stage == 1 else styles[:-1])
         if style == "sum" and case.model.recompute == "reentrant":
             style = "two"
+        if style == "sum" and case.ranks > 1 and any(each.style == "two" for each in before):
+            style = "two"  # README: under ZeRO-3 what followed as many forwards is expected again
         if style == "plain" and case.ranks > 1 and stage < 3 and rng.random() < 0.1:
             idle = (rng.randrange(case.ranks),)
     if (by_hand or case.ranks == 1) and rng.random() < 0.12:

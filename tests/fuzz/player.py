@@ -437,7 +437,8 @@ class Player:
         if self.build.stage < 3:
             self._do_safe_set(event)
             return
-        parameters = self.parameters()
+        # DeepSpeed broadcasts bytes of the parameter, and there is no such view of a scalar.
+        parameters = [(name, p) for name, p in self.parameters() if vars(p)["ds_shape"]]
         name, parameter = parameters[event.number % len(parameters)]
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if self.rank == 0:

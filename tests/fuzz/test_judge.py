@@ -16,7 +16,7 @@ from fuzz.cases import Case, Event, Step
 from fuzz.drawing import draw
 from fuzz.judge import Judge
 from fuzz.player import SINGLE, Player, Trace
-from fuzz.rules import REFUSALS
+from fuzz.refusals import REFUSALS
 from fuzz.shrink import shrink
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]

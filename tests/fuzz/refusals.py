@@ -1,24 +1,9 @@
-"""What is not drawn, in one place: defects that are being repaired, limits that are documented.
-
-A defect's name is switched on with ``HYTRAIN_FUZZ_OPEN=name,name`` (or ``all``): its pattern is
-then drawn like any other. When it is repaired, its line here goes.
-"""
+"""Keys that are refused by design, before anything is touched."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
-
-DEFECTS: dict[str, str] = {}
-"""Name -> what is wrong."""
-
-
-def is_drawn(defect: str) -> bool:
-    """Whether cases show a defect that is known."""
-    assert defect in DEFECTS
-    opened = os.environ.get("HYTRAIN_FUZZ_OPEN", "")
-    return opened == "all" or defect in opened.split(",")
 
 
 @dataclass(frozen=True)
