@@ -14,13 +14,13 @@ from hytrain.version import __version__
 if TYPE_CHECKING:
     from hytrain.api import initialize, register
     from hytrain.config import HyTrainConfig
-    from hytrain.engine import HyTrainEngine
+    from hytrain.engine.engine import HyTrainEngine
 
 __all__ = ["HyTrainConfig", "HyTrainEngine", "__version__", "initialize", "register"]
 
 _HOMES = {
     "HyTrainConfig": "hytrain.config",
-    "HyTrainEngine": "hytrain.engine",
+    "HyTrainEngine": "hytrain.engine.engine",
     "initialize": "hytrain.api",
     "register": "hytrain.api",
 }

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from hytrain.cli import main
+from hytrain.tools.cli import main
 
 sys.exit(main())

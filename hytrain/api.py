@@ -12,7 +12,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from hytrain._deepspeed import (
+from hytrain.config import HyTrainConfig
+from hytrain.engine.deepspeed_internals import (
     avoid_cpu_communication_build,
     check_version,
     engine_class,
@@ -21,13 +22,12 @@ from hytrain._deepspeed import (
     refuse_unsupported,
     refuse_unsupported_model,
 )
-from hytrain.config import HyTrainConfig
-from hytrain.engine import HyTrainEngine
+from hytrain.engine.engine import HyTrainEngine
+from hytrain.engine.training_plan import adopt_plan
 from hytrain.errors import ConfigError
-from hytrain.layers.discovery import find_layers
-from hytrain.layers.partition import partition
-from hytrain.optim.hyper import check_optimizer
-from hytrain.optim.training_plan import adopt_plan
+from hytrain.model.discovery import find_layers
+from hytrain.model.partition import partition
+from hytrain.optimizer.hyper import check_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from experiments.offload_step.model import Batch, build_batches, build_model
 from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
 from experiments.offload_step.systems.base import loss_of
 from experiments.offload_step.systems.hytrain import config_of
-from hytrain.layers.state import LayerState
-from hytrain.optim.accumulation import make_accumulation
+from hytrain.layer_major.accumulation import make_accumulation
+from hytrain.model.layer_state import LayerState
 
 CHECKPOINTING = {"use_reentrant": False}
 

@@ -22,7 +22,7 @@ from experiments.offload_step.timing import Stepper, Timing, measure, synchroniz
 from experiments.solve_k.metrics import metrics_lines
 from experiments.solve_k.recorder import Recorder
 from experiments.solve_k.sizes import plain_flops, register
-from hytrain.kernels.host_room import available_host_bytes
+from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision

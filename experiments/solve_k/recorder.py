@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.offload_step import records
 from experiments.offload_step.records import Json
-from hytrain.kernels.host_room import available_host_bytes
+from hytrain.kernels.host_limits import available_host_bytes
 
 RUNNING = "running"
 """The status of a result that its process has not ended yet."""

@@ -76,7 +76,7 @@ def planned_batches(path: Path, options: Options) -> BatchPlan:
         OptionError: an option says what the plan decides, or sequences are of another length.
     """
     # Here, because hytrain need not be installed for --engine deepspeed.
-    from hytrain.planner.plan_file import read_plan
+    from hytrain.formats.plan_file import read_plan
 
     for name in ("micro_batch", "global_batch"):
         if getattr(options, name) is not None:

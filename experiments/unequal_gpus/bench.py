@@ -28,19 +28,19 @@ from experiments.unequal_gpus.green import Limited, limited_stream
 from experiments.unequal_gpus.measure import Passes, collector_pauses, passes_of_size
 from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import BatchShares
-from hytrain.kernels.host_room import host_memory_pools
-from hytrain.optim.statistics import StepStatistics
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.planner.plan_file import PlanFile, write_plan
-from hytrain.planner.policies import LAYER_MAJOR
-from hytrain.planner.profile_file import ProfileFile, write_profile
-from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
-from hytrain.profile.host_share import share_host
-from hytrain.profile.layer_profile import LayerOptions
-from hytrain.profile.profile_run import ProfileOptions, profile_ranks
-from hytrain.profile.ranks import Ranks as ProfileRanks
-from hytrain.profile.subject import MakeBatch, Subject
+from hytrain.formats.plan_file import PlanFile, write_plan
+from hytrain.formats.policies import LAYER_MAJOR
+from hytrain.formats.profile_file import ProfileFile, write_profile
+from hytrain.hardware.device_facts import MULTIPROCESSORS_VARIABLE
+from hytrain.hardware.host_share import share_host
+from hytrain.kernels.host_limits import host_memory_pools
+from hytrain.optimizer.statistics import StepStatistics
+from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.ranks import Ranks as ProfileRanks
+from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.subject import MakeBatch, Subject
 
 RATE_SECONDS = 0.1
 """Of each measurement of a rate: shorter than by default, for time on GPUs is short."""

@@ -13,7 +13,7 @@ import torch
 
 from experiments.offload_step.model import Batch
 from experiments.offload_step.records import Json
-from hytrain.profile.step_timer import Clock
+from hytrain.placement.step_timer import Clock
 
 REPEATS = 2
 

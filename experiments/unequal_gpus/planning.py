@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import GIB
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR
+from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
-from hytrain.planner.baselines import even_split
-from hytrain.planner.errors import PlanError
-from hytrain.planner.plan import make_plan
-from hytrain.planner.plan_file import plan_file
-from hytrain.planner.policies import ACTIVATIONS, LAYER_MAJOR
-from hytrain.planner.problem import PlanProblem
-from hytrain.planner.profile_file import DeviceProfile, ProfileFile
-from hytrain.planner.profile_problem import PlanOptions, problem_from
-from hytrain.planner.result import Plan
-from hytrain.planner.uneven import Infeasible
+from hytrain.tools.planner.baselines import even_split
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_record import plan_file
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.uneven.solver import Infeasible
 
 LEAST_SHARD = 1e-4
 """Of the state: nobody may own nothing."""

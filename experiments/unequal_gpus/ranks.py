@@ -67,7 +67,7 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         from deepspeed import comm
 
-        from hytrain._deepspeed import avoid_cpu_communication_build
+        from hytrain.engine.deepspeed_internals import avoid_cpu_communication_build
 
         avoid_cpu_communication_build()
         comm.init_distributed("nccl" if self.device == "cuda" else "gloo", verbose=False)

@@ -14,8 +14,8 @@ import torch
 
 from experiments.offload_step.records import Json
 from experiments.unequal_gpus.cases import Case
+from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.errors import MemoryBudgetError
-from hytrain.planner.profile_file import DeviceProfile, ProfileFile
 
 FORWARD_SECONDS = 0.002
 BACKWARD_SECONDS = 0.004

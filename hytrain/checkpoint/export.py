@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 
 
 def collect_module_state(

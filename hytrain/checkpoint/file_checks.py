@@ -19,9 +19,9 @@ from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
 from hytrain.checkpoint.pickles import LAZY, load_archive
 from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, damaged_blocks, sum_file
 from hytrain.checkpoint.universal import CheckpointPaths
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.exchange import from_first, raise_together
 from hytrain.errors import CheckpointError
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.exchange import from_first, raise_together
 
 logger = logging.getLogger(__name__)
 

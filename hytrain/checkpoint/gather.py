@@ -13,11 +13,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.exchange import Transfer, exchange
 from hytrain.kernels.host_memory import taking_host_memory
-from hytrain.layers.layout import LayerLayout, ParameterSlot
-from hytrain.layers.state import LayerState
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.exchange import Transfer, exchange
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import LayerLayout, ParameterSlot
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """Names of the state tensors: master weights and Adam's two moments."""

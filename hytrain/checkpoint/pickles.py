@@ -22,8 +22,8 @@ from torch.storage import TypedStorage
 from hytrain.checkpoint.archive import Archive
 from hytrain.checkpoint.checked_tensor import Mapped
 from hytrain.errors import CheckpointError
+from hytrain.kernels.host_limits import describe_room
 from hytrain.kernels.host_memory import is_out_of_host_memory
-from hytrain.kernels.host_room import describe_room
 
 LAZY = ("module", "frozen_param_fragments", "param")
 """Keys that have large tensors."""

@@ -45,9 +45,9 @@ from hytrain.checkpoint.universal import (
     OptimizerRecord,
     restore_group,
 )
+from hytrain.comm.exchange import raise_together
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import CheckpointError
-from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.parallel.exchange import raise_together
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from hytrain.checkpoint.commit import (
     unusable_tag,
 )
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.exchange import from_first
 from hytrain.errors import CheckpointError
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.exchange import from_first
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from hytrain.checkpoint.universal import (
     pack_optimizer_state,
     pack_tensor,
 )
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.exchange import from_first, raise_together
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import CheckpointError
-from hytrain.optim.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.parallel.collectives import ShardCollectives
-from hytrain.parallel.exchange import from_first, raise_together
 
 
 def assign_writers(owned: Sequence[Sequence[int]], num_ranks: int) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 
 from hytrain import _C
 from hytrain.errors import HostMemoryError
-from hytrain.kernels.host_room import describe_room
+from hytrain.kernels.host_limits import describe_room
 
 PAGE = mmap.PAGESIZE
 

@@ -12,13 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from hytrain.kernels.host_memory import (
-    PAGE,
-    STATE_REMEDY,
-    map_anonymous,
-    taking_host_memory,
-)
-from hytrain.kernels.host_room import describe_room
+from hytrain.kernels.host_limits import describe_room
+from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
 
 logger = logging.getLogger(__name__)
 

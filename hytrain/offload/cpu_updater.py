@@ -9,8 +9,8 @@ import torch
 
 from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper
-from hytrain.layers.layout import ChunkSpan
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ChunkSpan
 from hytrain.offload.pinned import PinnedMemory
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
 from hytrain.offload.streams import Streams
 

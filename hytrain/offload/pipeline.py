@@ -13,16 +13,16 @@ from typing import Protocol
 import torch
 
 from hytrain import _C
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import ConfigError
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
 from hytrain.kernels.norm import GradientNorm, Outcome
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
-from hytrain.parallel.collectives import ShardCollectives
 
 
 class UpdateObserver(Protocol):

@@ -90,7 +90,7 @@ def rank_main(command: dict[str, Any]) -> None:
     import torch
     from deepspeed.ops import __compatible_ops__ as compatible_ops
 
-    from hytrain.parallel import peers, processes
+    from hytrain.comm import peers, processes
 
     if "host" in command:
         # Told to be on a host of its own: nobody looks at its process.
@@ -154,7 +154,7 @@ if __name__ == "__main__":
     import rank_training  # noqa: F401
 
     import hytrain.engine
-    import hytrain.optim.build  # noqa: F401
+    import hytrain.engine.build_optimizer  # noqa: F401
 
     given = serve()
     if given is not None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from hytrain.config import BatchShares
 from hytrain.errors import UnsupportedError
-from hytrain.layers.state import LayerState
-from hytrain.parallel.batches import UnequalBatchSampler
+from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.batches import UnequalBatchSampler
 
 STEPS = 6
 LR, DECAY = 1e-2, 0.1

@@ -19,8 +19,8 @@ from rank_training import backward, config_for
 from support.engines import built
 from support.models import HIDDEN, make_batch, make_model
 
+from hytrain.comm import watch
 from hytrain.errors import OutOfStepError, RankFailedError, UnsupportedError
-from hytrain.parallel import watch
 
 SHARDS = [0.6, 0.4]
 SECONDS = 25.0
@@ -278,7 +278,7 @@ def build_fails_on_one_rank(failing: int) -> str | None:
     """One rank cannot take its memory, after all have agreed that there is enough."""
     impatient()
     impatient()
-    from hytrain.optim import build
+    from hytrain.engine import build_optimizer as build
 
     def refuse(*_arguments: Any, **_keywords: Any) -> None:
         raise MemoryError("injected: no host memory")

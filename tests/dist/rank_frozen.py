@@ -17,8 +17,8 @@ from support.models import loss_of
 from torch import nn
 
 from hytrain.config import HyTrainConfig
-from hytrain.optim.model_cut import cut_model, live_bytes
-from hytrain.parallel.gather_plan import gather_settings
+from hytrain.optimizer.model_cut import cut_model, live_bytes
+from hytrain.zero3.plan import gather_settings
 
 FRACTIONS = (0.7, 0.3)
 

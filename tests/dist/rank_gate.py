@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from hytrain.parallel import stream_gate
-from hytrain.parallel.stream_gate import SharedFlags, StreamGate, open_gate
+from hytrain.comm import stream_gate
+from hytrain.comm.stream_gate import SharedFlags, StreamGate, open_gate
 
 COLLECTIVES = 60
 SECONDS = 20.0

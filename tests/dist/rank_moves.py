@@ -14,11 +14,11 @@ from rank_training import RankShadow, assert_equal_on_all_ranks, backward, confi
 from support.engines import built, environment
 from support.models import make_batch, make_model
 
-from hytrain.offload import controller
-from hytrain.optim import build
+from hytrain.engine import build_optimizer as build
+from hytrain.hardware import host_share
+from hytrain.placement import controller, memory_probe
 from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.records import Decision
-from hytrain.profile import host_share, memory_probe
 
 STEPS = 24
 

@@ -16,8 +16,8 @@ from support.models import make_model
 from support.plans import a_plan, write_a_plan
 
 from hytrain.config import BatchShares
-from hytrain.planner.errors import PlanError
-from hytrain.planner.plan_file import PlanFile
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.plan_file import PlanFile
 
 STEPS = 4
 REPORT_STEPS = 14

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.planner.profile_file import ProfileFile
-from hytrain.profile.layer_profile import LayerOptions
-from hytrain.profile.profile_run import ProfileOptions, profile_ranks
-from hytrain.profile.ranks import ProfileRunError, Ranks
-from hytrain.profile.subject import Subject
+from hytrain.formats.profile_file import ProfileFile
+from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.ranks import ProfileRunError, Ranks
+from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.subject import Subject
 
 WIDTH = 16
 

@@ -20,7 +20,7 @@ from support.shadow import Shadow
 from torch import nn
 
 from hytrain.errors import GradientOrderError
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 
 
 class RankShadow(Shadow):

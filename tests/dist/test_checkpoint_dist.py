@@ -26,8 +26,8 @@ from support.resume import (
 )
 
 from hytrain.checkpoint import writer
+from hytrain.comm import exchange
 from hytrain.errors import CheckpointError
-from hytrain.parallel import exchange
 
 RUNS = [
     Run(gpu_fraction=0.3),

@@ -10,7 +10,7 @@ from harness import RankPools
 from launchers import SECONDS, launch
 from support.configs import write_llama
 
-from hytrain.planner.profile_file import ProfileFile, read_profile
+from hytrain.formats.profile_file import ProfileFile, read_profile
 
 pytestmark = pytest.mark.timeout(SECONDS + 100)
 

@@ -51,8 +51,8 @@ def _train(engine: Any, numbers: range) -> None:
 
 
 def fails_in_backward(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
+    from hytrain.comm import watch
     from hytrain.errors import RankFailedError
-    from hytrain.parallel import watch
 
     enter_rank(rank, port)
     engine = _engine(1, wait_in_stream)
@@ -114,8 +114,8 @@ def evaluates_alone(rank: int, port: int, folder: str, wait_in_stream: bool) -> 
     from support.engines import device
     from support.models import loss_of, make_batch
 
+    from hytrain.comm import watch
     from hytrain.errors import RankFailedError
-    from hytrain.parallel import watch
 
     watch.WARN_SECONDS = watch.PATIENCE_SECONDS
     said: list[str] = []

@@ -163,7 +163,7 @@ def frozen_on_rank(rank: int, port: int) -> None:
 def gate_on_rank(rank: int, port: int) -> None:
     """No rank is in NCCL's kernel before the other one has come to it."""
     enter_rank(rank, port)
-    from hytrain.parallel.collectives import ShardCollectives
+    from hytrain.comm.collectives import ShardCollectives
 
     device = torch.device("cuda", rank)
     collectives = ShardCollectives(None)

@@ -19,7 +19,7 @@ from torch import nn
 from fuzz.cases import Build, Case, Event, OptimizerSpec, Step
 from fuzz.models import FuzzModel, UserError, make_inputs
 from hytrain.errors import AbortedBackwardError, HyTrainError, UnsupportedError
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 
 
 @dataclass

@@ -24,13 +24,15 @@ def _python(*arguments: str, **environment: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("module", ["hytrain", "hytrain.cli", "hytrain.config", "hytrain.profile"])
+@pytest.mark.parametrize(
+    "module", ["hytrain", "hytrain.tools.cli", "hytrain.config", "hytrain.profile"]
+)
 def test_the_import_is_light(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'deepspeed', 'torch'}} & set(sys.modules)))"
     assert _python("-c", code) == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["hytrain.profile.kernel_bench", "hytrain.offload.pipeline"])
+@pytest.mark.parametrize("module", ["hytrain.tools.kernel_bench.run", "hytrain.offload.pipeline"])
 def test_what_computes_does_without_deepspeed(module: str) -> None:
     code = f"import sys, {module}; print('deepspeed' in sys.modules)"
     assert _python("-c", code) == "False\n"

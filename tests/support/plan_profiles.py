@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from hytrain.planner.profile_file import (
+from hytrain.formats.profile_file import (
     CollectiveProfile,
     CollectiveSample,
     CopyRates,

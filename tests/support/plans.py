@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.planner.plan_file import PlanFile, PlannedModel, PlannedRank, Predicted, write_plan
-from hytrain.profile.device_facts import device_facts
-from hytrain.profile.host_share import machine_identity
+from hytrain.formats.plan_file import PlanFile, PlannedModel, PlannedRank, Predicted, write_plan
+from hytrain.hardware.device_facts import device_facts
+from hytrain.hardware.host_share import machine_identity
 
 
 def a_plan(

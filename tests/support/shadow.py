@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 from support.comparisons import assert_same_bits
 from support.models import loss_of
 from support.parity import shard_of

@@ -8,10 +8,12 @@ import weakref
 import pytest
 import torch
 
-from hytrain import cli
-from hytrain.kernels import cpu_adam, host_room
-from hytrain.profile import kernel_subjects, machine
-from hytrain.profile.kernel_subjects import BYTES_PER_PARAM
+from hytrain.hardware import machine
+from hytrain.kernels import cpu_adam
+from hytrain.kernels import host_limits as host_room
+from hytrain.tools import cli
+from hytrain.tools.kernel_bench import subjects as kernel_subjects
+from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
 
 SMALL = ["--elements", "100000", "--threads", "1,2", "--repeats", "2"]
 

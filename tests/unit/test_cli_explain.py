@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.placement_runs import NUM_LAYERS, decision, step_line, text_of, typical_run
 
-from hytrain import cli
+from hytrain.tools import cli
 
 Capture = pytest.CaptureFixture[str]
 

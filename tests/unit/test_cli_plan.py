@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile
 
-from hytrain import cli
-from hytrain.planner.library import add_to_library
-from hytrain.planner.plan_file import read_plan
-from hytrain.planner.profile_file import ProfileFile, UpdateRate, write_profile
+from hytrain.formats.plan_file import read_plan
+from hytrain.formats.profile_file import ProfileFile, UpdateRate, write_profile
+from hytrain.tools import cli
+from hytrain.tools.planner.library import add_to_library
 
 Capture = pytest.CaptureFixture[str]
 
@@ -157,7 +157,7 @@ def test_files_are_looked_at_before_anything_is_planned(
     config, out = tmp_path / "ds.json", tmp_path / "x.png"
     config.write_text("{}")
     before = {path: path.read_bytes() for path in (profile, config, model / "config.json")}
-    monkeypatch.setattr("hytrain.cli.plan._profile", None)  # no work is done
+    monkeypatch.setattr("hytrain.tools.cli.plan._profile", None)  # no work is done
     given = ("--profile", profile, "--batch", 8, "--deepspeed-config", config, "--model", model)
     for path, owner in (
         (profile, "--profile"),
@@ -178,7 +178,7 @@ def test_files_are_looked_at_before_anything_is_planned(
 def test_batches_that_would_take_minutes_are_refused_at_once(
     profile: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hytrain.cli.plan._profile", None)  # no work is done
+    monkeypatch.setattr("hytrain.tools.cli.plan._profile", None)  # no work is done
     text = _error(capsys, "--profile", profile, "--batch", 65_537)
     assert "--batch 65537: at most 65536 samples are planned for" in text
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hytrain.errors import ConfigError
-from hytrain.parallel.gather_plan import (
+from hytrain.zero3.plan import (
     Action,
     GatherSettings,
     Operation,

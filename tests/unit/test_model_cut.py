@@ -8,8 +8,8 @@ from support.models import make_model
 from torch import nn
 
 from hytrain.config import HyTrainConfig
-from hytrain.optim.model_cut import CutLayer, cut_model, live_bytes
-from hytrain.parallel.gather_plan import GatherSettings
+from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
+from hytrain.zero3.plan import GatherSettings
 
 EVERYTHING = GatherSettings(1, 10**9, 0, 0, 10**9)
 BLOCK = 4192  # elements of a block of the MLP

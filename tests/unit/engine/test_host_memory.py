@@ -31,8 +31,8 @@ from hytrain.kernels.host_memory import is_out_of_host_memory, taking_host_memor
 from hytrain.offload import arena as arena_module
 from hytrain.offload import mover as mover_module
 from hytrain.offload import threads as threads_module
-from hytrain.optim import build_placement
-from hytrain.profile import memory_probe
+from hytrain.placement import build as build_placement
+from hytrain.placement import memory_probe
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -174,7 +174,9 @@ def test_what_torch_raises_in_a_build_is_said_for_people(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         build_placement, "build_placement", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
     )
-    monkeypatch.setattr("hytrain.optim.build.build_placement", build_placement.build_placement)
+    monkeypatch.setattr(
+        "hytrain.engine.build_optimizer.build_placement", build_placement.build_placement
+    )
     with (
         pytest.raises(HostMemoryError, match="for the engine"),
         built(make_model("mlp"), make_config()),

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import FRACTIONS, backward, inputs
 
 import hytrain
-from hytrain.engine import HyTrainEngine
+from hytrain.engine.engine import HyTrainEngine
 from hytrain.errors import EngineClosedError
 
 pytestmark = pytest.mark.timeout(120)

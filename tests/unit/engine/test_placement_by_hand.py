@@ -13,13 +13,13 @@ from support.shadow import Shadow
 from training import backward, inputs
 
 import hytrain
+from hytrain.engine import build_optimizer as build
 from hytrain.errors import ConfigError
 from hytrain.offload import arena
-from hytrain.optim import build
+from hytrain.placement import memory_probe
 from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.memory import gpu_peak_bytes, host_bytes
 from hytrain.placement.records import Decision
-from hytrain.profile import memory_probe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,7 +123,7 @@ def test_a_fixed_number_is_not_questioned(memory: Any) -> None:
 def test_the_gpu_bounds_the_solver(
     monkeypatch: pytest.MonkeyPatch, memory: Any, first: Decision
 ) -> None:
-    from hytrain.offload import controller
+    from hytrain.placement import controller
 
     memory(10**12, gpu_peak_bytes(first.layer_bytes, first.limits, 2))
     monkeypatch.setattr(controller, "_SETTLED_STEPS", 0)
@@ -221,7 +221,7 @@ def test_what_does_not_fit_by_hand(memory: Any, first: Decision) -> None:
 
 
 def test_back_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hytrain.offload import controller
+    from hytrain.placement import controller
 
     monkeypatch.setattr(controller, "_SETTLED_STEPS", 0)
     monkeypatch.setattr(controller, "worth_moving", lambda *_rest: True)

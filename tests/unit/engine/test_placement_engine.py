@@ -20,8 +20,8 @@ from support.shadow import Shadow
 from training import backward, inputs
 
 from hytrain.kernels import host_memory
-from hytrain.offload import controller as controller_module
 from hytrain.offload import mover as mover_module
+from hytrain.placement import controller as controller_module
 
 pytestmark = pytest.mark.timeout(120)
 

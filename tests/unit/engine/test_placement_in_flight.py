@@ -16,7 +16,7 @@ from training import backward, inputs
 
 from hytrain import _C
 from hytrain.errors import EngineClosedError, WorkerError
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,16 +16,16 @@ from support.plan_profiles import a_device, a_host
 from torch import nn
 
 from hytrain.config import HyTrainConfig
-from hytrain.layers.language_model import build_language_model, read_config
-from hytrain.optim.model_shape import read_model_shape
-from hytrain.optim.model_sizes import read_model_sizes
-from hytrain.parallel.gather_plan import gather_settings, most_live
-from hytrain.placement.training_form import TrainingForm
-from hytrain.planner.loads import Collectives, Load, gpu_bytes, host_bytes, load
-from hytrain.planner.problem import PlanProblem
-from hytrain.planner.profile_file import ProfiledModel, ProfileFile
-from hytrain.planner.profile_problem import PlanOptions, problem_from
-from hytrain.profile.subject import Subject
+from hytrain.formats.profile_file import ProfiledModel, ProfileFile
+from hytrain.tools.explain.training_form import TrainingForm
+from hytrain.tools.planner.loads import Collectives, Load, gpu_bytes, host_bytes, load
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.profiler.language_model import build_language_model, read_config
+from hytrain.tools.profiler.model_shape import read_model_shape
+from hytrain.tools.profiler.model_sizes import read_model_sizes
+from hytrain.tools.profiler.subject import Subject
+from hytrain.zero3.plan import gather_settings, most_live
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -10,9 +10,9 @@ import torch
 from support.models import make_model
 from support.plans import a_plan
 
+from hytrain.engine.plan_watch import PlanReport, PlanWatch, RankState
 from hytrain.errors import HyTrainError
-from hytrain.optim.plan_watch import PlanReport, PlanWatch, RankState
-from hytrain.planner.plan_file import Predicted
+from hytrain.formats.plan_file import Predicted
 
 BOTH = Predicted(
     step_seconds=0.5, unclipped_seconds=0.25, clipped_seconds=0.5, lower_bound=0.25, gap=0.0

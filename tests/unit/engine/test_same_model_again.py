@@ -15,11 +15,11 @@ from torch import nn
 from training import backward
 
 import hytrain
-from hytrain import engine as engine_module
-from hytrain.layers.hooks import AddedHooks
-from hytrain.optim import build
+from hytrain.engine import build_optimizer as build
+from hytrain.engine import engine as engine_module
+from hytrain.engine.hook_snapshot import AddedHooks
+from hytrain.placement import memory_probe
 from hytrain.placement.errors import MemoryBudgetError
-from hytrain.profile import memory_probe
 
 SOLVE: Any = "solve"
 

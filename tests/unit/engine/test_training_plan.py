@@ -16,9 +16,9 @@ from support.models import make_batch, make_model
 from support.plans import a_plan, write_a_plan
 
 from hytrain.errors import ConfigError, HyTrainError
-from hytrain.planner.errors import PlanError
-from hytrain.planner.plan_file import PlanFile, Predicted
-from hytrain.profile.device_facts import MULTIPROCESSORS_VARIABLE
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.plan_file import PlanFile, Predicted
+from hytrain.hardware.device_facts import MULTIPROCESSORS_VARIABLE
 
 STEPS = 14
 

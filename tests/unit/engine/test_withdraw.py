@@ -12,7 +12,7 @@ from support.engines import built, environment, make_config
 from support.models import loss_of, make_batch, make_model
 from support.shadow import Shadow, Twin
 
-from hytrain.layers.state import LayerState
+from hytrain.model.layer_state import LayerState
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,7 +12,7 @@ from layer_major_runs import assert_same, train
 from support.models import Mlp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hytrain.parallel.surroundings import process_settings
+from hytrain.layer_major.thread_context import process_settings
 
 pytestmark = pytest.mark.timeout(60)
 

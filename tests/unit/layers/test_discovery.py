@@ -8,7 +8,7 @@ from support.models import Block, Mlp, make_model
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.layers.discovery import find_layers
+from hytrain.model.discovery import find_layers
 
 NAMES = {
     "llama": [

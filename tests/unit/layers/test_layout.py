@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.layers.discovery import LayerParameters
-from hytrain.layers.layout import ALIGNMENT, LayerLayout, lay_out
-from hytrain.layers.partition import align_up, padded_size, partition
+from hytrain.model.discovery import LayerParameters
+from hytrain.model.layout import ALIGNMENT, LayerLayout, lay_out
+from hytrain.model.partition import align_up, padded_size, partition
 
 DTYPES = (torch.float32, torch.bfloat16)
 

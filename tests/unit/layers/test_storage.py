@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hytrain.layers.discovery import LayerParameters
-from hytrain.layers.layout import LayerLayout, lay_out
-from hytrain.layers.storage import ResidentStorage
+from hytrain.model.discovery import LayerParameters
+from hytrain.model.layout import LayerLayout, lay_out
+from hytrain.model.storage import ResidentStorage
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hytrain.layers.weight_reads import WatchedParameters, storage_handle, telling_of_saved
+from hytrain.model.weight_reads import WatchedParameters, storage_handle, telling_of_saved
 
 
 class Own(nn.Parameter):

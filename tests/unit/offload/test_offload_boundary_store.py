@@ -9,10 +9,10 @@ import torch
 from support.engines import environment
 
 from hytrain.errors import HyTrainError
-from hytrain.offload.boundary_store import LEAVING, Offloaded, OffloadedActivations
-from hytrain.offload.copy_lanes import ThreadLane
-from hytrain.parallel.activations import Kept, KeptActivations
-from hytrain.parallel.graph_cut import NotLayerMajor
+from hytrain.layer_major.activation_offload import LEAVING, Offloaded, OffloadedActivations
+from hytrain.layer_major.activations import Kept, KeptActivations
+from hytrain.layer_major.copy_streams import ThreadLane
+from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.testing.faults import DELAYS_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)

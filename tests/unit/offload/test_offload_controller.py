@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from hytrain.offload.controller import ControllerSettings, PlacementController
+from hytrain.placement.controller import ControllerSettings, PlacementController
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
@@ -225,7 +225,7 @@ def test_a_gain_that_is_not_worth_a_move_is_left() -> None:
 
 
 def test_the_same_costs_are_not_solved_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hytrain.offload import controller
+    from hytrain.placement import controller
 
     calls: list[StepCosts] = []
 

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from hytrain import _C
-from hytrain.offload.controller import ControllerSettings, PlacementController
-from hytrain.optim import placement
-from hytrain.optim.placement import MemorySettings, PlacementManager
+from hytrain.hardware.host_share import HostShare
+from hytrain.placement import manager as placement
+from hytrain.placement import memory_probe
+from hytrain.placement.controller import ControllerSettings, PlacementController
+from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
+from hytrain.placement.manager import MemorySettings, PlacementManager
 from hytrain.placement.memory import Bounds
+from hytrain.placement.memory_probe import Reserves
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve
-from hytrain.profile import memory_probe
-from hytrain.profile.cost_estimator import CostEstimator, InitialRates
-from hytrain.profile.host_share import HostShare
-from hytrain.profile.memory_probe import Reserves
 
 SIZES = (98_000_000, *[113_000_000] * 24, 98_000_000)
 L = len(SIZES)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hytrain.parallel import deadlock
-from hytrain.parallel.deadlock import never_comes
-from hytrain.parallel.standing import Lookout, Standing
+from hytrain.comm import deadlock
+from hytrain.comm.deadlock import never_comes
+from hytrain.comm.standing import Lookout, Standing
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hytrain.parallel import peers
-from hytrain.parallel.peers import Address, Peers, Wire, neighbours_of
+from hytrain.comm import peers
+from hytrain.comm.peers import Address, Peers, Wire, neighbours_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from hytrain.parallel import processes
-from hytrain.parallel.processes import Process, can_look_at, is_gone, this_process
+from hytrain.comm import processes
+from hytrain.comm.processes import Process, can_look_at, is_gone, this_process
 
 pytestmark = pytest.mark.timeout(60)
 

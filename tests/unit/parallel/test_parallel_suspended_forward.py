@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hytrain.parallel.block_calls import BlockCalls
-from hytrain.parallel.randomness import MicroBatchRandomness
-from hytrain.parallel.suspended_forward import BlockCall, Finished, SuspendedForward
+from hytrain.layer_major.block_calls import BlockCalls
+from hytrain.layer_major.suspended_forward import BlockCall, Finished, SuspendedForward
+from hytrain.optimizer.randomness import MicroBatchRandomness
 
 pytestmark = pytest.mark.timeout(60)
 

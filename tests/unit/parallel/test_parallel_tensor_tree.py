@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from hytrain.parallel.tensor_tree import leaves, map_leaves, snapshot, was_changed
+from hytrain.layer_major.tensor_tree import leaves, map_leaves, snapshot, was_changed
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from hytrain.comm import last_words, watch
+from hytrain.comm import rank_status as bulletin
+from hytrain.comm.daemon_executor import Lane
+from hytrain.comm.watch import RankWatch
 from hytrain.errors import OutOfStepError, RankFailedError
-from hytrain.parallel import bulletin, last_words, watch
-from hytrain.parallel.lane import Lane
-from hytrain.parallel.watch import RankWatch
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,16 +18,16 @@ from support.placement_runs import (
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
-from hytrain.placement.chart import draw_chart
-from hytrain.placement.config_words import config_words
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.errors import PlacementError
-from hytrain.placement.explanation import explain_run, explained, run_json
-from hytrain.placement.explanation_rows import candidate_rows, closed_form_layers, layer_groups
-from hytrain.placement.explanation_tables import candidates_text, costs_text
-from hytrain.placement.history import read_history
 from hytrain.placement.memory import Bounds
-from hytrain.placement.outlook import (
+from hytrain.tools.explain.chart import draw_chart
+from hytrain.tools.explain.config_words import config_words
+from hytrain.tools.explain.explanation import explain_run, explained, run_json
+from hytrain.tools.explain.explanation_rows import candidate_rows, closed_form_layers, layer_groups
+from hytrain.tools.explain.explanation_tables import candidates_text, costs_text
+from hytrain.tools.explain.history import read_history
+from hytrain.tools.explain.outlook import (
     ModelSizes,
     Rates,
     estimate_costs,
@@ -36,7 +36,7 @@ from hytrain.placement.outlook import (
     memory_limits,
     model_json,
 )
-from hytrain.placement.training_form import read_form
+from hytrain.tools.explain.training_form import read_form
 
 GIB = 1024**3
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hytrain.planner.offers import Grid, Offers
+from hytrain.tools.planner.offers import Grid, Offers
 
 NEVER = -(2**40)
 

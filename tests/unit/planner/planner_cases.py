@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from hytrain.planner.curves import Curve
-from hytrain.planner.uneven import UnevenGpu, UnevenProblem
+from hytrain.tools.planner.curves import Curve
+from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.planner.policies import LAYER_MAJOR, Activations
-from hytrain.planner.problem import Model, PlanProblem
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
+from hytrain.tools.planner.problem import Model, PlanProblem
 
 PARAMETERS = 1_000_000_000
 _POLICIES: tuple[tuple[Activations, ...], ...] = (

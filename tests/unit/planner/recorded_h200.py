@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from hytrain.planner.profile_file import (
+from hytrain.formats.profile_file import (
     CollectiveProfile,
     CollectiveSample,
     CopyRates,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from planner_clusters import plan_problems
 
-from hytrain.planner.baselines import baselines, even_split, samples_by_speed
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.plan import make_plan
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
-from hytrain.planner.uneven import Infeasible
+from hytrain.tools.planner.baselines import baselines, even_split, samples_by_speed
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 

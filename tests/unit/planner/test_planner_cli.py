@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from planner_cases import shared_folder
 
-from hytrain import cli
+from hytrain.tools import cli
 
 Capture = pytest.CaptureFixture[str]
 

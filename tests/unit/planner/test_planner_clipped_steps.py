@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 from steps_twin import TwinRank, train
 
-from hytrain.planner import steps as planner_steps
-from hytrain.planner.allocation import Share
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import Collectives, Load, load
-from hytrain.planner.plan import make_plan
-from hytrain.planner.plan_report import plan_text
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
-from hytrain.planner.steps import Steps
+from hytrain.formats.plan_errors import PlanError
+from hytrain.tools.planner import steps as planner_steps
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Collectives, Load, load
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.steps import Steps
 
 ITEMSIZE = 2
 ROUNDS = 5

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hytrain.planner.curves import Curve, Table
-from hytrain.planner.errors import PlanError
+from hytrain.formats.plan_errors import PlanError
+from hytrain.tools.planner.curves import Curve, Table
 
 
 def test_a_curve_is_its_list_and_then_its_line() -> None:

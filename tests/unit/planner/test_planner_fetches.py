@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.planner.allocation import Share
-from hytrain.planner.baselines import even_split
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import (
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.baselines import even_split
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import (
     Columns,
     Load,
     cpu_capacity,
@@ -26,20 +27,19 @@ from hytrain.planner.loads import (
     load,
     traffic,
 )
-from hytrain.planner.passes import (
+from hytrain.tools.planner.passes import (
     Collectives,
     fetch_lines,
     fetch_seconds,
     layer_passes,
     micro_sizes,
 )
-from hytrain.planner.plan import make_plan
-from hytrain.planner.plan_report import plan_text
-from hytrain.planner.policies import LAYER_MAJOR, Activations
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
-from hytrain.planner.steps import Steps
-from hytrain.planner.uneven import Infeasible
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.steps import Steps
+from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 LAYERS = 10

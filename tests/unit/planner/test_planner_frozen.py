@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from support.plan_profiles import a_device, a_host, a_model
 
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import Load, gpu_bytes, host_bytes, lines, load, traffic
-from hytrain.planner.passes import Collectives, fetch_seconds
-from hytrain.planner.plan import make_plan
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.profile_file import ProfileFile
-from hytrain.planner.profile_problem import PlanOptions, problem_from
-from hytrain.planner.result import Plan
-from hytrain.planner.uneven import Infeasible
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.profile_file import ProfileFile
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Load, gpu_bytes, host_bytes, lines, load, traffic
+from hytrain.tools.planner.passes import Collectives, fetch_seconds
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 GPU = GpuProfile(

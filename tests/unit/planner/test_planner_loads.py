@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import (
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import (
     Collectives,
     Load,
     gpu_bytes,
@@ -18,8 +19,7 @@ from hytrain.planner.loads import (
     load,
     shard_that_fits,
 )
-from hytrain.planner.policies import Activations
-from hytrain.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.problem import Model, PlanProblem
 
 GB = 10**9
 # Of one micro-batch of 2: forward 10 ms, backward 25, a checkpoint 15, outside 7.

@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner_clusters import best_step, plan_problems
 
-from hytrain.planner.allocation import Share
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.loads import Collectives, load
-from hytrain.planner.plan import make_plan
-from hytrain.planner.plan_report import plan_text
-from hytrain.planner.policies import LAYER_MAJOR, Activations
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
-from hytrain.planner.steps import Steps
-from hytrain.planner.uneven import Infeasible
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.steps import Steps
+from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 

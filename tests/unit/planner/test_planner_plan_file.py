@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from planner_clusters import PARAMETERS
 
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.errors import PlanError
-from hytrain.planner.plan import make_plan
-from hytrain.planner.plan_file import (
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.plan_file import (
     Actual,
     ActualRank,
     PlanFile,
     difference,
-    plan_file,
     read_plan,
     write_plan,
 )
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_record import plan_file
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
 
 GB = 10**9
 

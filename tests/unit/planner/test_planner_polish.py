@@ -9,16 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from planner_clusters import plan_problems
 
-from hytrain.planner import plan as plan_module
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.loads import Collectives, load
-from hytrain.planner.plan import make_plan
-from hytrain.planner.polish import polish
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.refine import refine
-from hytrain.planner.result import Found, Plan, to_plan
-from hytrain.planner.steps import Steps
+from hytrain.tools.planner import plan as plan_module
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.polish import polish
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.refine import refine
+from hytrain.tools.planner.result import Found, Plan, to_plan
+from hytrain.tools.planner.steps import Steps
 
 PARAMETERS = 3 * 10**9
 FREE = Table(((1.0, 0.0),))

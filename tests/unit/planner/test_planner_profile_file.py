@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile, day
 
-from hytrain.planner.errors import PlanError
-from hytrain.planner.profile_file import (
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.profile_file import (
     ProfileFile,
     device_label,
     merge_profiles,

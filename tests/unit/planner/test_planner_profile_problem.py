@@ -10,12 +10,12 @@ import pytest
 from recorded_h200 import profile_of
 from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
 
-from hytrain.parallel.gather_plan import gather_settings, most_live
-from hytrain.planner.errors import PlanError
-from hytrain.planner.plan import make_plan
-from hytrain.planner.profile_file import ProfileFile, UpdateRate, merge_profiles
-from hytrain.planner.profile_problem import PlanOptions, isotonic, problem_from, times
-from hytrain.planner.result import Plan
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.profile_file import ProfileFile, UpdateRate, merge_profiles
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.profile_problem import PlanOptions, isotonic, problem_from, times
+from hytrain.tools.planner.result import Plan
+from hytrain.zero3.plan import gather_settings, most_live
 
 
 def options(**changes: Any) -> PlanOptions:

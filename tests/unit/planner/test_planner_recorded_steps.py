@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from recorded_h200 import RECORDED, Recorded, profile_of
 
-from hytrain.planner.allocation import Share
-from hytrain.planner.loads import Collectives, load
-from hytrain.planner.profile_problem import PlanOptions, problem_from
-from hytrain.planner.steps import Steps
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.steps import Steps
 
 
 def predicted(recorded: Recorded) -> float:

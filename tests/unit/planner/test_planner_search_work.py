@@ -13,18 +13,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planner_clusters import plan_problems
 
-from hytrain.planner import baselines, catalogue, frontier, host_table, plan
-from hytrain.planner.catalogue import Batches, Catalogue
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.frontier import Frontier
-from hytrain.planner.host_table import HostTable
-from hytrain.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.planner.offers import Grid, Offers
-from hytrain.planner.plan import make_plan
-from hytrain.planner.policies import Activations
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.result import Plan
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner import baselines, catalogue, frontier, host_table, plan
+from hytrain.tools.planner.catalogue import Batches, Catalogue
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.frontier import Frontier
+from hytrain.tools.planner.host_table import HostTable
+from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
+from hytrain.tools.planner.offers import Grid, Offers
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
 
 GB = 10**9
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.layers.partition import PartitionTable, padded_size, partition
-from hytrain.planner.errors import PlanError
-from hytrain.planner.shards import UNIT, cut_layers, fill_units, num_even, water_fill
+from hytrain.formats.plan_errors import PlanError
+from hytrain.model.partition import PartitionTable, padded_size, partition
+from hytrain.tools.planner.shards import UNIT, cut_layers, fill_units, num_even, water_fill
 
 small_ranks = st.integers(min_value=1, max_value=5)
 

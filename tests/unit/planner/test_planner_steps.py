@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
-from hytrain.planner.allocation import Share
-from hytrain.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.planner.curves import Table
-from hytrain.planner.loads import Collectives, Load, load
-from hytrain.planner.problem import Model, PlanProblem
-from hytrain.planner.steps import Steps
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.loads import Collectives, Load, load
+from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.steps import Steps
 
 LAYERS = 12
 

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from planner_cases import shared_folder, uneven_problems
 
-from hytrain.planner.curves import Curve
-from hytrain.planner.errors import PlanError
-from hytrain.planner.uneven import (
+from hytrain.formats.plan_errors import PlanError
+from hytrain.tools.planner.curves import Curve
+from hytrain.tools.uneven.cases import UnevenCase, read_cases
+from hytrain.tools.uneven.reference import solve_slowly
+from hytrain.tools.uneven.solver import (
     Assignment,
     Infeasible,
     UnevenGpu,
@@ -24,8 +26,6 @@ from hytrain.planner.uneven import (
     solve,
     state_shares,
 )
-from hytrain.planner.uneven_cases import UnevenCase, read_cases
-from hytrain.planner.uneven_reference import solve_slowly
 
 
 def gpu(name: str, ms_per_sample: float, gib_per_sample: float, capacity: float) -> UnevenGpu:

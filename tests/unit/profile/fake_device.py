@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hytrain.profile import step_timer
+from hytrain.placement import step_timer
 
 
 class FakeDevice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hytrain.profile.memory_probe import allocated_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes
 
 
 @pytest.mark.gpu

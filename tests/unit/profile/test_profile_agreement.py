@@ -12,17 +12,17 @@ import pytest
 import torch
 from support.configs import LLAMA, write_config
 
-from hytrain.planner.cluster import GpuProfile
-from hytrain.planner.profile_file import CopyRates, DeviceProfile, ProfiledModel
-from hytrain.planner.profile_problem import PlanOptions, gpu_profile
-from hytrain.profile.block_hooks import Recomputation
-from hytrain.profile.gradient_sink import GradientSink
-from hytrain.profile.layer_profile import LayerOptions, LayerProfile, profile_layer
-from hytrain.profile.memory_meter import CpuMeter, CudaMeter, MemoryMeter
-from hytrain.profile.profile_run import ProfileOptions, profile_ranks
-from hytrain.profile.ranks import Ranks
-from hytrain.profile.step_timer import Clock
-from hytrain.profile.subject import Subject, read_subject
+from hytrain.formats.profile_file import CopyRates, DeviceProfile, ProfiledModel
+from hytrain.placement.step_timer import Clock
+from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.profile_problem import PlanOptions, gpu_profile
+from hytrain.tools.profiler.block_hooks import Recomputation
+from hytrain.tools.profiler.gradient_sink import GradientSink
+from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
+from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.subject import Subject, read_subject
 
 NUM_LAYERS = 8
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

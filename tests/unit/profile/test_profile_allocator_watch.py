@@ -7,12 +7,7 @@ import logging
 import pytest
 import torch
 
-from hytrain.profile.allocator_watch import (
-    EVERY,
-    AllocatorWatch,
-    advise_on_plan,
-    retries_of,
-)
+from hytrain.placement.allocator_watch import EVERY, AllocatorWatch, advise_on_plan, retries_of
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str]:

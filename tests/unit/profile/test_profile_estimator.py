@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hytrain import _C
+from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes
-from hytrain.profile.cost_estimator import CostEstimator, InitialRates
-from hytrain.profile.step_timer import StepSample
+from hytrain.placement.step_timer import StepSample
 
 L = 8
 SIZE = 1000

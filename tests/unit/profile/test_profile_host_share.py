@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hytrain.profile import host_share
-from hytrain.profile.host_share import RankHost, divide_host, this_host
+from hytrain.hardware import host_share
+from hytrain.hardware.host_share import RankHost, divide_host, this_host
 
 GIB = 1 << 30
 

@@ -12,15 +12,15 @@ from paced_model import PacedModel, paced_build
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.profile import layer_bench, layer_profile
-from hytrain.profile.layer_profile import (
+from hytrain.tools.profiler import layer_bench, layer_profile
+from hytrain.tools.profiler.layer_profile import (
     LayerOptions,
     LayerProfile,
     profile_layer,
     widest_middle,
 )
-from hytrain.profile.memory_meter import CpuMeter
-from hytrain.profile.subject import Subject, read_subject
+from hytrain.tools.profiler.memory_meter import CpuMeter
+from hytrain.tools.profiler.subject import Subject, read_subject
 
 CPU = torch.device("cpu")
 

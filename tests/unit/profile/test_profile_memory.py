@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hytrain.kernels import host_room
+from hytrain.hardware.gpu_memory import usable_gpu_bytes
+from hytrain.hardware.host_share import HostShare
+from hytrain.kernels import host_limits as host_room
 from hytrain.offload import threads
+from hytrain.placement import memory_probe
+from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes
-from hytrain.profile import memory_probe
-from hytrain.profile.calibration import gpu_seconds_per_parameter
-from hytrain.profile.host_share import HostShare
-from hytrain.profile.memory_probe import MemoryProbe, Reserves, usable_gpu_bytes
+from hytrain.placement.memory_probe import MemoryProbe, Reserves
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

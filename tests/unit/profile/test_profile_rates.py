@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hytrain.profile import rates, training_load
-from hytrain.profile.collective_profile import collective_samples, uneven_sizes
-from hytrain.profile.ranks import Ranks
-from hytrain.profile.training_load import TrainingLoad
+from hytrain.tools.kernel_bench import training_load
+from hytrain.tools.kernel_bench.training_load import TrainingLoad
+from hytrain.tools.profiler import rates
+from hytrain.tools.profiler.collective_profile import collective_samples, uneven_sizes
+from hytrain.tools.profiler.ranks import Ranks
 
 CPU = torch.device("cpu")
 ALONE = Ranks(alone=True)

@@ -18,10 +18,10 @@ from support.configs import LLAMA, write_config
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.profile.layer_profile import LayerOptions, profile_layer
-from hytrain.profile.profile_run import ProfileOptions, profile_ranks
-from hytrain.profile.ranks import Ranks
-from hytrain.profile.subject import Copy, Subject, read_subject
+from hytrain.tools.profiler.layer_profile import LayerOptions, profile_layer
+from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.subject import Copy, Subject, read_subject
 
 CPU = torch.device("cpu")
 WIDTH = 16

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 from support.configs import write_llama
 
-from hytrain import cli
-from hytrain.planner.errors import PlanError
-from hytrain.planner.library import add_to_library, default_folder, file_name, read_library
-from hytrain.planner.plan import make_plan
-from hytrain.planner.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
-from hytrain.planner.profile_problem import PlanOptions, problem_from
-from hytrain.planner.result import Plan
-from hytrain.profile import layer_bench, profile_run, rates
-from hytrain.profile.device_facts import DeviceFacts
-from hytrain.profile.host_share import RankHost
-from hytrain.profile.layer_profile import LayerProfile
-from hytrain.profile.profile_report import profile_table
-from hytrain.profile.progress import progress_on
-from hytrain.profile.rates import CpuRates
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
+from hytrain.hardware.device_facts import DeviceFacts
+from hytrain.hardware.host_share import RankHost
+from hytrain.tools import cli
+from hytrain.tools.planner.library import add_to_library, default_folder, file_name, read_library
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.profiler import layer_bench, rates
+from hytrain.tools.profiler import run as profile_run
+from hytrain.tools.profiler.layer_profile import LayerProfile
+from hytrain.tools.profiler.profile_report import profile_table
+from hytrain.tools.profiler.progress import progress_on
+from hytrain.tools.profiler.rates import CpuRates
 
 Capture = pytest.CaptureFixture[str]
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, NumberedClock
 
-from hytrain.profile.step_timer import StepSample, StepTimer
+from hytrain.placement.step_timer import StepSample, StepTimer
 
 FORWARD = (1.0, 2.0, 4.0)
 BACKWARD = (8.0, 16.0, 32.0)

@@ -13,8 +13,8 @@ from support.frozen import lora
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.layers.language_model import build_language_model, read_config
-from hytrain.profile.subject import Subject, SubjectSizes, read_subject
+from hytrain.tools.profiler.language_model import build_language_model, read_config
+from hytrain.tools.profiler.subject import Subject, SubjectSizes, read_subject
 
 CPU = torch.device("cpu")
 

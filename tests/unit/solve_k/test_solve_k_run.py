@@ -19,9 +19,9 @@ from experiments.solve_k.plans import lowered_cap, predicted_here
 from experiments.solve_k.recorder import HOST_MEMORY_LOW
 from experiments.solve_k.summary import measured_points, summary
 from hytrain.placement.costs import LayerCosts, StepCosts
-from hytrain.placement.history import read_history
 from hytrain.placement.memory import gpu_reserve
 from hytrain.placement.prediction import predict
+from hytrain.tools.explain.history import read_history
 
 GIB = 2**30
 

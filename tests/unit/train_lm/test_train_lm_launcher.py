@@ -15,7 +15,7 @@ import torch
 from support.plans import a_plan, write_a_plan
 from support.processes import fresh_environment
 
-from hytrain.layers.discovery import find_layers
+from hytrain.model.discovery import find_layers
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIG = REPOSITORY / "ds_configs" / "zero2_unequal_shards.json"

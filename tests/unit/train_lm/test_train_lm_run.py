@@ -17,11 +17,11 @@ import train
 from options import OptionError
 from support.processes import fresh_environment
 
-import hytrain.cli
+import hytrain.tools.cli
 from hytrain.checkpoint.commit import saved_tags
 from hytrain.errors import ConfigError, EngineClosedError
+from hytrain.formats.plan_errors import PlanError
 from hytrain.placement.errors import MemoryBudgetError
-from hytrain.planner.errors import PlanError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
@@ -45,7 +45,7 @@ def _values(out: Path) -> list[dict[str, Any]]:
 
 
 def _explained(out: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    status = hytrain.cli.main(["explain", str(out / "metrics.jsonl"), "--no-png"])
+    status = hytrain.tools.cli.main(["explain", str(out / "metrics.jsonl"), "--no-png"])
     output = capsys.readouterr()
     assert status == 0, output.err
     return output.out

@@ -29,8 +29,8 @@ from experiments.unequal_gpus.planning import (
     verdicts,
     work_of,
 )
-from hytrain.planner.errors import PlanError
-from hytrain.planner.profile_file import ProfileFile
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.profile_file import ProfileFile
 
 UNLIMITED = Limits(host_bytes=None)
 

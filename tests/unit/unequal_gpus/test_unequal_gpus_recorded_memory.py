@@ -10,8 +10,8 @@ import pytest
 
 from experiments.offload_step.records import OK, read_json
 from experiments.unequal_gpus import planning
-from hytrain.planner.loads import Collectives, gpu_bytes, load
-from hytrain.planner.problem import PlanProblem
+from hytrain.tools.planner.loads import Collectives, gpu_bytes, load
+from hytrain.tools.planner.problem import PlanProblem
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
 WHOLE = planning.Limits(host_bytes=None)

@@ -11,11 +11,11 @@ import pytest
 from experiments.offload_step.records import read_json
 from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, OFFLOAD
-from hytrain.planner import plan as plan_module
-from hytrain.planner.plan import make_plan
-from hytrain.planner.policies import ACTIVATIONS, LAYER_MAJOR, Activations
-from hytrain.planner.problem import PlanProblem
-from hytrain.planner.result import Plan
+from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
+from hytrain.tools.planner import plan as plan_module
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.result import Plan
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
 FOLDERS = ("nvidia_h200_x2_2026-11-22_fifth", "nvidia_h200_x2_2026-11-22_seventh")

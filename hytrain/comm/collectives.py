@@ -1,0 +1,401 @@
+"""Reduce-scatter and all-gather of one layer, equal shards or not.
+
+Equal shards use the even collective, which is faster. NCCL takes lists of unequal sizes for both;
+gloo takes them for reduce-scatter, and for the gather every rank broadcasts its shard, which
+needs no padding copies either.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hytrain.comm.ending import Ending
+from hytrain.comm.processes import this_process
+from hytrain.comm.rank_status import Store
+from hytrain.comm.stream_gate import CudaGateStream, StreamGate, open_gate
+from hytrain.comm.watch import SAME_NUMBER, RankWatch, Surveillance
+from hytrain.comm.words import is_connection_error
+from hytrain.errors import OutOfStepError, RankFailedError
+
+logger = logging.getLogger(__name__)
+
+_STORE_TIMEOUT = timedelta(seconds=20)
+
+# Renamed in torch 2.13; the old names warn there and the new ones are missing before.
+_names = vars(dist)
+_reduce_scatter_even: Callable[..., object] = (
+    _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
+)
+_all_gather_even: Callable[..., object] = (
+    _names.get("all_gather_single") or _names["all_gather_into_tensor"]
+)
+
+
+def _words(flat: torch.Tensor, name: str | None) -> str:
+    elements = f"{flat.numel()} elements"
+    return elements if name is None else f"'{name}', {elements}"
+
+
+class ShardCollectives:
+    """Collectives among the ranks that share the optimizer state."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            group: the data-parallel process group; None for the default one.
+        """
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.is_nccl = dist.get_backend(group) == "nccl"
+        """Collectives run on the device, beside compute; otherwise by gloo, on the host."""
+        self.watch: RankWatch | None = None
+        """Sees that nobody waits for ever; None before :meth:`start_watch`."""
+        self._gate: StreamGate | None = None
+
+    def start_watch(self) -> None:
+        """From now on the ranks tell each other of failures. All ranks call it."""
+        if self.world_size == 1 or self.watch is not None:
+            return
+        # Its type is too general to say that it can be cloned.
+        shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+        def connect() -> Store:
+            store = shared.clone()
+            store.set_timeout(_STORE_TIMEOUT)
+            return store
+
+        try:
+            self.watch = RankWatch(
+                self.rank,
+                self.world_size,
+                connect=connect,
+                abort=self._abort,
+                group=str(self.global_rank(0)),
+                can_interrupt=self.is_nccl,
+                mark=torch.cuda.Event() if self.is_nccl else None,
+                surveillance=Surveillance(
+                    this_process(),
+                    Ending(),
+                    self.global_rank,
+                    str(self._process_group().group_name),
+                ),
+            )
+        except Exception as error:
+            # A store of another kind (MPI has none) cannot be shared with a thread.
+            logger.warning("a failed rank will be noticed at the timeout only: %s", error)
+
+    def start_gate(self, device: torch.device, *, is_wanted: bool = True) -> None:
+        """From now on NCCL's kernels start when all ranks of this host have come to them.
+
+        All ranks call it. Gloo's ranks wait on the host, where there is nothing to be gained.
+
+        Args:
+            device: this rank's.
+            is_wanted: by this rank; of those that share a host, the ones that want it do it.
+        """
+        if self.is_nccl and self.world_size > 1:
+            self._gate = open_gate(
+                self.rank,
+                self.world_size,
+                self.group,
+                lambda: CudaGateStream(device),
+                is_wanted=is_wanted,
+            )
+
+    def leave(self) -> None:
+        """This rank's process ends: others that wait for it are told."""
+        if self.watch is not None:
+            self.watch.leave("its process has ended, before engine.destroy()")
+
+    def close(self) -> None:
+        """Ends what :meth:`start_watch` and :meth:`start_gate` began. May be called twice."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+
+    @contextmanager
+    def telling(self) -> Generator[None]:
+        """What the block raises is told to the other ranks, which wait for this one in a step."""
+        try:
+            yield
+        except Exception as error:
+            if self.watch is None:
+                raise
+            is_lost = is_connection_error(error) and not isinstance(error, RankFailedError)
+            failure = self.watch.explain(error) if is_lost else None
+            if failure is not None and failure is not error:
+                raise failure from error
+            self.watch.tell(error, final=False)
+            raise
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The host waits for the other ranks, on the device, while the block runs.
+
+        Raises:
+            RankFailedError, OutOfStepError: in vain.
+        """
+        return nullcontext() if self.watch is None else self.watch.waiting()
+
+    def _abort(self) -> None:
+        if self._gate is not None:
+            self._gate.open_for_good()
+        self._process_group()._get_backend(torch.device("cuda")).abort()
+
+    def _process_group(self) -> Any:
+        return self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+
+    def _run(
+        self, what: str, collective: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> None:
+        """Issues a collective; on a CPU, waits for it.
+
+        Args:
+            what: the same on all ranks.
+            collective: of torch.distributed.
+            arguments, named: its own, without the group.
+        """
+        watch = self.watch
+        if watch is not None:
+            watch.issue(what)
+        if self._gate is not None:
+            self._gate.arrive()
+        if watch is None:
+            collective(*arguments, **named, group=self.group)
+            return
+        watch.run(partial(collective, *arguments, **named, group=self.group))
+
+    def global_rank(self, rank: int) -> int:
+        """The global rank of a rank of the group."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """A value of every rank, on every rank; a collective that waits.
+
+        Args:
+            value: this rank's; it is pickled.
+            what: is gathered; the same on all ranks.
+        """
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            # On a GPU the host waits, too.
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, dist.all_gather_object, values, value)
+        return values
+
+    def object_from_first(self, value: Any, what: str) -> Any:
+        """Rank 0's value, on every rank; a collective that waits.
+
+        Args:
+            value: rank 0's; it is pickled. That of others is not used.
+            what: is sent; the same on all ranks.
+        """
+        values = [value]
+        if self.world_size > 1:
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, dist.broadcast_object_list, values, self.global_rank(0))
+        return values[0]
+
+    def guarded(self, transfer: Callable[[], object]) -> None:
+        """Runs what some ranks do with each other, and no others.
+
+        Raises:
+            RankFailedError, OutOfStepError: it will not end.
+        """
+        if self.watch is None:
+            transfer()
+        else:
+            self.watch.run(transfer)
+
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        shard: torch.Tensor,
+        name: str | None = None,
+    ) -> None:
+        """Sums ``flat`` over the ranks into this rank's shard.
+
+        Args:
+            flat: 1-D, sum(sizes) elements, on every rank; not changed.
+            sizes: elements of each rank's shard.
+            shard: 1-D, this rank's elements, of the same dtype; overwritten.
+            name: of what is summed, for messages; the same on all ranks.
+        """
+        if self.world_size == 1:
+            shard.copy_(flat)
+            return
+        what = f"the reduce-scatter of {_words(flat, name)}"
+        if len(set(sizes)) == 1:
+            self._run(what, _reduce_scatter_even, shard, flat)
+        else:
+            self._run(what, dist.reduce_scatter, shard, list(flat.split(list(sizes))))
+
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int], name: str | None = None) -> None:
+        """Fills ``flat`` in place from every rank's own shard of it.
+
+        Args:
+            flat: 1-D, sum(sizes) elements; this rank's shard holds its contribution.
+            sizes: elements of each rank's shard.
+            name: of what is gathered, for messages; the same on all ranks.
+        """
+        if self.world_size == 1:
+            return
+        shards = list(flat.split(list(sizes)))
+        what = f"the all-gather of {_words(flat, name)}"
+        if len(set(sizes)) == 1:
+            self._run(what, _all_gather_even, flat, shards[self.rank])
+        elif self.is_nccl:
+            self._run(what, dist.all_gather, shards, shards[self.rank])
+        else:
+            for rank, shard in enumerate(shards):
+                if shard.numel():
+                    self._run(what, dist.broadcast, shard, self.global_rank(rank))
+
+    def gather_parts(
+        self,
+        flat: torch.Tensor,
+        part: torch.Tensor,
+        sizes: Sequence[int],
+        name: str | None = None,
+    ) -> None:
+        """As :meth:`all_gather` with this rank's contribution in a tensor of its own, or in place.
+
+        Args:
+            flat: 1-D, sum(sizes) elements; overwritten.
+            part: 1-D, this rank's shard; it may be its place in ``flat``.
+            sizes: elements of each rank's shard.
+            name: of what is gathered, for messages; the same on all ranks.
+        """
+        if self.world_size == 1:
+            return
+        shards = list(flat.split(list(sizes)))
+        what = f"the gather of {_words(flat, name)}"
+        if len(set(sizes)) == 1:
+            self._run(what, _all_gather_even, flat, part)
+        elif self.is_nccl:
+            self._run(what, dist.all_gather, shards, part)
+        else:
+            if part.data_ptr() != shards[self.rank].data_ptr():
+                shards[self.rank].copy_(part)
+            self.all_gather(flat, sizes, name)
+
+    def agree_on_use(self, index: int | None, words: Callable[[int], str]) -> int:
+        """What all ranks are about to do next, as one number; a collective that waits.
+
+        Args:
+            index: this rank's; None: it does what the others do.
+            words: what a number stands for.
+
+        Raises:
+            OutOfStepError: the ranks do not agree; on all of them.
+        """
+        if self.world_size == 1:
+            assert index is not None
+            return index
+        none = torch.iinfo(torch.int64).min
+        mine = [none, none] if index is None else [index, -index]
+        seen = torch.tensor(mine, device=self._device())
+        what = "the agreement on the next layer"
+        self._run(what, dist.all_reduce, seen, op=dist.ReduceOp.MAX)
+        with self.waiting():
+            largest, negated = (int(value) for value in seen.tolist())
+        if largest != -negated:
+            own = "this rank has no samples" if index is None else f"this rank's is {words(index)}"
+            raise OutOfStepError(
+                "the ranks' passes over the model differ: where one of them has come to "
+                f"{words(-negated)}, another one has come to {words(largest)} ({own}). Under "
+                "ZeRO-3 the first forward and backward must use the same layers in the same order "
+                "on all ranks; later ones may leave layers out"
+            )
+        return largest
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks; a collective that waits."""
+        if self.world_size == 1:
+            return list(values)
+        table = torch.tensor(list(values), device=self._device())
+        what = "the agreement on gradients"
+        self._run(what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
+        with self.waiting():
+            return [int(value) for value in table.tolist()]
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if self.is_nccl else "cpu")
+
+    def broadcast_from_first(self, tensor: torch.Tensor) -> None:
+        """Rank 0's contents on all ranks, in place; of any dtype."""
+        if self.world_size > 1:
+            what = f"the broadcast of {tensor.numel()} weights"
+            whole = tensor.contiguous()
+            flat = whole.view(-1).view(torch.uint8)
+            self._run(what, dist.broadcast, flat, self.global_rank(0))
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
+        if self.world_size > 1:
+            self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
+
+    def meet(self, what: str) -> None:
+        """The ranks are about to begin the same thing: where they could be out of step.
+
+        NCCL's collectives wait for one another, so that it is enough to note it. Gloo ends the
+        process where two of them do not fit, with nothing said: there the ranks ask first.
+
+        Args:
+            what: begins here.
+
+        Raises:
+            OutOfStepError: it is something else on another rank; raised on all.
+        """
+        if self.world_size == 1:
+            return
+        if self.is_nccl:
+            if self.watch is not None:
+                self.watch.issue(what)
+            return
+        codes = torch.zeros(self.world_size, dtype=torch.int64)
+        codes[self.rank] = mine = zlib.crc32(what.encode())
+        self._run("the ranks' meeting", dist.all_reduce, codes)
+        others = [rank for rank, code in enumerate(codes.tolist()) if code != mine]
+        if others:
+            raise OutOfStepError(
+                f"the ranks are out of step: rank {self.rank} has come to {what}, ranks {others} "
+                f"to something else. {SAME_NUMBER}"
+            )
+
+    def agree_on_order(
+        self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool
+    ) -> tuple[list[int], list[bool]]:
+        """One order for all ranks, and early only where every rank says so.
+
+        The order is that of the lowest rank that has seen a backward; a rank without one (it
+        computes no samples) has no say.
+        """
+        if self.world_size == 1:
+            return list(order), list(early)
+        first = torch.tensor([self.rank if has_seen else self.world_size], device=device)
+        what = "the agreement on the layers' order"
+        self._run(what, dist.all_reduce, first, op=dist.ReduceOp.MIN)
+        source = min(int(first.item()), self.world_size - 1)
+        early = early if has_seen else [True] * len(early)
+        table = torch.tensor([list(order), [int(e) for e in early]], device=device)
+        self._run(what, dist.broadcast, table[0], self.global_rank(source))
+        self._run(what, dist.all_reduce, table[1], op=dist.ReduceOp.MIN)
+        agreed = table.tolist()
+        return [int(i) for i in agreed[0]], [bool(e) for e in agreed[1]]

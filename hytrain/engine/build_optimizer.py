@@ -1,0 +1,212 @@
+"""Builds the optimizer for a model: layers, partition, placement, state, pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.config import HyTrainConfig
+from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
+from hytrain.engine.engine_view import EngineView, StepSettings
+from hytrain.engine.gathered_parameters import GatheringParameters
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import ConfigError
+from hytrain.hardware.host_share import HostShare
+from hytrain.kernels.host_memory import host_zeros, taking_host_memory
+from hytrain.kernels.norm import ClipSettings, GradientNorm
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
+from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.streams import Streams
+from hytrain.offload.threads import choose_threads
+from hytrain.optimizer.hyper import HyperReader, check_optimizer
+from hytrain.optimizer.model_cut import cut_model
+from hytrain.placement.build import build_placement, plan_placement
+from hytrain.testing.faults import injected_delays
+from hytrain.zero3.forward_hooks import unguarded_layers
+from hytrain.zero3.layer_weights import BuiltWeights
+from hytrain.zero3.weight_passes import WeightPasses
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    """What the engine decides from its configuration.
+
+    Attributes:
+        stage: ZeRO stage: 1, 2 or 3.
+        weights: where the training copy is kept, and gradients' dtype.
+        clip: clipping and overflow check.
+        mean: whether gradients are averaged over ranks (else summed).
+        host: this rank's part of its host.
+    """
+
+    stage: Literal[1, 2, 3]
+    weights: WeightSettings
+    clip: ClipSettings
+    mean: bool
+    host: HostShare
+
+
+def build_optimizer(
+    model: nn.Module,
+    basic_optimizer: torch.optim.Optimizer,
+    config: HyTrainConfig,
+    settings: BuildSettings,
+    collectives: ShardCollectives,
+    engine: EngineView,
+) -> HyTrainZeroOptimizer:
+    """Takes over a model's trained parameters and their optimizer state.
+
+    Args:
+        model: in its training dtype; below ZeRO-3 on its device and equal on all ranks.
+        basic_optimizer: an Adam or AdamW over the parameters to train.
+        config: the "hytrain" section.
+        settings: see :class:`BuildSettings`.
+        collectives: the ranks that share the state.
+        engine: what the optimizer asks of the engine.
+
+    Raises:
+        ConfigError: the section does not fit the model or the job.
+        UnsupportedError: the optimizer is not an Adam.
+        HostMemoryError: the host has no room for the state, or for what comes with it.
+        MemoryBudgetError: where k is solved, no placement fits in memory.
+    """
+    give_shapes(model)
+    reader = HyperReader(check_optimizer(basic_optimizer))
+    groups = basic_optimizer.param_groups
+    reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    if not group_of:
+        raise ConfigError(
+            "no parameter of the optimizer requires a gradient: nothing can be trained; pass "
+            "model_parameters that do, or set requires_grad"
+        )
+    trained = [p for group in groups for p in group["params"] if id(p) in group_of]
+    _check_all_found(trained, found_ids={id(p) for p in model.parameters()})
+    gathers = settings.weights.gathers
+    if collectives.world_size == 1 and not settings.weights.on_host:
+        gathers = None  # nobody else could keep anything
+    cut = cut_model(model, group_of, config, collectives.world_size, gathers)
+    with taking_host_memory("the engine"):
+        weights = build_weights(model, cut, settings.weights, collectives)
+        try:
+            return _build_on(
+                weights, model, basic_optimizer, reader, config, settings, collectives, engine
+            )
+        except BaseException:
+            weights.close()  # nobody else knows of them
+            raise
+
+
+def _build_on(
+    weights: BuiltWeights,
+    model: nn.Module,
+    basic_optimizer: torch.optim.Optimizer,
+    reader: HyperReader,
+    config: HyTrainConfig,
+    settings: BuildSettings,
+    collectives: ShardCollectives,
+    engine: EngineView,
+) -> HyTrainZeroOptimizer:
+    """Places and allocates the state of weights that are in place, and what updates it."""
+    states = weights.states
+    streams = Streams(settings.weights.device)
+    cpu_settings = CpuSettings(
+        0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
+    )
+    plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
+    threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
+    for state in states:
+        state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
+        _allocate_state(state, threads.num_threads)
+    cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
+    try:
+        norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
+        pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
+        passes = WeightPasses(
+            pipeline,
+            weights.layers,
+            collectives,
+            settings.weights.gathers,
+            held=unguarded_layers(model, weights.layers),
+            home=weights.home,
+        )
+        optimizer = HyTrainZeroOptimizer(
+            basic_optimizer,
+            pipeline,
+            collectives,
+            reader,
+            StepSettings(
+                unscale=1.0 / collectives.world_size if settings.mean else 1.0,
+                reduce_every_backward=settings.stage >= 2,
+                overlap_forward=config.offload.overlap_forward,
+            ),
+            engine,
+            build_placement(plan, pipeline, config, threads),
+            passes,
+        )
+        if settings.stage == 3:
+            in_layers = {id(slot.parameter) for layer in passes.layers for slot in layer.slots}
+            offered = GatheringParameters(
+                passes,
+                [p for p in model.parameters() if id(p) not in in_layers],
+                collectives.group,
+                optimizer.synchronize,
+                optimizer.flush,
+                refresh_master,
+            )
+            passes.when_closed(offered.detach)
+        return optimizer
+    except BaseException:
+        cpu.close()  # its thread and its pinned memory belong to nobody now
+        raise
+
+
+def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
+    missing = [tuple(p.shape) for p in trained if id(p) not in found_ids]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters of the optimizer (first shape: {missing[0]}) are not "
+            "parameters of the model: pass model_parameters of this model"
+        )
+
+
+def _allocate_state(state: LayerState, num_threads: int) -> None:
+    """Master weights from the training copy, zero moments; on the device or pageable on the host.
+
+    Host memory is touched by the threads that will use it: the first steps then take what all take.
+    """
+    if state.placement == "gpu":
+        device = state.storage.runs[0][2].device
+        state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
+    else:
+        purpose = f"the optimizer state of layer '{state.name}'"
+        state.set_state(
+            host_zeros(3 * state.shard_size, purpose=purpose, touch_threads=num_threads)
+        )
+    _refresh_run(state, state.begin, state.end)
+
+
+def refresh_master(state: LayerState, slots: Sequence[ParameterSlot]) -> None:
+    """Master weights of some of the layer's parameters become the training copy's values."""
+    for slot in slots:
+        begin, end = max(slot.offset, state.begin), min(slot.offset + slot.numel, state.end)
+        if begin < end:
+            _refresh_run(state, begin, end)
+
+
+def _refresh_run(state: LayerState, begin: int, end: int) -> None:
+    for start, weights in state.storage.shard_slices(begin, end):
+        at = start - state.begin
+        state.master[at : at + weights.numel()].copy_(weights)

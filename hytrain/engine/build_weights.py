@@ -1,0 +1,167 @@
+"""Takes the model's weights into the storage of their stage, one layer at a time.
+
+Under ZeRO-3 the model need not fit on a GPU: it stays where it was built (host, or partitioned
+by ``deepspeed.zero.Init``), and no more than one layer is whole on the device at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.engine.deepspeed_internals import (
+    assemble_partitioned,
+    forget_partition,
+    is_partitioned,
+    shape_partitioned,
+)
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import LayerLayout
+from hytrain.model.sharded_storage import ShardedStorage
+from hytrain.model.storage import ResidentStorage
+from hytrain.offload.arena import Arena
+from hytrain.optimizer.model_cut import CutLayer, CutPart, live_bytes, parts_of
+from hytrain.zero3.layer_weights import BuiltWeights, LayerWeights, ShardedWeights
+from hytrain.zero3.plan import GatherSettings
+
+_LINE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSettings:
+    """Where the training copy is kept.
+
+    Attributes:
+        device: where it is computed with.
+        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all of it.
+        on_host: this rank's shards are kept in host memory (``offload_param``).
+        gradient_dtype: dtype of gradients; None: each layer's own training copy's.
+    """
+
+    device: torch.device
+    gathers: GatherSettings | None = None
+    on_host: bool = False
+    gradient_dtype: torch.dtype | None = None
+
+
+def give_shapes(model: nn.Module) -> None:
+    """Parameters that zero.Init has partitioned get their shapes, without memory."""
+    for parameter in model.parameters():
+        if is_partitioned(parameter):
+            empty = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = empty.expand(shape_partitioned(parameter))
+
+
+def build_weights(
+    model: nn.Module,
+    cut: Sequence[CutLayer],
+    settings: WeightSettings,
+    collectives: ShardCollectives,
+) -> BuiltWeights:
+    """Moves the weights; under ZeRO-3 a collective.
+
+    Args:
+        model: after :func:`give_shapes`.
+        cut: its layers; see :func:`~hytrain.optimizer.model_cut.cut_model`.
+        settings: see :class:`WeightSettings`.
+        collectives: the ranks.
+
+    Raises:
+        HostMemoryError: host memory for shards cannot be had; no weight has been moved.
+    """
+    gathers, rank = settings.gathers, collectives.rank
+    home: Arena | None = None
+    if settings.on_host:
+        sizes = [_home_bytes(part, rank) for part in parts_of(cut) if part.is_sharded]
+        home = Arena(
+            sum(sizes),
+            settings.device,
+            purpose="this rank's shards of the weights",
+            remedy='use more ranks, or remove "zero_optimization.offload_param"',
+        )
+    num_trained = sum(layer.trained is not None for layer in cut)
+    beyond = itertools.count(num_trained)
+    layers: list[LayerWeights] = []
+    placed: set[int] = set()
+    for layer in cut:
+        slots = [slot for part in layer.parts for slot in part.layout.slots]
+        placed.update(id(slot.parameter) for slot in slots)
+        if gathers is not None:
+            _bring([slot.parameter for slot in slots], settings.device, collectives)
+        state: LayerState | None = None
+        if layer.trained is not None:
+            storage = _make_storage(layer.trained, settings.device, home, rank)
+            state = _make_state(layer.trained, storage, rank, settings.gradient_dtype)
+        frozen: ShardedWeights | None = None
+        if layer.frozen is not None:
+            storage = _make_storage(layer.frozen, settings.device, home, rank)
+            assert isinstance(storage, ShardedStorage)
+            frozen = ShardedWeights(storage, layer.frozen.sizes)
+        layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
+    if gathers is not None:
+        for parameter in model.parameters():
+            if id(parameter) not in placed:
+                _bring([parameter], settings.device, collectives)
+        model.to(settings.device)  # buffers
+    states = [layer.trained for layer in layers if layer.trained is not None]
+    return BuiltWeights(states, layers, home, live_bytes(cut, gathers))
+
+
+def _make_storage(
+    part: CutPart, device: torch.device, home: Arena | None, rank: int
+) -> ResidentStorage | ShardedStorage:
+    if not part.is_sharded:
+        return ResidentStorage(part.layout, device)
+    memory = home and home.take_tensor(_home_bytes(part, rank))
+    return ShardedStorage(part.layout, part.shard(rank), device, memory)
+
+
+def _make_state(
+    part: CutPart,
+    storage: ResidentStorage | ShardedStorage,
+    rank: int,
+    gradient_dtype: torch.dtype | None,
+) -> LayerState:
+    begin, end = part.shard(rank)
+    return LayerState(
+        layout=part.layout,
+        storage=storage,
+        begin=begin,
+        end=end,
+        sizes=part.sizes,
+        placement="cpu",
+        gradient_dtype=gradient_dtype or _common_dtype(part.layout),
+    )
+
+
+def _home_bytes(part: CutPart, rank: int) -> int:
+    return -(-part.shard_bytes(rank) // _LINE) * _LINE
+
+
+def _bring(
+    parameters: Sequence[nn.Parameter], device: torch.device, collectives: ShardCollectives
+) -> None:
+    """Whole weights on the device, those of rank 0 on all of them."""
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    dtypes = [parameter.dtype for parameter in partitioned]
+    if partitioned:
+        assemble_partitioned(partitioned)
+    for parameter, dtype in zip(partitioned, dtypes, strict=True):
+        forget_partition(parameter)
+        parameter.data = parameter.data.to(device, dtype)
+    known = {id(parameter) for parameter in partitioned}
+    for parameter in parameters:
+        if id(parameter) not in known:
+            parameter.data = parameter.data.to(device)
+            collectives.broadcast_from_first(parameter.data)
+
+
+def _common_dtype(layout: LayerLayout) -> torch.dtype:
+    """The dtype of a layer's gradient buffer: the parameters', fp32 where they differ."""
+    dtypes = {segment.dtype for segment in layout.segments}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

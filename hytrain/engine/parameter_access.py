@@ -1,0 +1,300 @@
+"""``deepspeed.utils.safe_get_full_fp32_param`` and its siblings, on parameters of hytrain's engine.
+
+DeepSpeed's functions ask the parameters: one that is sharded (ZeRO-3) for its ``_z3_optimizer``,
+any other for methods that DeepSpeed's ZeRO-1/2 gives it. Both lead here. Nothing is read or written
+before this rank's worker is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.checkpoint.gather import (
+    STATES,
+    ParameterPlace,
+    Piece,
+    gather_everywhere,
+    list_parameters,
+)
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import ConfigError
+
+_NAMES = (
+    "_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad",
+    "set_full_hp_grad",
+)  # fmt: skip
+
+
+class _Unpickled:
+    """What hangs on a parameter and must not travel with it: it becomes None."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return NoneType, ()
+
+
+class _Call(_Unpickled):
+    """A method of a parameter."""
+
+    def __init__(self, function: Callable[..., Any], *first: Any) -> None:
+        self._function = function
+        self._first = first
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._function(*self._first, *arguments, **named)
+
+
+class StateAccess(_Unpickled):
+    """Master weights, moments and gradients of single parameters, as DeepSpeed's tools see them.
+
+    Full tensors are collectives, as with DeepSpeed. "Local" ones (of parameters that ZeRO-3 shards)
+    are not: they are what this rank owns of the parameter, 1-D, which may be nothing, since layers
+    are sharded, not parameters. For parameters that are not trained DeepSpeed's answer is None.
+
+    Gradients are there between a backward and step(): averaged over ranks, not clipped, those of
+    all micro-batches so far. Reading or writing anything between backward and step() takes back
+    updates that have begun; they are made in step() then.
+    """
+
+    def __init__(self, optimizer: HyTrainZeroOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """
+        Args:
+            optimizer: whose state it is.
+            parameters: all of the model; of those that are not trained there is no state to tell.
+        """
+        self._optimizer = optimizer
+        self._places: dict[int, ParameterPlace] = {}
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            # DeepSpeed asks it where a parameter has a ds_id (ZeRO-3).
+            vars(parameter)["_z3_optimizer"] = self
+        for place in list_parameters(optimizer.layer_states):
+            parameter = place.slot.parameter
+            self._places[id(parameter)] = place
+            if place.layer.storage.is_sharded:
+                continue
+            vars(parameter).update(
+                _hp_mapping=self,
+                get_full_hp_param=_Call(self.get_full_hp_param, parameter),
+                set_full_hp_param=_Call(self._set_full_hp_param, parameter),
+                get_full_hp_grad=_Call(self.get_fp32_grad_for_param, parameter),
+                set_full_hp_grad=_Call(self._set_full_hp_grad, parameter),
+            )
+
+    def detach(self) -> None:
+        """Makes them plain parameters again. May be called twice."""
+        for parameter in self._parameters:
+            for name in _NAMES:
+                vars(parameter).pop(name, None)
+        self._parameters.clear()
+
+    # -- master weights and moments, under the names of DeepSpeed's ZeRO-3 ------------------------
+
+    def get_full_hp_param(
+        self, param: torch.Tensor, optim_state_key: str | None = None
+    ) -> torch.Tensor | None:
+        """The whole fp32 master weight, or moment ("exp_avg", "exp_avg_sq"), on the device.
+
+        Raises:
+            ConfigError: there is no such state, or updates are committed directly and have begun.
+        """
+        place = self._places.get(id(param))
+        if place is None:
+            return None
+        what = "reading master weights or moments"
+        kind = _kind(optim_state_key)
+        self._optimizer.settle_state(what)
+        self._optimizer.collectives.meet(what)
+        piece = self._piece(place)
+        return self._whole(place, None if piece is None else place.state(kind, piece))
+
+    def set_full_hp_param(
+        self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
+    ) -> None:
+        """Sets the master weight, and with it the training copy, or a moment; on all ranks.
+
+        Raises:
+            ConfigError: as :meth:`get_full_hp_param`; the value has another number of elements.
+        """
+        place = self._places.get(id(param))
+        if place is None:
+            return
+        kind = _kind(optim_state_key)
+        _check_size(value, place.numel)
+        self._optimizer.settle_state("writing master weights or moments")
+        flat = value.detach().reshape(-1)
+        piece = self._piece(place)
+        if piece is not None:
+            place.state(kind, piece).copy_(flat[piece.begin : piece.end])
+        if kind == STATES[0]:
+            # A resident training copy is whole on every rank, and so is the value.
+            whole = Piece(0, 0, place.numel)
+            self._publish(place, piece if place.layer.storage.is_sharded else whole, flat)
+        self._optimizer.pipeline.streams.synchronize()
+
+    def get_local_fp32_param(
+        self, param: torch.Tensor, optim_state_key: str | None = None
+    ) -> torch.Tensor | None:
+        """What this rank owns of it: a copy on the device; see :meth:`get_full_hp_param`."""
+        place = self._places.get(id(param))
+        if place is None:
+            return None
+        kind = _kind(optim_state_key)
+        self._optimizer.settle_state("reading master weights or moments")
+        piece = self._piece(place)
+        device = self._optimizer.pipeline.streams.device
+        if piece is None:
+            return torch.empty(0, device=device)
+        return place.state(kind, piece).to(device, copy=True)
+
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
+    ) -> None:
+        """Sets what this rank owns of it; see :meth:`set_full_hp_param`."""
+        place = self._places.get(id(param))
+        if place is None:
+            return
+        kind, piece = _kind(optim_state_key), self._piece(place)
+        _check_size(value, 0 if piece is None else piece.end - piece.begin)
+        self._optimizer.settle_state("writing master weights or moments")
+        if piece is None:
+            return
+        place.state(kind, piece).copy_(value.detach().reshape(-1))
+        if kind == STATES[0]:
+            whole = torch.empty(place.numel)
+            whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
+            self._publish(place, piece, whole)
+        self._optimizer.pipeline.streams.synchronize()
+
+    def _publish(self, place: ParameterPlace, piece: Piece | None, flat: torch.Tensor) -> None:
+        """The training copy follows at once: an update that is taken back restores it from here."""
+        if piece is not None:
+            with torch.no_grad():
+                place.weights(piece).copy_(flat[piece.begin : piece.end])
+        torch.autograd.graph.increment_version([place.slot.parameter])
+
+    def _set_full_hp_param(
+        self, param: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None
+    ) -> None:
+        self.set_full_hp_param(value, param, optim_state_key)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def get_fp32_grad_for_param(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The whole gradient, fp32, on the device.
+
+        Raises:
+            ConfigError: there is none: no backward since the last step; or a backward is running.
+        """
+        place = self._places.get(id(param))
+        return None if place is None else self._whole(place, self._read_gradient(place))
+
+    def get_local_fp32_grad_for_param(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What this rank owns of the gradient; a collective, as ranks reduce it."""
+        place = self._places.get(id(param))
+        if place is None:
+            return None
+        mine = self._read_gradient(place)
+        device = self._optimizer.pipeline.streams.device
+        return torch.empty(0, device=device) if mine is None else mine
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
+        """Sets the gradient that step() will apply; a collective, with one value on all ranks.
+
+        Raises:
+            ConfigError: as for reading it; the value has another number of elements.
+        """
+        place = self._places.get(id(param))
+        if place is not None:
+            _check_size(value, place.numel)
+            self._write_gradient(place, value.detach().reshape(-1))
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
+        """Sets what this rank owns of the gradient; a collective, as ranks reduce it before."""
+        place = self._places.get(id(param))
+        if place is None:
+            return
+        piece = self._piece(place)
+        _check_size(value, 0 if piece is None else piece.end - piece.begin)
+        whole = torch.empty(place.numel, device=value.device)
+        if piece is not None:
+            whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
+        self._write_gradient(place, whole)
+
+    def update_fp32_grad_for_param_vectorized(
+        self,
+        update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        param_list: Iterable[torch.Tensor],
+    ) -> None:
+        """Sets each gradient to what the function makes of it."""
+        for param in param_list:
+            gradient = self.get_fp32_grad_for_param(param)
+            if gradient is not None:
+                self.set_fp32_grad_for_param(update_func(gradient, param), param)
+
+    def _set_full_hp_grad(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        self.set_fp32_grad_for_param(value, param)
+
+    def _take_gradients_back(self, what: str) -> None:
+        optimizer = self._optimizer
+        optimizer.take_back(what)
+        if not optimizer.has_gradients:
+            raise ConfigError(
+                f"{what}, but there is none: gradients are there between a backward and step() "
+                "only; call it before step(), or register a hook on the parameter"
+            )
+        optimizer.collectives.meet(what)
+
+    def _read_gradient(self, place: ParameterPlace) -> torch.Tensor | None:
+        self._take_gradients_back("reading a gradient")
+        shard = self._optimizer.read_gradient(place.layer)
+        piece = self._piece(place)
+        if piece is None:
+            return None
+        scale = self._optimizer.settings.unscale
+        return self._part(place, piece, shard).float().mul_(scale)
+
+    def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
+        self._take_gradients_back("writing a gradient")
+        shard = self._optimizer.own_gradient(place.layer)
+        piece = self._piece(place)
+        if piece is not None:
+            mine = flat[piece.begin : piece.end].to(shard.device, torch.float32)
+            self._part(place, piece, shard).copy_(mine / self._optimizer.settings.unscale)
+
+    @staticmethod
+    def _part(place: ParameterPlace, piece: Piece, shard: torch.Tensor) -> torch.Tensor:
+        at = place.slot.offset - place.layer.begin
+        return shard[at + piece.begin : at + piece.end]
+
+    def _piece(self, place: ParameterPlace) -> Piece | None:
+        return place.piece_of(self._optimizer.collectives.rank)
+
+    def _whole(self, place: ParameterPlace, mine: torch.Tensor | None) -> torch.Tensor:
+        optimizer = self._optimizer
+        return gather_everywhere(
+            place, mine, optimizer.collectives, optimizer.pipeline.streams.device
+        )
+
+
+def _kind(optim_state_key: str | None) -> str:
+    if optim_state_key is None:
+        return STATES[0]
+    if optim_state_key not in STATES[1:]:
+        raise ConfigError(
+            f'there is no optimizer state "{optim_state_key}": pass "exp_avg" or "exp_avg_sq" '
+            "(engine.optimizer.steps counts the steps of each parameter group)"
+        )
+    return optim_state_key
+
+
+def _check_size(value: torch.Tensor, numel: int) -> None:
+    if value.numel() != numel:
+        raise ConfigError(
+            f"the value has {value.numel()} elements, but the parameter, or what this rank owns of "
+            f"it, has {numel}: pass a tensor of that size"
+        )

@@ -1,0 +1,233 @@
+"""What a plan predicted beside what its steps take, on all ranks.
+
+Steps are followed on every rank by itself. Ranks meet for a report only after fixed numbers of
+steps, or where all of them ask for one: nothing that a rank sees alone decides about a collective.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.errors import HyTrainError
+from hytrain.formats.plan_file import PlanFile
+from hytrain.formats.text_table import align
+
+_GIB = 1024**3
+_WARM_UP = 3
+_STEPS = 10
+# Reports that nobody asked for: after steps 13, 23, ..., until layers no longer move.
+_MOST_REPORTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeasured:
+    """A rank's last steps.
+
+    Attributes:
+        step_seconds: the median.
+        clipped_share: of these steps, those that began with a clipped decision, the step before's:
+            their forward waited for second passes.
+        gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
+            without a GPU.
+        host_bytes: state, weights, activations and staging on the host.
+        gpu_layers: layers of ``num_layers`` whose state is on the GPU.
+        num_layers: of the model, embeddings and head counted.
+        is_settled: no layer moved in these steps.
+    """
+
+    step_seconds: float
+    clipped_share: float
+    gpu_bytes: int | None
+    host_bytes: int
+    gpu_layers: int
+    num_layers: int
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Predicted and measured.
+
+    Attributes:
+        first_step: of those that were measured, counted from the engine's first.
+        last_step: of those that were measured.
+        plan: what was predicted.
+        ranks: what was measured, in rank order.
+    """
+
+    first_step: int
+    last_step: int
+    plan: PlanFile
+    ranks: tuple[RankMeasured, ...]
+
+    @property
+    def measured_seconds(self) -> float:
+        """The step: ranks wait for each other, so the longest median."""
+        return max(rank.step_seconds for rank in self.ranks)
+
+    @property
+    def clipped_share(self) -> float:
+        """Of the steps, those that were clipped; all ranks clip the same."""
+        return self.ranks[0].clipped_share
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The step that the plan predicts with as many clipped steps as were measured.
+
+        Plans that do not tell them apart have one prediction.
+        """
+        return self.plan.predicted.at(self.clipped_share)
+
+    @property
+    def error(self) -> float:
+        """By what share the step is longer than predicted; negative where it is shorter."""
+        return self.measured_seconds / self.predicted_seconds - 1.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no layer moved on any rank."""
+        return all(rank.is_settled for rank in self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "predicted_seconds": self.predicted_seconds,
+            "clipped_share": self.clipped_share,
+            "measured_seconds": self.measured_seconds,
+            "error": self.error,
+            "is_settled": self.is_settled,
+            "ranks": [
+                {
+                    **asdict(measured),
+                    "device": planned.device,
+                    "batch_size": planned.batch_size,
+                    "predicted_gpu_bytes": planned.gpu_bytes,
+                    "predicted_host_bytes": planned.host_bytes,
+                    "planned_gpu_layers": planned.gpu_layers,
+                }
+                for planned, measured in zip(self.plan.ranks, self.ranks, strict=True)
+            ],
+        }
+
+    def table(self) -> str:
+        """For people: the step, and for each rank its memory and its GPU layers."""
+        rows = [("rank", "device", "samples", "k planned", "k", "GPU GiB", "host GiB")]
+        for number, (planned, found) in enumerate(zip(self.plan.ranks, self.ranks, strict=True)):
+            gpu = "-" if found.gpu_bytes is None else f"{found.gpu_bytes / _GIB:.2f}"
+            rows.append(
+                (
+                    *(str(number), planned.device, str(planned.batch_size)),
+                    f"{planned.gpu_layers / self.plan.layers:.2f}",
+                    f"{found.gpu_layers / found.num_layers:.2f}",
+                    f"{planned.gpu_bytes / _GIB:.2f} -> {gpu}",
+                    f"{planned.host_bytes / _GIB:.2f} -> {found.host_bytes / _GIB:.2f}",
+                )
+            )
+        words = (
+            f"plan, predicted -> measured, median of steps {self.first_step} to {self.last_step}: "
+            f"step {1e3 * self.predicted_seconds:.1f} -> "
+            f"{1e3 * self.measured_seconds:.1f} ms ({self.error:+.1%}), "
+            f"{self.clipped_share:.0%} of the steps clipped"
+        )
+        if not self.is_settled:
+            words += "; layers still move"
+        return "\n".join([words, *align(rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank has after a step; see :class:`RankMeasured`.
+
+    Attributes:
+        step_seconds: from the end of the step before to this one's.
+        is_clipped: whether this step's gradient was clipped, which the next one's forward feels.
+        host_bytes: state, weights, activations and staging on the host.
+        gpu_layers: layers of ``num_layers`` whose state is on the GPU.
+        num_layers: of the model, embeddings and head counted.
+        is_settled: no layer is moving.
+    """
+
+    step_seconds: float
+    is_clipped: bool
+    host_bytes: int
+    gpu_layers: int
+    num_layers: int
+    is_settled: bool
+
+
+class PlanWatch:
+    """Follows the steps of one engine."""
+
+    def __init__(self, plan: PlanFile, collectives: ShardCollectives, device: torch.device) -> None:
+        """
+        Args:
+            plan: of the job.
+            collectives: its ranks.
+            device: this rank's.
+        """
+        self._plan = plan
+        self._collectives = collectives
+        self._device = device
+        self._steps = 0
+        # The steps that a report is about, and the one before them.
+        self._recent: list[RankState] = []
+        self._reports = 0
+        self.latest: PlanReport | None = None
+        """The newest report; None before the first one."""
+
+    def after_step(self, state: RankState) -> None:
+        """A step was made; a collective after some of them."""
+        self._steps += 1
+        if self._steps < _WARM_UP:
+            return
+        self._recent = [*self._recent, state][-_STEPS - 1 :]
+        is_due = (self._steps - _WARM_UP) % _STEPS == 0 and self._steps > _WARM_UP
+        is_due = is_due and self._reports < _MOST_REPORTS
+        # On all ranks alike: what they counted, and what they all know from the last report.
+        if not is_due or (self.latest is not None and self.latest.is_settled):
+            return
+        self._reports += 1
+        report = self.report()
+        if self._collectives.rank == 0 and (report.is_settled or self._reports == _MOST_REPORTS):
+            # Whoever trains by a plan wants to see it, whether logging is set up or not.
+            print(report.table(), flush=True)
+
+    def report(self) -> PlanReport:
+        """Predicted and measured over the last steps; a collective.
+
+        Raises:
+            HyTrainError: too few steps have been made.
+        """
+        if len(self._recent) < 2:
+            raise HyTrainError(
+                f"a plan is compared with steps after the first {_WARM_UP}: make some more"
+            )
+        own = self._measured(self._recent)
+        ranks: list[RankMeasured] = self._collectives.gather_objects(own, "the ranks' times")
+        first = self._steps - len(self._recent) + 2
+        self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
+        return self.latest
+
+    def _measured(self, recent: Sequence[RankState]) -> RankMeasured:
+        states, before = recent[1:], recent[:-1]
+        last = states[-1]
+        is_cuda = self._device.type == "cuda"
+        return RankMeasured(
+            step_seconds=statistics.median(state.step_seconds for state in states),
+            clipped_share=sum(state.is_clipped for state in before) / len(before),
+            gpu_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
+            host_bytes=last.host_bytes,
+            gpu_layers=last.gpu_layers,
+            num_layers=last.num_layers,
+            is_settled=all(
+                state.is_settled and state.gpu_layers == last.gpu_layers for state in states
+            ),
+        )

@@ -1,0 +1,1 @@
+"""Files that other programs read and write: profile.json, plan.json."""

@@ -1,0 +1,310 @@
+"""plan.json: what was decided, for which ranks, model and batch, and what it shall take.
+
+    {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len},
+     "global_batch", "stage", "offload_param",
+     "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
+     "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
+                "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
+                "gpu_bytes", "host_bytes", "limit"}, ...]}
+
+Ranks are in the order of the job's. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
+``step_seconds`` is their mean at the share of clipped steps that was planned for (files of the
+first days have only that, of unclipped steps). ``lower_bound`` is of unclipped steps. Training
+compares the file with what it finds (:func:`difference`) and refuses a plan for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+
+VERSION = 1
+# Two devices of one type differ by this share of memory at most (what drivers keep for themselves).
+_MEMORY_TOLERANCE = 0.02
+_GIB = 1024**3
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PlannedModel(_Record):
+    """The model that a plan is for."""
+
+    name: str
+    num_layers: int = Field(ge=1)
+    parameters: int = Field(ge=1)
+    frozen: int = Field(default=0, ge=0)
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    seq_len: int | None = Field(default=None, ge=1)
+
+
+class Predicted(_Record):
+    """The step that a plan promises, in seconds, and how much longer than the best it may be."""
+
+    step_seconds: float = Field(ge=0.0)
+    unclipped_seconds: float | None = Field(default=None, ge=0.0)
+    clipped_seconds: float | None = Field(default=None, ge=0.0)
+    lower_bound: float = Field(ge=0.0)
+    gap: float | None = Field(ge=0.0)
+
+    @model_validator(mode="after")
+    def _both(self) -> Predicted:
+        if (self.unclipped_seconds is None) != (self.clipped_seconds is None):
+            raise ValueError("unclipped_seconds and clipped_seconds go together")
+        return self
+
+    def at(self, clipped_share: float) -> float:
+        """Seconds of a mean step with this share of clipped ones; the plan's, where it has one."""
+        if self.unclipped_seconds is None or self.clipped_seconds is None:
+            return self.step_seconds
+        longer = self.clipped_seconds - self.unclipped_seconds
+        return self.unclipped_seconds + clipped_share * longer
+
+
+class PlannedRank(_Record):
+    """One rank: what it is, what it does, what that is predicted to take.
+
+    ``multiprocessors`` and ``memory_bytes`` tell the device apart from others of its name.
+    """
+
+    host: str
+    device: str
+    multiprocessors: int = Field(ge=0)
+    memory_bytes: int = Field(ge=1)
+    batch_size: int = Field(ge=0)
+    microbatch_size: int = Field(ge=0)
+    activations: Activations
+    shard_fraction: float = Field(ge=0.0, le=1.0)
+    gpu_layers: int = Field(ge=0)
+    step_seconds: float = Field(ge=0.0)
+    gpu_bytes: int = Field(ge=0)
+    host_bytes: int = Field(ge=0)
+    limit: str
+
+
+class PlanFile(_Record):
+    """All of a plan.json, checked."""
+
+    version: Literal[1]
+    model: PlannedModel
+    global_batch: int = Field(ge=1)
+    stage: Literal[1, 2, 3]
+    offload_param: Literal["cpu"] | None = None
+    predicted: Predicted
+    ranks: tuple[PlannedRank, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _sums(self) -> PlanFile:
+        samples = sum(rank.batch_size for rank in self.ranks)
+        if samples != self.global_batch:
+            raise ValueError(f"the ranks' batch sizes sum to {samples}, not to {self.global_batch}")
+        fractions = math.fsum(rank.shard_fraction for rank in self.ranks)
+        if not math.isclose(fractions, 1.0, abs_tol=1e-6):
+            raise ValueError(f"the ranks' shard fractions sum to {fractions}, not to 1")
+        if self.offload_param is not None and self.stage != 3:
+            raise ValueError(f"offload_param needs stage 3, but stage is {self.stage}")
+        manners = {rank.activations in LAYER_MAJOR for rank in self.ranks}
+        if self.stage == 3 and len(manners) > 1:
+            raise ValueError(
+                "in stage 3 all ranks use each layer together, but the activations of some are of "
+                "layer by layer (keep, offload), of others of one micro-batch after another"
+            )
+        for number, rank in enumerate(self.ranks):
+            if not (rank.microbatch_size <= rank.batch_size and rank.gpu_layers <= self.layers):
+                raise ValueError(
+                    f"rank {number}: micro-batches of {rank.microbatch_size} for "
+                    f"{rank.batch_size} samples, {rank.gpu_layers} of {self.layers} layers"
+                )
+            if (rank.microbatch_size == 0) != (rank.batch_size == 0):
+                raise ValueError(f"rank {number}: microbatch_size is 0 where batch_size is, only")
+        return self
+
+    @property
+    def layers(self) -> int:
+        """L of the model."""
+        return self.model.num_layers
+
+
+def write_plan(path: Path, plan: PlanFile) -> None:
+    """Writes plan.json.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    text = json.dumps(plan.model_dump(mode="json"), indent=2) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the plan {path} ({error.strerror})") from None
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Reads plan.json.
+
+    Raises:
+        PlanError: no such file, no JSON, another version, or values that contradict each other.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path} ({error.strerror})") from None
+    return parse_plan(text, path)
+
+
+def parse_plan(text: str, path: Path) -> PlanFile:
+    """:func:`read_plan` of what the file has.
+
+    Raises:
+        PlanError: as there.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"the plan {path} is not JSON: {error}") from None
+    version = values.get("version") if isinstance(values, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if version != VERSION:
+        raise PlanError(
+            f"the plan {path} has version {version}, this hytrain reads {VERSION}: make it anew"
+        )
+    try:
+        return PlanFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise PlanError(f"the plan {path}, {where}: {first['msg']}") from None
+
+
+# -- is it a plan for this job? ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ActualRank:
+    """A rank as training finds it.
+
+    Attributes:
+        host: its host's name.
+        device: the device's name.
+        memory_bytes: of the device, or of its part that the process may use.
+        multiprocessors: that the process may use; 0 where not known.
+    """
+
+    host: str
+    device: str
+    memory_bytes: int
+    multiprocessors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """The job as training finds it.
+
+    Attributes:
+        ranks: in rank order.
+        num_layers: transformer layers of the model.
+        parameters: of the model, trained ones.
+        global_batch: samples of a step.
+        stage: of ZeRO.
+        dtype: of the training copy; None where not known.
+        offload_param: "cpu" where that is kept in host memory.
+        frozen: parameters of the model that are not trained.
+    """
+
+    ranks: Sequence[ActualRank]
+    num_layers: int
+    parameters: int
+    global_batch: int
+    stage: int
+    dtype: str | None = None
+    offload_param: str | None = None
+    frozen: int = 0
+
+
+_OFFLOAD = '"zero_optimization.offload_param"'
+
+
+def difference(plan: PlanFile, actual: Actual) -> list[str]:
+    """In words, where the job is not the one that was planned for; empty where it is.
+
+    Hosts are compared as groups of ranks: a name may change (a new allocation), who shares a host
+    may not.
+    """
+    words: list[str] = []
+    pairs = (
+        ("layers", plan.model.num_layers, actual.num_layers),
+        ("parameters", plan.model.parameters, actual.parameters),
+        ("parameters that are not trained", plan.model.frozen, actual.frozen),
+        ("samples in the global batch", plan.global_batch, actual.global_batch),
+    )
+    for what, planned, found in pairs:
+        if planned != found:
+            words.append(f"{what}: planned for {planned}, found {found}")
+    if None not in (plan.model.dtype, actual.dtype) and plan.model.dtype != actual.dtype:
+        words.append(f"dtype: planned for {plan.model.dtype}, found {actual.dtype}")
+    if plan.stage != actual.stage:
+        words.append(f"ZeRO stage: planned for {plan.stage}, found {actual.stage}")
+    if plan.offload_param is not None and actual.offload_param is None:
+        words.append(
+            f"offload_param: planned for weights in host memory, found none there: set {_OFFLOAD}: "
+            '{"device": "cpu"}'
+        )
+    elif plan.offload_param is None and actual.offload_param is not None:
+        words.append(
+            f"offload_param: planned for weights on the GPU, found {_OFFLOAD}: remove it, or plan "
+            "with --offload-param cpu"
+        )
+    if len(plan.ranks) != len(actual.ranks):
+        words.append(f"ranks: planned for {len(plan.ranks)}, found {len(actual.ranks)}")
+        return words
+    words += _rank_differences(plan.ranks, actual.ranks)
+    if _same_devices(plan.ranks, actual.ranks):
+        words.append("the devices are those of the plan in another order: order the hosts as there")
+    return words
+
+
+def _rank_differences(planned: Sequence[PlannedRank], found: Sequence[ActualRank]) -> list[str]:
+    words: list[str] = []
+    planned_groups = _groups([rank.host for rank in planned])
+    found_groups = _groups([rank.host for rank in found])
+    for number, (plan, actual) in enumerate(zip(planned, found, strict=True)):
+        words += [f"rank {number}{text}" for text in _device_differences(plan, actual)]
+        if planned_groups[number] != found_groups[number]:
+            words.append(
+                f"rank {number}: planned on {plan.host} with ranks {planned_groups[number]}, found "
+                f"on {actual.host} with ranks {found_groups[number]}"
+            )
+    return words
+
+
+def _device_differences(plan: PlannedRank, actual: ActualRank) -> list[str]:
+    if plan.device != actual.device:
+        return [f": planned for {plan.device}, found {actual.device}"]
+    if actual.memory_bytes < plan.memory_bytes * (1.0 - _MEMORY_TOLERANCE):
+        return [
+            f" ({plan.device}): planned with {plan.memory_bytes / _GIB:.2f} GiB, found "
+            f"{actual.memory_bytes / _GIB:.2f}"
+        ]
+    planned, found = plan.multiprocessors, actual.multiprocessors
+    if planned and found and planned != found:
+        return [f" ({plan.device}): planned with {planned} multiprocessors, found {found}"]
+    return []
+
+
+def _groups(hosts: Sequence[str]) -> list[list[int]]:
+    """For each rank, all ranks of its host."""
+    return [[other for other, name in enumerate(hosts) if name == host] for host in hosts]
+
+
+def _same_devices(planned: Sequence[PlannedRank], found: Sequence[ActualRank]) -> bool:
+    same = Counter(rank.device for rank in planned) == Counter(rank.device for rank in found)
+    return same and any(p.device != f.device for p, f in zip(planned, found, strict=True))

@@ -1,0 +1,1 @@
+"""What this machine is: devices, cores, and the ranks that share them."""

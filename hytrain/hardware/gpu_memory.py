@@ -1,0 +1,27 @@
+"""What memory a GPU has left for this process, and what torch's allocator has handed out."""
+
+from __future__ import annotations
+
+import torch
+
+
+def usable_gpu_bytes(device: torch.device) -> int | None:
+    """GPU memory that this process may take in all, with what it has; None without a GPU.
+
+    The allocator's own limit (``torch.cuda.set_per_process_memory_fraction``) counts.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free + torch.cuda.memory_reserved(device)
+    return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What torch's allocator has handed out on a GPU: now, and the most so far.
+
+    ``torch.cuda.memory_allocated`` says the same, but names and sorts hundreds of statistics for
+    it in Python: too much for autograd's thread, once a layer.
+    """
+    found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return int(found["current"]), int(found["peak"])

@@ -1,0 +1,125 @@
+"""What part of its host a rank has: ranks that share a machine are found by asking, not assumed.
+
+A launcher tells a process how many it has started beside it, and no more: two launchers may run on
+one machine, several containers may share one kernel, and LOCAL_RANK need not follow RANK
+(DeepSpeed counts ``RANK % slots``: on the second of two hosts with 1 and 2 slots that is 1, 0).
+So the ranks exchange what identifies the things that they share: the running kernel, the memory
+control groups, the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.kernels.host_limits import host_memory_pools
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """Where a rank runs.
+
+    Attributes:
+        machine: identifies the running kernel; equal for two containers of one machine.
+        cores: numbers of the cores that the rank may use.
+        memory_pools: names of the memory that it draws from, unique on its machine.
+    """
+
+    machine: str
+    cores: frozenset[int]
+    memory_pools: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What a rank may take of its host.
+
+    Attributes:
+        ranks: ranks on the same machine, this one included.
+        cores: its cores, each divided among the ranks that have it, in whole numbers, at least 1.
+        pool_ranks: for each of its memory pools, the ranks that draw from it.
+    """
+
+    ranks: int
+    cores: int
+    pool_ranks: Mapping[str, int]
+
+    def memory(self, available: Mapping[str, int]) -> int:
+        """This rank's share of the memory left, in bytes.
+
+        Args:
+            available: bytes that each pool has left; the scarcest one decides.
+        """
+        return min(
+            left // self.pool_ranks.get(name, self.ranks) for name, left in available.items()
+        )
+
+
+def machine_identity() -> str:
+    """A name that is the same for all processes of one running kernel and for no others.
+
+    The kernel draws it at boot. Clones of a virtual machine's snapshot may have the same one: ranks
+    on them are then taken to share a machine, and each uses less of its host than it could.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def this_host() -> RankHost:
+    """Where this process runs."""
+    return RankHost(
+        machine_identity(), frozenset(os.sched_getaffinity(0)), frozenset(host_memory_pools())
+    )
+
+
+def divide_host(
+    hosts: Sequence[RankHost], rank: int, *, started_here: int = 1, num_cores: int | None = None
+) -> HostShare:
+    """A rank's part of its host.
+
+    Args:
+        hosts: where each rank runs.
+        rank: whose part.
+        started_here: processes that the launcher says it has started on this rank's host; where
+            that is more than the ranks found there, the others share it without having been asked.
+        num_cores: cores of the machine; default: of this one.
+    """
+    mine = hosts[rank]
+    here = [host for host in hosts if host.machine == mine.machine]
+    unseen = max(0, started_here - len(here))
+    # A launcher that binds ranks to cores leaves each its own: then the unseen ones have others.
+    everywhere = num_cores or os.cpu_count() or len(mine.cores)
+    strangers = unseen if len(mine.cores) * (len(here) + unseen) > everywhere else 0
+    users = Counter(core for host in here for core in host.cores)
+    cores = sum(1.0 / (users[core] + strangers) for core in mine.cores)
+    return HostShare(
+        ranks=len(here) + unseen,
+        cores=max(1, int(cores + 1e-6)),  # thirds of three cores are one
+        pool_ranks={
+            name: unseen + sum(name in host.memory_pools for host in here)
+            for name in mine.memory_pools
+        },
+    )
+
+
+def share_host(collectives: ShardCollectives) -> HostShare:
+    """This rank's part of its host; a collective."""
+    hosts: list[RankHost] = collectives.gather_objects(this_host(), "the ranks' hosts")
+    return divide_host(hosts, collectives.rank, started_here=_started_here())
+
+
+def _started_here() -> int:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's, DeepSpeed's
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1

@@ -1,0 +1,175 @@
+"""A model's forward that stands still at every block until it is told the block's output.
+
+The loop over the blocks is in the user's model, so each forward runs in a thread of its own. One
+thread runs at a time: whoever hands over waits until it is handed to again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from hytrain.layer_major.thread_context import Autocast, Surroundings
+
+_END_SECONDS = 30.0
+"""How long a cancelled forward may take to leave the user's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """A forward stands at a block.
+
+    Attributes:
+        index: which block.
+        autocast: what the caller is in.
+        context: the caller's context variables.
+        with_gradients: whether the caller records a graph.
+        packs_tensors: whether hooks of the caller's are put on the tensors that a graph saves. A
+            checkpoint's count them, and would count the block's among its own.
+    """
+
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast
+    context: contextvars.Context
+    with_gradients: bool
+    packs_tensors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A forward has returned."""
+
+    output: Any
+
+
+class _Cancelled(BaseException):
+    """Unwinds a forward that nobody will hand to again."""
+
+
+class _CancelOrder:
+    """In place of a block's output."""
+
+
+class SuspendedForward:
+    """One micro-batch's forward; used by the thread that made it, which computes the blocks."""
+
+    _of_thread = threading.local()
+
+    def __init__(self, forward: Callable[[], Any], device: torch.device, name: str) -> None:
+        """
+        Args:
+            forward: the model's forward on its arguments.
+            device: of the model.
+            name: of the thread, for debuggers.
+        """
+        self._forward = forward
+        self._device = device
+        self._surroundings = Surroundings.here(device)
+        self._context = contextvars.copy_context()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._to_forward: SimpleQueue[Any] = SimpleQueue()
+        self._to_caller: SimpleQueue[BlockCall | Finished | BaseException] = SimpleQueue()
+
+    @staticmethod
+    def current() -> SuspendedForward | None:
+        """The forward whose thread this is."""
+        return vars(SuspendedForward._of_thread).get("forward")
+
+    def advance(self, output: Any = None) -> BlockCall | Finished:
+        """Runs the forward up to its next block, or to its end.
+
+        Args:
+            output: of the block that it stands at; nothing at the first call.
+
+        Raises:
+            BaseException: whatever the user's code raised.
+        """
+        if self._thread is None:
+            # A daemon: a forward that never comes back must not keep the interpreter alive.
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        else:
+            self._to_forward.put(output)
+        event = self._to_caller.get()
+        if isinstance(event, BlockCall):
+            return event
+        self._thread.join()
+        if isinstance(event, BaseException):
+            try:
+                raise event
+            finally:
+                del event  # this frame is in its traceback: a cycle would keep all frames' tensors
+        return event
+
+    def cancel(self) -> None:
+        """Ends the forward where it stands: context managers of the user's code are left."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        self._to_forward.put(_CancelOrder())
+        self._thread.join(_END_SECONDS)
+
+    # -- the forward's own thread --------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._to_caller.put(Finished(self._context.run(self._run_inside)))
+        except BaseException as error:
+            _close_checkpoints(error)
+            self._to_caller.put(error)
+
+    def _run_inside(self) -> Any:
+        vars(SuspendedForward._of_thread)["forward"] = self
+        with self._surroundings.applied():
+            return self._forward()
+
+    def suspend(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands still at a block; returns its output when there is one."""
+        self._to_caller.put(
+            BlockCall(
+                index,
+                args,
+                kwargs,
+                Autocast.here(self._device),
+                contextvars.copy_context(),
+                torch.is_grad_enabled(),
+                _packs_tensors(),
+            )
+        )
+        # What the caller computes with must not be kept alive by this frame.
+        del args, kwargs
+        output = self._to_forward.get()
+        if isinstance(output, _CancelOrder):
+            # Code that swallows it and calls the next block must be stopped there again.
+            self._to_forward.put(output)
+            raise _Cancelled
+        return output
+
+
+def _close_checkpoints(error: BaseException) -> None:
+    """Checkpoints that an exception has left take their hooks for saved tensors back, here.
+
+    Before 2.13 torch leaves that to the end of a generator that the traceback keeps: it would come
+    in whichever thread frees the exception, and take that thread's hooks instead.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            generator = frame.f_locals.get("gen")
+            if isinstance(generator, Generator):
+                generator.close()
+
+
+def _packs_tensors() -> bool:
+    # There is no public name; torch's own checkpoint goes this way as well.
+    autograd: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
+    return autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,131 @@
+"""Whether a model's blocks can be computed twice: tried on a step that nothing is lost by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hytrain.layer_major.graph_cut import NotLayerMajor
+from hytrain.layer_major.thread_context import process_settings
+
+_TOLERANCE = 1e-3
+"""Of the sum of absolute values. Kernels that add up in any order stay far below it."""
+
+
+class Trial:
+    """Compares a step's losses with those of plain forwards, and its second passes with its first.
+
+    Nothing here waits for the device before :meth:`check`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._buffers = [list(block.buffers()) for block in blocks]
+        self._blocks = list(blocks)
+        self._saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._versions: list[int] = []
+        self._first: dict[tuple[int, int], torch.Tensor] = {}
+        self._differences: list[tuple[int, torch.Tensor]] = []
+        self._settings = process_settings()
+        self.plain_losses: list[torch.Tensor] = []
+        """Of the micro-batches, one forward after another."""
+        self._losses: list[torch.Tensor] = []
+
+    def at_block(self, index: int) -> None:
+        """A micro-batch's forward stands at a block, and others will go on before it does.
+
+        Raises:
+            NotLayerMajor: it has changed settings of the whole process: neither the others nor the
+                block's second pass would know that they hold for this one.
+        """
+        now = process_settings()
+        changed = [name for name, value in self._settings.items() if now[name] != value]
+        if changed:
+            raise NotLayerMajor(
+                f"its forward changes {' and '.join(changed)} of the whole process around "
+                f"'{self._names[index]}': do it outside of the model, or inside of the blocks"
+            )
+
+    def before_block(self, index: int) -> None:
+        """A block is about to be computed for the first time for a micro-batch."""
+        self._versions = _versions(self._buffers[index])
+
+    def after_block(self, index: int) -> None:
+        """It has been computed.
+
+        Raises:
+            NotLayerMajor: its forward has changed its buffers, and would again.
+        """
+        now = list(self._blocks[index].buffers())
+        same = len(now) == len(self._buffers[index]) and all(
+            a is b for a, b in zip(now, self._buffers[index], strict=True)
+        )
+        if not same or _versions(now) != self._versions:
+            raise NotLayerMajor(
+                f"the forward of '{self._names[index]}' changes its buffers (running statistics)"
+            )
+
+    def first_pass(self, index: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        """What a block has returned for a micro-batch."""
+        self._first[index, number] = _fingerprint(tensors)
+
+    def second_pass(self, index: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        """What it has returned when it was computed again."""
+        before, now = self._first.pop((index, number)), _fingerprint(tensors)
+        if before.shape != now.shape:
+            raise NotLayerMajor(f"'{self._names[index]}' returns something else the second time")
+        if before.numel():
+            sums, sizes = before.unbind(1)
+            difference = ((now[:, 0] - sums).abs() / (sizes + 1e-30)).max()
+            self._differences.append((index, difference))
+
+    def loss(self, value: torch.Tensor) -> None:
+        """The next micro-batch's loss."""
+        self._losses.append(value.detach())
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            NotLayerMajor: a loss is another one, or a block has returned something else the second
+                time.
+        """
+        found = [difference for _, difference in self._differences]
+        values: list[float] = torch.stack(found).tolist() if found else []
+        for (index, _), value in zip(self._differences, values, strict=True):
+            # No number is smaller or larger than NaN: a model that has diverged passes.
+            if value > _TOLERANCE:
+                raise NotLayerMajor(
+                    f"'{self._names[index]}' returns something else the second time: the sum of "
+                    f"its outputs differs by {value:.2g} of their size (state that a forward "
+                    "changes, for example a cache)"
+                )
+        for number, (plain, loss) in enumerate(zip(self.plain_losses, self._losses, strict=True)):
+            if abs(float(plain) - float(loss)) > _TOLERANCE * abs(float(plain)):
+                raise NotLayerMajor(
+                    f"micro-batch {number} of the step has another loss when all of them go "
+                    "through the layers together (a forward leaves something behind in the model, "
+                    "and the next one overwrites it)"
+                )
+
+    def undo(self) -> None:
+        """Buffers are what they were before the step."""
+        with torch.no_grad():
+            for buffer, value in self._saved:
+                buffer.copy_(value)
+
+
+def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
+    return [buffer._version for buffer in buffers]  # pyright: ignore[reportPrivateUsage]
+
+
+def _fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum and sum of absolute values of each tensor; [tensors, 2], fp32."""
+    with torch.no_grad():
+        rows = [
+            torch.stack((values.sum(dtype=torch.float32), values.abs().sum(dtype=torch.float32)))
+            for values in (t.float() if not t.is_floating_point() else t for t in tensors)
+        ]
+        return torch.stack(rows) if rows else torch.zeros(0, 2)

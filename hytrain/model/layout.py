@@ -1,0 +1,137 @@
+"""Where each parameter of a layer lies in the layer's flat space, its segments and its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hytrain.model.discovery import LayerParameters
+from hytrain.model.partition import ALIGNMENT, align_up, padded_size
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """A parameter's place: ``[offset, offset + numel)`` of its layer's flat space, in elements."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of parameters of one parameter group and one dtype: ``[begin, end)`` in elements."""
+
+    group: int
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """``[begin, end)`` of the layer's flat space; crosses no segment and no shard cut."""
+
+    group: int
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """A layer's flat space of ``size`` elements: parameters in segments, padded with zeros."""
+
+    index: int
+    name: str
+    block: nn.Module | None
+    slots: tuple[ParameterSlot, ...]
+    segments: tuple[Segment, ...]
+    size: int
+    gaps: tuple[tuple[int, int], ...]
+    """Runs of padding between and after parameters; their gradients must be kept at zero."""
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the layer, padding not counted."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def dtype_runs(self) -> list[tuple[torch.dtype, int, int]]:
+        """(dtype, begin, end) of the maximal runs of one dtype; nearly always one."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for segment in self.segments:
+            if runs and runs[-1][0] == segment.dtype:
+                runs[-1] = (segment.dtype, runs[-1][1], segment.end)
+            else:
+                runs.append((segment.dtype, segment.begin, segment.end))
+        return runs
+
+    def chunks(self, begin: int, end: int, max_elements: int) -> list[ChunkSpan]:
+        """Cuts the shard ``[begin, end)`` into chunks of at most ``max_elements``.
+
+        The pieces of a segment are equally long up to alignment: their boundaries depend on the
+        layout alone, not on threads, and pinned slots of one size fit them closely.
+        """
+        chunks: list[ChunkSpan] = []
+        for segment in self.segments:
+            low, high = max(begin, segment.begin), min(end, segment.end)
+            if low >= high:
+                continue
+            count = -(-(high - low) // max_elements)
+            length = align_up(-(-(high - low) // count))
+            chunks.extend(
+                ChunkSpan(segment.group, segment.dtype, at, min(at + length, high))
+                for at in range(low, high, length)
+            )
+        return chunks
+
+
+def lay_out(
+    layers: Sequence[LayerParameters], group_of: Mapping[int, int], num_ranks: int
+) -> list[LayerLayout]:
+    """Gives every parameter its place.
+
+    Args:
+        layers: the model's layers.
+        group_of: ``id(parameter)`` -> index of its parameter group.
+        num_ranks: ranks that share each layer (the size is padded so that an equal split is exact).
+    """
+    return [_lay_out(index, layer, group_of, num_ranks) for index, layer in enumerate(layers)]
+
+
+def _lay_out(
+    index: int, layer: LayerParameters, group_of: Mapping[int, int], num_ranks: int
+) -> LayerLayout:
+    def key(item: tuple[str, nn.Parameter]) -> tuple[str, int]:
+        return str(item[1].dtype), group_of[id(item[1])]
+
+    slots: list[ParameterSlot] = []
+    segments: list[Segment] = []
+    gaps: list[tuple[int, int]] = []
+    at = 0
+    for name, parameter in sorted(layer.parameters, key=key):  # stable: registration order within
+        group, end = group_of[id(parameter)], at + align_up(parameter.numel())
+        slots.append(ParameterSlot(name, parameter, at, parameter.numel()))
+        if at + parameter.numel() < end:
+            gaps.append((at + parameter.numel(), end))
+        if segments and (segments[-1].group, segments[-1].dtype) == (group, parameter.dtype):
+            segments[-1] = Segment(group, parameter.dtype, segments[-1].begin, end)
+        else:
+            segments.append(Segment(group, parameter.dtype, at, end))
+        at = end
+    size = padded_size(at, num_ranks)
+    if size > at:
+        gaps.append((at, size))
+        last = segments[-1]
+        segments[-1] = Segment(last.group, last.dtype, last.begin, size)
+    return LayerLayout(
+        index, layer.name, layer.block, tuple(slots), tuple(segments), size, tuple(gaps)
+    )
+
+
+__all__ = ["ALIGNMENT", "ChunkSpan", "LayerLayout", "ParameterSlot", "Segment", "lay_out"]

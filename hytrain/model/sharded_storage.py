@@ -1,0 +1,203 @@
+"""Layer storage under ZeRO-3: this rank keeps its shard, the whole layer exists while it is used.
+
+The whole copy is one flat tensor a dtype whose *storage* is given memory when the layer is gathered
+and loses it afterwards. What autograd saved of a weight, views such as a transpose included, refers
+to that storage: it costs nothing while the layer is away and holds the weights again in backward.
+Parameters are views of it while the layer is there. In between they are numbers that are none, of
+the right shape: a read that nobody gathered for gives NaN, not memory that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.weight_reads import WatchedParameters
+
+
+class ShardedStorage:
+    """A layer's training copy: a shard of it always, all of it between gather and release."""
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        layout: LayerLayout,
+        shard: tuple[int, int],
+        device: torch.device,
+        home: torch.Tensor | None = None,
+    ) -> None:
+        """Copies this rank's shard out of the layer's parameters, which lose their own memory.
+
+        Args:
+            layout: the layer's flat space.
+            shard: ``[begin, end)`` of it that this rank keeps.
+            device: where the layer is computed with.
+            home: uint8 host memory of :func:`shard_bytes` for the shard; None: on the device.
+        """
+        self.layout = layout
+        self.device = device
+        self.begin, self.end = shard
+        self.on_host = home is not None
+        self.runs: list[tuple[int, int, torch.Tensor]] = []
+        """(begin, end, flat tensor of end - begin elements) for each run of one dtype; without
+        memory while the layer is not gathered."""
+        self.parts: list[tuple[int, torch.Tensor]] = []
+        """(begin, this rank's part) of each run; an empty part where it owns nothing of it."""
+        taken = 0
+        for dtype, low, high in layout.dtype_runs:
+            self.runs.append((low, high, torch.empty(high - low, dtype=dtype, device=device)))
+            begin = min(max(self.begin, low), high)
+            length = max(begin, min(self.end, high)) - begin
+            if home is None:
+                part = torch.zeros(length, dtype=dtype, device=device)
+            else:
+                size = length * dtype.itemsize
+                part = home[taken : taken + size].view(dtype).zero_()
+                taken += size
+            self.parts.append((begin, part))
+        self.is_gathered = False
+        self.reads: WatchedParameters | None = None
+        """Told of reads where no module of the layer runs, and nobody has gathered it by hand."""
+        for slot in layout.slots:
+            self.take(slot, slot.parameter.data)
+        self._away: dict[torch.dtype, torch.Tensor] = {
+            flat.dtype: torch.full((), torch.nan, dtype=flat.dtype, device=device)
+            for _low, _high, flat in self.runs
+        }
+        # Made while there is memory: a view of a storage without any is refused.
+        self._views = [self._view(slot) for slot in layout.slots]
+        self.dismiss()
+
+    def _view(self, slot: ParameterSlot) -> torch.Tensor:
+        begin, end = slot.offset, slot.offset + slot.numel
+        for low, high, flat in self.runs:
+            if low <= begin and end <= high:
+                return flat[begin - low : end - low].view(slot.parameter.shape)
+        raise IndexError(f"[{begin}, {end}) is in no run of {self.layout.name}")
+
+    # -- this rank's shard ---------------------------------------------------------------------
+
+    def take(self, slot: ParameterSlot, weights: torch.Tensor) -> None:
+        """This rank's part of a parameter becomes that of ``weights``.
+
+        Args:
+            slot: of this layout.
+            weights: the whole parameter, on any device and of any dtype.
+        """
+        low, high = max(self.begin, slot.offset), min(self.end, slot.offset + slot.numel)
+        if low < high:
+            flat = weights.reshape(-1)[low - slot.offset : high - slot.offset]
+            with torch.no_grad():
+                self.slice(low, high).copy_(flat)
+
+    def slice(self, begin: int, end: int) -> torch.Tensor:
+        """The training copy of ``[begin, end)``, within this rank's shard and one dtype.
+
+        Returns:
+            A 1-D view of ``end - begin`` elements, on the device or the host.
+        """
+        for start, part in self.parts:
+            if start <= begin and end <= start + part.numel():
+                return part[begin - start : end - start]
+        raise IndexError(
+            f"[{begin}, {end}) is not within one dtype of this rank's shard of {self.layout.name}"
+        )
+
+    def shard_slices(self, begin: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """(start in the flat space, view) of each dtype run's part of ``[begin, end)``."""
+        return [
+            (
+                max(begin, start),
+                part[max(begin, start) - start : min(end, start + len(part)) - start],
+            )
+            for start, part in self.parts
+            if max(begin, start) < min(end, start + len(part))
+        ]
+
+    def address(self, begin: int, end: int) -> int:
+        """Address of the training copy of ``[begin, end)``, where this rank keeps it."""
+        return self.slice(begin, end).data_ptr()
+
+    @contextmanager
+    def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
+        """Where an update on the device writes the training copy of ``[begin, end)``.
+
+        A shard on the host is copied there afterwards, on the current stream.
+
+        Args:
+            begin: of a run of one dtype within this rank's shard.
+            end: its end.
+            master: its master weights on the device, as they are before the update: what the copy
+                is made of, so that an update that is skipped leaves it as it was.
+        """
+        home = self.slice(begin, end)
+        if not self.on_host:
+            yield home
+            return
+        outgoing = master.to(home.dtype)
+        if outgoing is master:
+            outgoing = master.clone()
+        yield outgoing
+        home.copy_(outgoing, non_blocking=True)
+
+    # -- the whole layer -----------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of the whole copy, as it is now."""
+        return sum(flat.untyped_storage().nbytes() for _low, _high, flat in self.runs)
+
+    def materialize(self) -> None:
+        """Gives the whole copy memory, of the current stream; its contents are undefined."""
+        for low, high, flat in self.runs:
+            flat.untyped_storage().resize_((high - low) * flat.element_size())
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot, view in zip(self.layout.slots, self._views, strict=True):
+                slot.parameter.data = view
+        self.is_gathered = True
+
+    def dismiss(self) -> None:
+        """Takes the whole copy's memory away. All uses must be queued on the current stream."""
+        self._point_away()
+        for _low, _high, flat in self.runs:
+            flat.untyped_storage().resize_(0)
+        self.is_gathered = False
+        if self.reads is not None:
+            self.reads.disallow_all()
+
+    def keep_gathered(self) -> None:
+        """This rank's shard becomes what the whole copy holds of it."""
+        for (low, _high, flat), (start, part) in zip(self.runs, self.parts, strict=True):
+            part.copy_(flat[start - low : start - low + part.numel()])
+
+    def _point_away(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot in self.layout.slots:
+                parameter = slot.parameter
+                parameter.data = self._away[parameter.dtype].expand(parameter.shape)
+
+    # -- as every storage ----------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Lets go of everything; the parameters hold no weights any more."""
+        if self.is_gathered:
+            self.dismiss()
+        self.runs = []
+        self.parts = []
+        self._views = []
+
+    def mark_overwritten(self) -> None:
+        """Counts an overwrite of all parameters, as :class:`ResidentStorage`'s."""
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.layout.slots])
+
+
+def shard_bytes(layout: LayerLayout, shard: tuple[int, int]) -> int:
+    """Bytes of the training copy of ``[begin, end)`` of a layer."""
+    return sum(
+        max(0, min(shard[1], high) - max(shard[0], low)) * dtype.itemsize
+        for dtype, low, high in layout.dtype_runs
+    )

@@ -1,0 +1,199 @@
+"""One step over a global batch that ranks share unequally, as on one GPU that computes all of it.
+
+The mean is over the valid tokens of the global batch: each micro-batch's loss is weighted by its
+share of them, and gradients are summed over micro-batches and ranks. A rank may have more
+micro-batches than another, or none: gradients are reduced once a step, in the last one's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hytrain.errors import UnsupportedError
+from hytrain.optimizer.randomness import MicroBatchRandomness
+
+IGNORED_LABEL = -100
+"""torch's cross entropy and transformers leave tokens with this label out of the mean."""
+
+NumValid = Callable[[Any], "int | torch.Tensor"]
+
+
+class BatchEngine(Protocol):
+    """What a step over a global batch needs of an engine."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> Any:
+        """The model's backward."""
+        ...
+
+    def step(self) -> None:
+        """The update."""
+        ...
+
+    def join_micro_batch(self) -> None:
+        """Takes part in a micro-batch that other ranks have and this one has not."""
+        ...
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Whether the next backward is the step's last; None: as counted."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Not all micro-batches of the step will come: nothing of those that came stays."""
+        ...
+
+
+def valid_labels(batch: Any) -> torch.Tensor:
+    """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
+
+    Args:
+        batch: a mapping with ``labels`` of shape [samples, tokens].
+
+    Raises:
+        UnsupportedError: it has none, so that nobody can tell what the model's mean is over.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
+        raise UnsupportedError(
+            "train_batch cannot tell over how many tokens the loss is a mean: the batch has no "
+            '"labels" of shape [samples, tokens]; pass num_valid=function, which takes a '
+            "micro-batch and returns the number of terms of its mean"
+        )
+    return (labels[:, 1:] != IGNORED_LABEL).sum()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model's forward returns: itself, ``.loss``, ``["loss"]`` or the first.
+
+    Raises:
+        UnsupportedError: there is no scalar tensor.
+    """
+    if isinstance(output, Mapping):
+        found: Any = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise UnsupportedError(
+            f"the model's forward returned {type(output).__name__} without a scalar loss: return "
+            "the loss, a tuple that begins with it, or an object with .loss"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A rank's share of a step.
+
+    Attributes:
+        batches: what the model takes: mappings by name, anything else by position.
+        weights: of each one's loss in the global batch's mean; float64, on the device.
+        device: of the losses.
+        absent: micro-batches that other ranks have more, in whose gathers every rank takes part
+            (ZeRO-3).
+    """
+
+    batches: Sequence[Any]
+    weights: Sequence[torch.Tensor]
+    device: torch.device
+    absent: int = 0
+
+    def forward(self, number: int, model: Callable[..., Any]) -> Any:
+        """The model's output for one of them."""
+        batch = self.batches[number]
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+    def mean(self) -> torch.Tensor:
+        """A sum of losses that nothing has been added to."""
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def weigh(self, number: int, output: Any, mean: torch.Tensor) -> torch.Tensor:
+        """The loss to run back, 0-dimensional; what it adds to the global mean goes to ``mean``."""
+        loss = loss_of(output).reshape(())
+        weight = self.weights[number]
+        part = loss.detach().double() * weight
+        # A micro-batch without a valid token has no mean (0/0), and no part in the global one.
+        mean += torch.where(weight > 0, part, torch.zeros_like(part))
+        return loss * weight.to(loss.dtype)
+
+
+Accumulate = Callable[[MicroBatches], torch.Tensor]
+"""Forward and backward of all; returns this rank's part of the mean loss, float64."""
+
+
+def micro_batch_major(
+    engine: BatchEngine, share: MicroBatches, randomness: MicroBatchRandomness
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch after another; see :data:`Accumulate`."""
+    mean = share.mean()
+    for left in reversed(range(share.absent)):
+        engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
+        engine.join_micro_batch()
+    for number in range(len(share.batches)):
+        engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
+        randomness.choose(number)
+        # No name for the output: its logits would stay through backward and the next forward.
+        loss = share.weigh(number, share.forward(number, engine), mean)
+        engine.backward(loss, scale_wrt_gas=False)
+        del loss
+    return mean
+
+
+def train_global_batch(
+    engine: BatchEngine,
+    micro_batches: Iterator[Any],
+    count: int,
+    num_valid: NumValid,
+    sum_over_ranks: Callable[[torch.Tensor], None],
+    device: torch.device,
+    accumulate: Accumulate,
+    absent: int = 0,
+) -> torch.Tensor:
+    """Forward, backward and update.
+
+    Args:
+        engine: whose optimizer sums gradients over ranks while this runs.
+        micro_batches: gives this rank's next ``count``.
+        count: this rank's micro-batches in a step; may be 0.
+        num_valid: terms of a micro-batch's mean loss.
+        sum_over_ranks: sums a tensor over the ranks, in place.
+        device: of losses.
+        accumulate: how the micro-batches are computed.
+        absent: micro-batches that other ranks have more, where that matters (ZeRO-3).
+
+    Returns:
+        The global batch's mean loss, fp32, on the device; the same on all ranks. NaN where no token
+        of it is valid.
+
+    Raises:
+        StopIteration: the iterator ended before a step's first micro-batch.
+        UnsupportedError: loss or number of valid tokens cannot be told.
+        Exception: the model's; the step has left nothing behind.
+    """
+    batches = [next(micro_batches) for _ in range(count)]
+    counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
+    sum_over_ranks(total)
+    divisor = total.clamp(min=1.0)
+    try:
+        weights = [valid / divisor for valid in counts]
+        try:
+            mean = accumulate(MicroBatches(batches, weights, device, absent))
+        except BaseException:
+            # Or the gradients of the first micro-batches would be the next step's as well.
+            engine.abandon_step()
+            raise
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+    finally:
+        engine.set_gradient_accumulation_boundary(None)
+    sum_over_ranks(mean)
+    return torch.where(total > 0, mean, torch.full_like(mean, torch.nan)).float()

@@ -1,0 +1,406 @@
+"""Takes gradients over from autograd and knows when a layer's gradient is final.
+
+A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
+tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
+Layers with a parameter that got no gradient then are never sent early: nobody could tell "not yet"
+from "not this time".
+
+The first backward itself cannot know. With one rank it takes each parameter's first firing for its
+last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
+wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Several
+ranks send nothing early then: they have not agreed on an order.
+
+Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
+them; how often is learned for that manner by itself, and what one micro-batch fired counts. The
+order and who may go early are the same in both manners: ranks may differ in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hytrain.errors import GradientOrderError
+from hytrain.kernels.gradient_copy import GradientCopier
+from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.optimizer.firing_order import FiringRecord, Firings, LatePolicy, Pace
+from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
+
+Consumer = Callable[[LayerGradient], None]
+Agreement = Callable[[Sequence[int], Sequence[bool], bool], tuple[list[int], list[bool]]]
+
+
+class GradientCollector:
+    """Hooks on every trained parameter; calls back once a layer's gradient is final.
+
+    The consumer is called in one order on all ranks, each layer once a backward.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[LayerLayout],
+        gradient_dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        consume: Consumer,
+        consume_part: Consumer,
+        agree: Agreement,
+        on_begin: Callable[[], None],
+        recall: Callable[[LayerGradient], None] | None,
+        late: LatePolicy,
+        sums_squares: bool,
+        is_reduced: bool,
+    ) -> None:
+        """
+        Args:
+            layouts: the layers in forward order.
+            gradient_dtypes: each layer's gradient dtype.
+            device: where gradients are.
+            consume: takes ``local`` of a layer whose gradient of this backward is complete; None
+                where parts are in ``held`` and no rank has more.
+            consume_part: reduces ``local`` into ``held``: more of it may come.
+            agree: makes order and early flags the same on all ranks (a collective).
+            on_begin: called by the first gradient of a backward that nobody announced.
+            recall: takes a layer's gradient of this backward back into ``held``, where the first
+                backward consumed it too early; None: the first backward consumes nothing early.
+            late: what follows a gradient after its layer was taken for complete.
+            sums_squares: whether to sum a gradient's squares as it is copied (one rank: elsewhere
+                the reduced gradient's are wanted).
+            is_reduced: see :class:`~hytrain.optimizer.layer_gradient.Zeros`.
+        """
+        self.layers = [
+            LayerGradient(
+                layout, dtype, None, None, [False] * len(layout.slots), [0] * len(layout.slots)
+            )
+            for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
+        ]
+        if sums_squares:
+            for layer in self.layers:
+                sizes = [slot.numel for slot in layer.layout.slots]
+                layer.copier = GradientCopier(sizes, device)
+        self._device = device
+        self._agrees = is_reduced  # with other ranks: all of them learn at the same time
+        most = max((layout.size for layout in layouts), default=0)
+        self._zeros = Zeros(most, device, is_reduced=is_reduced)
+        self._consume = consume
+        self._consume_part = consume_part
+        self._early = False
+        self._parts = False  # parts of this backward's gradients have been reduced
+        self._agree = agree
+        self._on_begin = on_begin
+        self._recall = recall
+        self._late = late
+        self.record: FiringRecord | None = None
+        self._expected: dict[bool, Firings] = {}  # by manner: layer by layer or not
+        self._by_layer = False
+        self._micro_batches = 1
+        self._takes_back = False  # layers of this backward may be consumed too early
+        self._pace: Pace | None = None
+        self._clock = 0
+        self._firings = 0
+        self._next = 0  # position in the record's order
+        self.in_backward = False
+        self.open = False
+        """A backward has begun and its gradients have not all been consumed."""
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(self._hook(layer, index, slot))
+            for layer in self.layers
+            for index, slot in enumerate(layer.layout.slots)
+        ]
+
+    @property
+    def num_firings(self) -> int:
+        """Grows with every gradient that autograd has handed over."""
+        return self._firings
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether autograd has handed over a gradient of this backward."""
+        return self._clock > 0
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Layers are consumed when ``pace`` says so; None: as soon as they are final, in order."""
+        self._pace = pace
+
+    def remove_hooks(self) -> None:
+        """Detaches from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- one backward --------------------------------------------------------------------------
+
+    def knows(self, *, by_layer: bool) -> bool:
+        """Whether a backward of this manner has taught how often each parameter fires.
+
+        The first one may consume gradients too early.
+        """
+        return self.record is not None and by_layer in self._expected
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is kept for the next step."""
+        return not any(layer.local is not None or layer.held is not None for layer in self.layers)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what is kept for the next step."""
+        for layer in self.layers:
+            for kept in (layer.local, layer.held):
+                if kept is not None:
+                    kept.mul_(factor)
+            layer.copied_whole = False  # its squares are no longer known
+
+    def begin(self, *, early: bool, by_layer: int | None = None) -> None:
+        """A backward begins.
+
+        Args:
+            early: whether layers are consumed as they become final, or all by :meth:`complete`.
+            by_layer: micro-batches that go back through the layers together; None: it is one's.
+        """
+        self.in_backward = True
+        self.open = True
+        self._by_layer = by_layer is not None
+        self._micro_batches = max(1, by_layer or 1)
+        self._next = 0
+        self._clock = 0
+        self._early = early
+        self._parts = False
+        expected = self._expected.get(self._by_layer)
+        can_recall = early and expected is None and self._recall is not None
+        self._takes_back = can_recall and (self._by_layer or self.record is None)
+        for index, layer in enumerate(self.layers):
+            layer.fired = [0] * len(layer.fired)
+            layer.last_firing = 0
+            layer.uses_before = 0
+            layer.final = False
+            layer.closed = False
+            layer.remaining = -1
+            if not early:
+                continue
+            if self.record is not None and expected is not None and self.record.early[index]:
+                if all(expected[index]):
+                    layer.remaining = sum(expected[index]) * self._micro_batches
+            elif self._takes_back and not self._by_layer:
+                layer.remaining = len(layer.fired)
+
+    def layer_done(self, index: int) -> None:
+        """All micro-batches are back at a layer: its gradient looks complete.
+
+        Counts tell it anyhow, but where none have been learned.
+        """
+        layer = self.layers[index]
+        if self._takes_back and not layer.closed and all(layer.fired):
+            layer.final = True
+            self._close(layer)
+
+    def _hook(
+        self, layer: LayerGradient, index: int, slot: ParameterSlot
+    ) -> Callable[[nn.Parameter], None]:
+        # It runs for every parameter of every micro-batch: where those are small, what it takes
+        # the host is what they take.
+        def hook(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            if not self.in_backward:
+                self._on_begin()
+            if layer.final or layer.closed:
+                if self._takes_back:
+                    self._take_back(layer)
+                else:
+                    self._refuse_late(layer, index, slot)
+            if torch.is_grad_enabled():  # create_graph
+                with torch.no_grad():
+                    self._take(layer, index, gradient)
+            else:
+                self._take(layer, index, gradient)
+            # zero_grad() and create_graph must not reach a gradient that is on its way.
+            parameter.grad = None
+            self._count(layer, index)
+
+        return hook
+
+    def _count(self, layer: LayerGradient, index: int) -> None:
+        """A gradient has been taken; the layer is consumed with its last one."""
+        layer.fired[index] += 1
+        self._clock += 1
+        self._firings += 1
+        layer.last_firing = self._clock
+        layer.uses_before = 0 if self._pace is None else self._pace.uses_made
+        if self.record is None and layer.fired[index] > 1:
+            layer.remaining = -1  # once more than once: not before the end of this backward
+        layer.remaining -= 1
+        if layer.remaining == 0:
+            layer.final = True
+            if self.record is None:
+                self._close(layer)
+            else:
+                self._advance()
+
+    def _take_back(self, layer: LayerGradient) -> None:
+        """The first backward took this layer for complete, and it was not."""
+        assert self._recall is not None
+        self._recall(layer)
+        layer.final = False
+        layer.closed = False
+        layer.remaining = -1
+
+    def _take(self, layer: LayerGradient, index: int, gradient: torch.Tensor) -> None:
+        if layer.local is None:
+            layer.allocate(self._device)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if layer.written[index]:
+            layer.parts[index].add_(gradient)
+            layer.copied_whole = False
+            return
+        # The first gradient is taken over: nothing is zeroed only to be added to.
+        layer.parts[index] = part = layer.parts[index].view(gradient.shape)
+        if layer.copier is not None:
+            layer.copier.copy(index, gradient.detach(), part)
+        else:
+            part.copy_(gradient)
+        layer.written[index] = True
+
+    def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
+        expected = self._expected[self._by_layer][self.layers.index(layer)][index]
+        expected *= self._micro_batches
+        if self._late.relearn:
+            # What was learned does not hold for this model any more: learn again.
+            self.record = None
+            self._expected.clear()
+        raise GradientOrderError(
+            f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
+            f"backward, but the first backward gave it {expected}, and the update of layer "
+            f"'{layer.layout.name}' has begun. {self._late.advice}"
+        )
+
+    def _advance(self) -> None:
+        """Consumes, in the agreed order, what is final."""
+        if self._pace is not None:
+            self._pace.gradient_final()
+            return
+        record = self.record
+        assert record is not None
+        while self._next < len(record.order):
+            index = record.order[self._next]
+            layer = self.layers[index]
+            if not record.early[index]:
+                self._next += 1  # complete() takes it
+                continue
+            if not layer.final:
+                return
+            self._next += 1
+            self._close(layer)
+
+    def close_if_final(self, index: int) -> bool:
+        """Consumes a layer's gradient if it is complete; whether it has been consumed."""
+        if not self.open:
+            return False  # in the forward of a pass that goes on to backward; marks are old ones
+        layer = self.layers[index]
+        if layer.final and not layer.closed:
+            self._close(layer)
+        return layer.closed
+
+    def close(self, index: int) -> None:
+        """Consumes what there is of a layer's gradient, unless it has been consumed."""
+        if not self.layers[index].closed:
+            self._close(self.layers[index])
+
+    def reduce_so_far(self, index: int) -> None:
+        """The first backward goes on from a layer: what there is of its gradient is reduced.
+
+        Into ``held``, on all ranks, whether they have anything or not. What comes later is added.
+        """
+        layer = self.layers[index]
+        if self.in_backward and self._early and not layer.closed:
+            self._parts = True
+            layer.fill(self._zeros)
+            self._consume_part(layer)
+
+    def _close(self, layer: LayerGradient) -> None:
+        layer.fill(self._zeros)
+        layer.closed = True
+        self._consume(layer)
+
+    def complete(self, *, consume: bool) -> None:
+        """The backward is over: what it left incomplete is taken as it is.
+
+        Args:
+            consume: whether to consume the rest now (a step, or reduction each micro-batch), or
+                to leave it in ``local`` for the next micro-batch to add to.
+        """
+        self.in_backward = False
+        if not self.open:
+            return
+        self.open = False
+        if not consume and not self._agrees and not self._clock:
+            return  # nothing came (torch.autograd.grad does that), so nothing is learned
+        is_new = self._by_layer not in self._expected
+        if is_new:
+            self._expected[self._by_layer] = [self._for_each(layer.fired) for layer in self.layers]
+        if self.record is None:
+            self._learn()
+        if is_new and self._pace is not None:
+            self._learn_pace(self._pace)
+        if consume:
+            self._consume_rest()
+
+    def _consume_rest(self) -> None:
+        if self._pace is not None:
+            self._pace.finish()
+        record = self.record
+        assert record is not None
+        whole = self._wholly_reduced()
+        first = [i for i in record.order if record.early[i]]
+        for index in [*first, *(i for i in record.order if not record.early[i])]:
+            layer = self.layers[index]
+            if index in whole and not layer.closed:
+                layer.closed = True
+                self._consume(layer)
+            elif not layer.closed:
+                self._close(layer)
+        self._zeros.forget()
+
+    def _wholly_reduced(self) -> set[int]:
+        """Layers of which no rank has anything that has not been reduced; may be a collective."""
+        if not self._parts or self._pace is None:
+            return set()
+        missing = [layer.local is not None or layer.held is None for layer in self.layers]
+        found = self._pace.largest([int(flag) for flag in missing])
+        return {index for index, flag in enumerate(found) if not flag}
+
+    def _learn(self) -> None:
+        order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
+        early = [all(count > 0 for count in layer.fired) for layer in self.layers]
+        has_seen = any(layer.last_firing for layer in self.layers)
+        self.record = FiringRecord(*self._agree(order, early, has_seen))
+
+    def _learn_pace(self, pace: Pace) -> None:
+        record = self.record
+        assert record is not None
+        # A rank without a batch now may have one in this step still.
+        expected = self._expected[self._by_layer]
+        counts = iter(pace.largest([count for fired in expected for count in fired]))
+        self._expected[self._by_layer] = [[next(counts) for _ in fired] for fired in expected]
+        uses_before = [layer.uses_before for layer in self.layers]
+        pace.learn_reduces(record.order, record.early, uses_before, by_layer=self._by_layer)
+
+    def _for_each(self, fired: list[int]) -> list[int]:
+        """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
+        return [
+            0 if count % self._micro_batches else count // self._micro_batches for count in fired
+        ]
+
+    def discard(self) -> None:
+        """Forgets every gradient that has not been consumed."""
+        self.in_backward = False
+        self.open = False
+        self._zeros.forget()
+        for layer in self.layers:
+            layer.release()
+            layer.held = None
+            layer.closed = False
+            layer.final = False

@@ -1,0 +1,119 @@
+"""One layer's gradient of the current step, as far as it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hytrain.kernels.gradient_copy import GradientCopier
+from hytrain.model.layout import LayerLayout
+
+
+class Zeros:
+    """Gradients of layers that have got none in a backward.
+
+    A rank without samples has no other ones, and its host runs far ahead of the collectives that
+    read them: each a tensor of its own, those of all layers would be there at once.
+    """
+
+    def __init__(self, most: int, device: torch.device, *, is_reduced: bool) -> None:
+        """
+        Args:
+            most: elements of the largest layer.
+            device: where gradients are.
+            is_reduced: what is taken is only read (several ranks: it is reduced into another
+                tensor), so that all layers may have the same; otherwise each has its own.
+        """
+        self._most = most
+        self._device = device
+        self._is_reduced = is_reduced
+        self._shared: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, of so many elements."""
+        if not self._is_reduced:
+            return torch.zeros(size, dtype=dtype, device=self._device)
+        if dtype not in self._shared:
+            self._shared[dtype] = torch.zeros(self._most, dtype=dtype, device=self._device)
+        return self._shared[dtype][:size]
+
+    def forget(self) -> None:
+        """Nothing more is taken in this backward; what was taken stays."""
+        self._shared.clear()
+
+
+@dataclass(slots=True)
+class LayerGradient:
+    """One layer's gradient on its way.
+
+    Attributes:
+        local: this rank's own gradient of the whole layer, flat; None while there is none.
+        parts: each parameter's part of ``local``, once something was written in its shape.
+        held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
+            was withdrawn).
+        uses_before: uses of layers that this backward had made at the last firing.
+        closed: the gradient of the current backward has been reduced.
+        copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
+    """
+
+    layout: LayerLayout
+    dtype: torch.dtype
+    local: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+    written: list[bool] = field(default_factory=list)
+    fired: list[int] = field(default_factory=list)
+    remaining: int = 0
+    last_firing: int = 0
+    uses_before: int = 0
+    final: bool = False
+    closed: bool = False
+    copier: GradientCopier | None = None
+    copied_whole: bool = False
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes room for this rank's own gradient."""
+        self.local = local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+        self.parts = [local[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
+        self.written = [False] * len(self.parts)
+        self.copied_whole = True
+
+    def fill(self, zeros: Zeros) -> None:
+        """Zeros where no gradient was written: padding, and parameters unused this time.
+
+        What there is is complete then, and may only be read.
+        """
+        local = self.local
+        if local is None:
+            self.local = zeros.take(self.layout.size, self.dtype)
+            self.copied_whole = False
+            return
+        for begin, end in self.layout.gaps:
+            local[begin:end].zero_()
+        for written, slot in zip(self.written, self.layout.slots, strict=True):
+            if not written:
+                local[slot.offset : slot.offset + slot.numel].zero_()
+
+    def whole(self, device: torch.device) -> torch.Tensor:
+        """A copy of ``local``; zeros where nothing was written, everywhere if there is none."""
+        copy = torch.zeros(self.layout.size, dtype=self.dtype, device=device)
+        if self.local is not None:
+            for written, slot in zip(self.written, self.layout.slots, strict=True):
+                if written:
+                    part = slice(slot.offset, slot.offset + slot.numel)
+                    copy[part].copy_(self.local[part])
+        return copy
+
+    def release(self) -> torch.Tensor | None:
+        """Hands ``local`` over; nothing here refers to it any more."""
+        local, self.local = self.local, None
+        self.parts = []
+        return local
+
+    @property
+    def squares(self) -> torch.Tensor | None:
+        """Partial sums of the squares of ``local``; None where they are not known."""
+        if self.copier is None or not self.copied_whole or not all(self.written):
+            return None
+        return self.copier.squares

@@ -1,0 +1,194 @@
+"""What the hooks on a model's modules say, turned into waits and gathers of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import UnsupportedError
+from hytrain.model.layer_state import LayerState
+from hytrain.zero3.layer_weights import LayerWeights
+
+_ONLY_SHARDS = (
+    "Under ZeRO-3 a rank has its shards of the weights only: read them on all ranks inside `with "
+    "engine.gathered_parameters():`, or call engine.save_16bit_model, engine.module_state_dict or "
+    "engine.fp32_state_dict, which gather them"
+)
+
+
+class PassGuide:
+    """Told of every use of weights by :class:`~hytrain.zero3.forward_hooks.LayerGuards`."""
+
+    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = optimizer.weights
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]:
+        """All weights in forward order."""
+        return self._weights.layers
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers have to be gathered for their uses (ZeRO-3)."""
+        return self._weights.is_sharded
+
+    def begin_forward(self) -> None:
+        """The model's forward begins, and is about to enter its modules."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        optimizer.begin_forward()
+        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            # What is there still, of a backward or of a forward that raised, is no module's now.
+            self._weights.forbid_reads()
+            for state in optimizer.layer_states:
+                if state.sent:  # what is gathered ahead must not be what a later step would make it
+                    optimizer.before_use(state)
+            schedule.begin("train" if torch.is_grad_enabled() else "eval")
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+            schedule.end()
+        # Whatever was not used is made ready now: every rank gathers every layer, in one order,
+        # and reads of parameters between forward and backward see the newest weights.
+        for state in optimizer.layer_states:
+            if state.sent or not state.waited:
+                optimizer.before_use(state)
+        optimizer.end_forward()
+
+    def before_use(self, state: LayerState) -> None:
+        """Trained weights are about to be read."""
+        self._optimizer.before_use(state)
+
+    def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
+        """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
+        optimizer, schedule = self._optimizer, self._weights.active
+        for layer in layers:
+            state = layer.trained
+            for part in layer.sharded:
+                part.allow_reads()
+            if state is None:
+                if schedule is not None:
+                    schedule.use(layer.index)
+                continue
+            if state.sent and not optimizer.collector.in_backward:
+                optimizer.before_use(state)  # withdraws
+            if schedule is not None:
+                optimizer.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+                schedule.use(state.index)
+                optimizer.timer.wait_ends(state.index)
+            elif not state.waited:
+                optimizer.before_use(state)
+        if layers[0].trained is not None:  # the time of others counts as the layer's before them
+            optimizer.timer.enter(layers[0].index)
+
+    def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
+        """The module's computation is queued."""
+        schedule = self._weights.active
+        for layer in layers:
+            for part in layer.sharded:
+                part.disallow_reads()
+        if schedule is not None:
+            schedule.begun()
+            for layer in layers:
+                schedule.leave(layer.index)
+
+    def backward_begins(self) -> None:
+        """Autograd has come to the model's output.
+
+        Of a forward that went past the engine nobody has said so. A layer that is held must be
+        there before the first use that no hook tells of.
+        """
+        schedule = self._weights.active
+        if schedule is not None and schedule.holds and not self._optimizer.collector.in_backward:
+            self._optimizer.begin_unannounced()
+
+    def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
+        """Autograd has come to a module that uses the layers' weights."""
+        schedule = self._weights.active
+        if schedule is None:
+            return
+        if not self._optimizer.collector.in_backward:
+            self._optimizer.begin_unannounced()
+        for layer in layers:
+            schedule.use(layer.index)
+            for part in layer.sharded:  # until it is given up
+                part.allow_reads()
+
+    @property
+    def records_forward(self) -> bool:
+        """Whether the next forward is the first of its kind (ZeRO-3)."""
+        schedule = self._weights.active
+        kind = "train" if torch.is_grad_enabled() else "eval"
+        return schedule is not None and not schedule.knows(kind)
+
+    def read_trained(self, layer: LayerWeights) -> None:
+        """The user's code is about to read trained weights that are whole on every rank.
+
+        Several ranks gather what the others have updated: a collective then, as a forward is.
+
+        Raises:
+            UnsupportedError: a backward is running, and their update has begun.
+            ConfigError: between backward and step, where updates are committed directly.
+        """
+        optimizer, schedule = self._optimizer, self._weights.active
+        state = layer.resident
+        assert state is not None
+        if state.sent and optimizer.is_in_graph:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read in a backward that has given the layer "
+                "its last gradient: its update has begun and overwrites them. Read them before "
+                "backward, or after engine.step()"
+            )
+        if schedule is not None and schedule.is_open:
+            schedule.hold(layer.index)
+        else:
+            self._weights.gatherer.start_held()  # all ranks have begun these before
+            optimizer.before_use(state)
+
+    def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
+        """The user's code is about to read weights outside of the modules that own them (ZeRO-3).
+
+        In a forward the layer stays from now on, in this pass and all later ones, and in their
+        backward: nothing tells of the use there. A collective: all ranks make the same use.
+
+        Raises:
+            UnsupportedError: it is no forward, and nobody has gathered them; or an extension has
+                read them, unnoticed, when they were not there.
+        """
+        schedule, is_live = self._weights.active, self._weights.gatherer.is_live(layer)
+        if was_read and not is_live:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' were read outside of the module that owns them, "
+                "by an extension that is given the parameter itself: under ZeRO-3 they are not "
+                "there then. Call that module's own forward, or give the extension weight.view_as("
+                "weight), which is noticed"
+            )
+        if self._optimizer.is_in_graph:
+            if is_live:
+                return
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read ({name}) in a backward in which they "
+                "are not used by a module: under ZeRO-3 a rank has its shards of them only. Read "
+                "them in the model's forward as well, or outside of both inside `with "
+                "engine.gathered_parameters():`"
+            )
+        if schedule is None or not schedule.is_open:
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are read ({name}) outside of the model's "
+                f"forward. {_ONLY_SHARDS}"
+            )
+        schedule.hold(layer.index)
+
+    def read_weights(self) -> None:
+        """All weights are about to be read: the newest ones.
+
+        Raises:
+            UnsupportedError: they are not on this rank (ZeRO-3).
+        """
+        if not self._weights.are_readable:
+            raise UnsupportedError(_ONLY_SHARDS)
+        self._optimizer.synchronize()

@@ -1,0 +1,229 @@
+"""The placement that a job starts with, and what will change it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
+from hytrain.hardware.host_share import HostShare
+from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.threads import ThreadChoice
+from hytrain.placement.calibration import known_gpu_seconds_per_parameter
+from hytrain.placement.controller import ControllerSettings, PlacementController
+from hytrain.placement.cost_estimator import CostEstimator, InitialRates
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.errors import MemoryBudgetError
+from hytrain.placement.manager import MemorySettings, PlacementManager
+from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
+from hytrain.placement.memory_probe import MemoryProbe, Reserves
+from hytrain.placement.records import Decision
+from hytrain.zero3.layer_weights import BuiltWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Where the layers are to begin with.
+
+    Attributes:
+        num_gpu: how many of the first layers' state is on the GPU.
+        layer_bytes: sizes of the layers' shards.
+        memory: what the budget depends on.
+        decision: for the record.
+    """
+
+    num_gpu: int
+    layer_bytes: tuple[LayerBytes, ...]
+    memory: MemorySettings
+    decision: Decision
+
+
+def plan_placement(
+    weights: BuiltWeights,
+    config: HyTrainConfig,
+    host: HostShare,
+    cpu: CpuSettings,
+    collectives: ShardCollectives,
+    device: torch.device,
+) -> PlacementPlan:
+    """Decides, before any optimizer state is allocated, where it goes.
+
+    A fixed ``gpu_fraction`` is taken as it is; where the host seems too small for the rest, that is
+    logged. Otherwise the first step runs at the smallest k that fits: activations are not known
+    yet.
+
+    Args:
+        weights: the layers with their training copy in place.
+        config: the "hytrain" section.
+        host: this rank's part of its host.
+        cpu: how the CPU update will run.
+        collectives: the ranks.
+        device: where layers are computed.
+
+    Raises:
+        MemoryBudgetError: the state of some rank fits in no split of GPU and host (solved k only);
+            raised on all ranks.
+    """
+    states = weights.states
+    layer_bytes = tuple(
+        LayerBytes(
+            state.name,
+            state.shard_size,
+            state.gradient_dtype.itemsize,
+            max(segment.dtype.itemsize for segment in state.layout.segments),
+            keeps_pending=not cpu.direct,
+        )
+        for state in states
+    )
+    memory = MemorySettings(
+        reserves=Reserves(
+            config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
+        ),
+        gpu_base=_known_gpu_bytes(weights, collectives.world_size, device),
+        host=host,
+        staging_bytes=staging_bytes(states, cpu),
+    )
+    limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
+    fit = bounds(layer_bytes, limits, memory.staging_bytes)
+    unfit = torch.tensor([float(config.gpu_fraction == "solve" and not fit.fits)], device=device)
+    # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
+    collectives.all_reduce(unfit)
+    if config.gpu_fraction == "solve":
+        allowed = check_fits(
+            layer_bytes, limits, memory.staging_bytes, num_ranks=collectives.world_size
+        )
+        if unfit.item():
+            raise MemoryBudgetError(
+                "the optimizer state of another rank fits in no split between its GPU and host: "
+                "see that rank's message; nothing was allocated"
+            )
+        num_gpu, reason = _first_number(config, allowed, collectives)
+    else:
+        allowed = Bounds.unlimited(len(states))
+        num_gpu = round(config.gpu_fraction * len(states))
+        reason = f"gpu_fraction is {config.gpu_fraction}"
+        _warn_of_host(layer_bytes, num_gpu, config.gpu_fraction, limits, memory.staging_bytes)
+    decision = Decision(
+        step=0,
+        gpu_layers_before=num_gpu,
+        gpu_layers_target=num_gpu,
+        num_layers=len(states),
+        reason=reason,
+        predicted_seconds=None,
+        measured_seconds=None,
+        closed_form_k=None,
+        bounds=allowed,
+        costs=None,
+        layer_bytes=layer_bytes,
+        limits=limits,
+        staging_bytes=memory.staging_bytes,
+    )
+    return PlacementPlan(num_gpu, layer_bytes, memory, decision)
+
+
+def _warn_of_host(
+    layers: Sequence[LayerBytes],
+    chosen: int,
+    gpu_fraction: float,
+    limits: MemoryLimits,
+    staging: int,
+) -> None:
+    """Where the host seems not to hold what a given ``gpu_fraction`` leaves to it.
+
+    A process that touches more than there is gets killed, and cannot say why. What lies in swap is
+    slow, but there; no reserve is kept of what the user has decided.
+    """
+    number = len(layers)
+    room = limits.host + int(psutil.swap_memory().free)
+    needed = [host_bytes(layers, k, staging) for k in range(number + 1)]
+    if needed[chosen] <= room:
+        return
+    enough = next((k for k in range(chosen, number + 1) if needed[k] <= room), number)
+    logger.warning(
+        '"hytrain.gpu_fraction" is %s: the state of %d of %d layers and its pinned gradients take '
+        "%.2f GiB of this rank's host memory, which has %.2f GiB left; the system may end this "
+        'process. At least %.2f fits, and "solve" finds out by itself; more ranks, or a host with '
+        "more memory, help as well",
+        gpu_fraction,
+        number - chosen,
+        number,
+        needed[chosen] / 2**30,
+        limits.host / 2**30,
+        math.ceil(100 * enough / number) / 100,
+    )
+
+
+def _first_number(
+    config: HyTrainConfig, allowed: Bounds, collectives: ShardCollectives
+) -> tuple[int, str]:
+    """GPU layers of the first steps, where k is solved, and why."""
+    start = config.solver.start
+    if start is None:
+        number = allowed.min_gpu_layers
+        return number, (
+            "before the first step, when times and activations are not known: the fewest GPU "
+            f"layers that fit, {number} of {allowed.num_layers}"
+        )
+    if len(start) != collectives.world_size:
+        raise ConfigError(
+            f'"hytrain.solver.start" has {len(start)} numbers but the job has '
+            f"{collectives.world_size} ranks: give one number a rank"
+        )
+    number = allowed.clamp(round(start[collectives.rank] * allowed.num_layers))
+    return number, (
+        f"before the first step: solver.start is {start[collectives.rank]:.3g}, which is "
+        f"{number} of {allowed.num_layers} layers within the bounds of memory"
+    )
+
+
+def _known_gpu_bytes(weights: BuiltWeights, num_ranks: int, device: torch.device) -> int:
+    """What the GPU needs beside state, as far as it is known before the first step."""
+    if device.type != "cuda":
+        return 0
+    known = torch.cuda.memory_allocated(device) + weights.live_bytes
+    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
+    if any(layer.sharded for layer in weights.layers):
+        known += 2 * max(gradients)  # one is reduced while the next one comes
+    elif num_ranks > 1:
+        # The first backward learns the order of the layers and keeps all gradients until its end.
+        known += sum(gradients)
+    return known
+
+
+def build_placement(
+    plan: PlacementPlan, pipeline: UpdatePipeline, config: HyTrainConfig, threads: ThreadChoice
+) -> PlacementManager:
+    """What measures the steps and moves layers, for a pipeline placed by the plan."""
+    device = pipeline.streams.device
+    solver = config.solver
+    solves = config.gpu_fraction == "solve"
+    cpu_rate = threads.seconds_per_parameter
+    if solver.alpha is not None:
+        gpu_rate = solver.alpha * cpu_rate
+    else:
+        gpu_rate = known_gpu_seconds_per_parameter(device, pipeline.layers[0].gradient_dtype)
+    controller = PlacementController(
+        pipeline.layers,
+        plan.layer_bytes,
+        pipeline.mover,
+        ControllerSettings(solver.method, solver.alpha, solver.interval, plan.memory.staging_bytes),
+        plan.decision,
+        solves=solves,
+    )
+    estimator = CostEstimator(
+        plan.layer_bytes,
+        config.offload.chunk_elements,
+        InitialRates(cpu_rate, gpu_rate),
+        updates_overlap=device.type == "cuda",
+    )
+    return PlacementManager(pipeline, plan.layer_bytes, controller, estimator, plan.memory)

@@ -1,0 +1,82 @@
+"""What the GPU's update takes, measured once at start: before any layer is updated there."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.device_adam import device_adam
+from hytrain.placement.step_timer import Clock
+
+_ELEMENTS = 1 << 24
+"""256 MiB of state and gradient on a GPU for some milliseconds: beyond its caches."""
+_ELEMENTS_ON_CPU = 1 << 20
+_REPEATS = 5
+
+
+def accumulation_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds a parameter by which adding a gradient to earlier ones takes longer than copying it.
+
+    On the current stream, as backward does it.
+
+    Args:
+        device: where gradients are.
+        dtype: theirs.
+    """
+    n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
+    gradient, held = (torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
+    adding = _median_seconds(device, lambda: held.add_(gradient))
+    copying = _median_seconds(device, lambda: held.copy_(gradient))
+    return max(0.0, adding - copying) / n
+
+
+def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    clock = Clock(device)
+    run()
+    marks = [clock.mark()]
+    for _ in range(_REPEATS):
+        run()
+        marks.append(clock.mark())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median(clock.seconds(*pair) for pair in itertools.pairwise(marks))
+
+
+def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds a parameter of the Adam update on the device, with the device to itself.
+
+    Args:
+        device: where GPU-placed layers are updated.
+        dtype: of gradients and training copy.
+    """
+    n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
+    p, m, v = (torch.zeros(n, device=device) for _ in range(3))
+    gradient = torch.zeros(n, dtype=dtype, device=device)
+    weights = torch.zeros(n, dtype=dtype, device=device)
+    outcome = torch.tensor([1.0, 0.0], device=device)
+    hyper = AdamHyper(lr=1e-3)
+    clock = Clock(device)
+    marks = [clock.mark()]
+    for _ in range(_REPEATS + 1):
+        device_adam(p, m, v, gradient, weights, outcome, hyper)
+        marks.append(clock.mark())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # The first run compiles the kernel.
+    times = [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks[1:])]
+    return statistics.median(times) / n
+
+
+@cache
+def known_gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+    """As :func:`gpu_seconds_per_parameter`, which a process does once for a device.
+
+    On a CPU that stands in for one, buffers of this size come from the heap and leave holes there:
+    with one calibration an engine, a process that builds many grows by megabytes with each.
+    """
+    return gpu_seconds_per_parameter(device, dtype)

@@ -1,0 +1,243 @@
+"""From what was measured on the last steps to what a decision is made from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hytrain import _C
+from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
+from hytrain.placement.step_timer import StepSample
+
+_WINDOW = 5
+"""Steps. Medians over them follow a change within three steps and are blind to an outlier."""
+_STALE = 20
+"""Calls of add_spans after which a pass that others have replaced counts as not seen."""
+_CLIP_WINDOW = 16
+# Bytes of memory traffic a parameter of the three passes, bf16 gradients and weights: what one
+# takes tells what the others will, until they have been seen.
+_Kind = Literal["update", "commit", "preview"]
+_TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16}
+_LARGE_SHARE = 0.25
+_NEWS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class InitialRates:
+    """What is taken to hold until it has been measured on real steps.
+
+    Attributes:
+        cpu_seconds_per_parameter: of commit_then_preview.
+        gpu_seconds_per_parameter: of the update on the GPU.
+        copy_seconds_per_byte: of a copy between host and device, either way.
+    """
+
+    cpu_seconds_per_parameter: float
+    gpu_seconds_per_parameter: float
+    copy_seconds_per_byte: float = 1.0 / 20e9
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    """A layer's update of a step; whether a second pass followed is known at the next one's."""
+
+    update: float
+    counts: bool
+    preview: float | None = None
+
+
+class CostEstimator:
+    """Medians of the last steps' times, for every layer on either side.
+
+    The CPU's times are rates a parameter over all layers that are there: so they hold for layers
+    that are on the GPU as well, with the contention for memory as it is.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        chunk_elements: int,
+        rates: InitialRates,
+        *,
+        updates_overlap: bool,
+    ) -> None:
+        """
+        Args:
+            layers: sizes of the layers' shards.
+            chunk_elements: elements of a chunk.
+            rates: to begin with.
+            updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU),
+                or before it (on a CPU).
+        """
+        self._updates_overlap = updates_overlap
+        self._layers = list(layers)
+        self._chunk_elements = chunk_elements
+        self._rates = rates
+        self._samples: deque[StepSample] = deque(maxlen=_WINDOW)
+        self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
+        self._jobs: dict[int, _OpenJob] = {}
+        self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in _TRAFFIC}
+        self._calls = 0
+        self._seen_at: dict[_Kind, int] = {}
+        self._sums: dict[_Kind, tuple[float, int]] = {}
+        self._least = _LARGE_SHARE * float(np.median([layer.parameters for layer in layers]))
+        self._gpu_rates: deque[float] = deque(maxlen=_WINDOW)
+        self._to_host: deque[float] = deque(maxlen=_WINDOW)
+        self._to_device: deque[float] = deque(maxlen=_WINDOW)
+
+    # -- measurements --------------------------------------------------------------------------
+
+    def add_samples(self, samples: Iterable[StepSample]) -> None:
+        """Times on the compute stream."""
+        for sample in samples:
+            self._samples.append(sample)
+            self._add_gpu_rate(sample)
+
+    @property
+    def num_samples(self) -> int:
+        """Steps that the medians are over."""
+        return len(self._samples)
+
+    def is_news(self, sample: StepSample) -> bool:
+        """Whether a step differs from the last ones by more than 5 % of a step."""
+        if not self._samples:
+            return True
+        new = _sums(sample)
+        old = np.median([_sums(known) for known in self._samples], axis=0)
+        return bool(np.abs(old - new).max() > _NEWS * old[-1])
+
+    def _add_gpu_rate(self, sample: StepSample) -> None:
+        largest = max(layer.parameters for layer in self._layers)
+        rates = [
+            seconds / self._layers[index].parameters
+            for index, seconds in sample.gpu_update.items()
+            if self._layers[index].parameters >= _LARGE_SHARE * largest
+        ]
+        if rates:
+            # Later layers' updates share the GPU with the next forward: the fastest did not.
+            self._gpu_rates.append(min(rates))
+
+    def add_spans(self, spans: Iterable[_C.JobSpan]) -> None:
+        """The worker's jobs since the last call, in the order they ended; one call a step."""
+        self._calls += 1
+        for span in spans:
+            seconds = (span.end_ns - span.begin_ns - span.wait_gradient_ns) / 1e9
+            job = self._jobs.get(span.layer)
+            if span.job_pass == _C.Pass.update:
+                if job is not None:
+                    self._close(span.layer, job)
+                # Without a gradient of an earlier step to commit it is another, shorter pass.
+                self._jobs[span.layer] = _OpenJob(seconds, span.committed)
+            elif span.job_pass == _C.Pass.direct:
+                self._add("update", span.layer, seconds)
+            elif span.job_pass == _C.Pass.preview and job is not None:
+                job.preview = seconds
+            elif span.job_pass in (_C.Pass.drop, _C.Pass.withdraw, _C.Pass.leave):
+                self._jobs.pop(span.layer, None)
+        for kind, (seconds, parameters) in list(self._sums.items()):
+            # A small layer alone tells nothing about the others.
+            if parameters >= self._least:
+                self._passes[kind].append(seconds / parameters)
+                self._seen_at[kind] = self._calls
+                del self._sums[kind]
+
+    def _close(self, layer: int, job: _OpenJob) -> None:
+        if job.preview is not None:
+            self._add("preview", layer, job.preview)
+        if job.counts:
+            self._add("update" if job.preview is None else "commit", layer, job.update)
+
+    def _add(self, kind: _Kind, layer: int, seconds: float) -> None:
+        before, parameters = self._sums.get(kind, (0.0, 0))
+        self._sums[kind] = before + seconds, parameters + self._layers[layer].parameters
+
+    def add_copies(self, statistics: _C.WorkerStatistics) -> None:
+        """What copies took on their lanes."""
+        if statistics.to_host_bytes and statistics.to_host_ns:
+            self._to_host.append(statistics.to_host_ns / 1e9 / statistics.to_host_bytes)
+        if statistics.to_device_bytes and statistics.to_device_ns:
+            self._to_device.append(statistics.to_device_ns / 1e9 / statistics.to_device_bytes)
+
+    def add_outcome(self, *, clipped: bool) -> None:
+        """Whether a step's gradient was clipped."""
+        self._clipped.append(clipped)
+
+    # -- what follows --------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median step; None before the first sample."""
+        return float(np.median([s.seconds for s in self._samples])) if self._samples else None
+
+    @property
+    def gpu_seconds_per_parameter(self) -> float:
+        """Of the update on the GPU, with the GPU to itself."""
+        if self._gpu_rates:
+            return float(np.median(self._gpu_rates))
+        return self._rates.gpu_seconds_per_parameter
+
+    def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
+        """Of one of the worker's passes; from another one's where it has not been seen."""
+        latest = max(self._seen_at.values(), default=0)
+        if self._passes[kind] and latest - self._seen_at[kind] < _STALE:
+            return float(np.median(self._passes[kind]))
+        for other in _TRAFFIC:
+            if other in self._seen_at and latest - self._seen_at[other] < _STALE:
+                return float(np.median(self._passes[other])) * _TRAFFIC[kind] / _TRAFFIC[other]
+        return self._rates.cpu_seconds_per_parameter * _TRAFFIC[kind] / _TRAFFIC["update"]
+
+    def costs(self) -> StepCosts | None:
+        """What the last steps took, with waits and GPU updates taken out; None before any."""
+        if not self._samples:
+            return None
+        forward = np.median([self._forward(s) for s in self._samples], axis=0)
+        backward = np.median([s.backward for s in self._samples], axis=0)
+        passes = {kind: self.cpu_seconds_per_parameter(kind) for kind in _TRAFFIC}
+        gpu = self.gpu_seconds_per_parameter
+        to_host = float(np.median(self._to_host or [self._rates.copy_seconds_per_byte]))
+        to_device = float(np.median(self._to_device or [self._rates.copy_seconds_per_byte]))
+        layers = tuple(
+            LayerCosts(
+                name=layer.name,
+                parameters=layer.parameters,
+                forward=float(forward[index]),
+                backward=float(backward[index]),
+                to_host=to_host * layer.parameters * layer.gradient_itemsize,
+                cpu_update=passes["update"] * layer.parameters,
+                cpu_commit=passes["commit"] * layer.parameters,
+                cpu_preview=passes["preview"] * layer.parameters,
+                to_device=to_device * layer.parameters * layer.weights_itemsize,
+                gpu_update=gpu * layer.parameters,
+            )
+            for index, layer in enumerate(self._layers)
+        )
+        return StepCosts(
+            layers=layers,
+            between=float(np.median([s.between for s in self._samples])),
+            tail=float(np.median([s.tail for s in self._samples])),
+            clipped_share=float(np.mean(self._clipped)) if self._clipped else 0.0,
+            chunk_elements=self._chunk_elements,
+        )
+
+    def _forward(self, sample: StepSample) -> list[float]:
+        """Each layer's forward as if no update on the GPU had run beside it.
+
+        An update takes the GPU's bandwidth from the forward beside it, so that what forward did
+        not wait of it, it was slowed down by.
+        """
+        total = sum(sample.forward)
+        rate = self.gpu_seconds_per_parameter
+        updates = rate * sum(self._layers[index].parameters for index in sample.gpu_update)
+        beside = max(0.0, updates - sample.gpu_wait)
+        if not self._updates_overlap or total <= 0.0 or beside <= 0.0:
+            return sample.forward
+        share = max(0.5, 1.0 - beside / total)
+        return [seconds * share for seconds in sample.forward]
+
+
+def _sums(sample: StepSample) -> list[float]:
+    return [sum(sample.forward), sample.between, sum(sample.backward), sample.tail, sample.seconds]

@@ -1,0 +1,256 @@
+"""Measures the real steps and lets the controller place the layers by what it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hytrain import _C
+from hytrain.errors import ConfigError
+from hytrain.hardware.host_share import HostShare
+from hytrain.kernels.norm import Outcome
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
+from hytrain.placement.controller import PlacementController
+from hytrain.placement.cost_estimator import CostEstimator
+from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
+from hytrain.placement.memory_probe import MemoryProbe, Reserves
+from hytrain.placement.records import Decision
+from hytrain.placement.step_timer import StepTimer
+
+_PROBE_STEPS = 3
+"""The first steps, all of whose allocations are followed."""
+_PROBE_EVERY = 20
+_WARM_UP = 2
+_LEAST_SAMPLES = 2
+_IDLE_STEPS = 4
+"""Steps without a backward of its own after which a rank is taken to compute no samples."""
+_MEASURE_ALL = 8
+_MEASURE_EVERY = 4
+"""Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
+_LIMITS_EVERY = 10
+"""Steps. Asking for what memory there is takes some tenths of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What the memory budget depends on, fixed for a run.
+
+    Attributes:
+        reserves: what stays free.
+        gpu_base: GPU bytes known to be needed before anything has been measured.
+        host: this rank's part of its host.
+        staging_bytes: pinned staging on the host.
+    """
+
+    reserves: Reserves
+    gpu_base: int
+    host: HostShare
+    staging_bytes: int
+
+
+class PlacementManager:
+    """Follows every step of an optimizer; moves layers where the controller decides so."""
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        layer_bytes: Sequence[LayerBytes],
+        controller: PlacementController,
+        estimator: CostEstimator,
+        memory: MemorySettings,
+    ) -> None:
+        self._pipeline = pipeline
+        self._bytes = list(layer_bytes)
+        self.controller = controller
+        self._estimator = estimator
+        self._memory = memory
+        self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
+        pipeline.observer = self.timer
+        self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
+        self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
+        self._probing = False
+        self._limits: MemoryLimits | None = None
+        self._steps = 0
+        self._measured_since = 0
+        self._warm_up = _WARM_UP
+        self._firings = 0
+        self._idle_steps = 0
+
+    @property
+    def host(self) -> HostShare:
+        """This rank's part of its host."""
+        return self._memory.host
+
+    # -- through a step ------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The last micro-batch's backward begins."""
+        self.timer.begin_backward()
+        steps = self._steps
+        self._probing = self._probe.wanted and (
+            self._measured_since <= _PROBE_STEPS or steps % _PROBE_EVERY == 0
+        )
+        if self._probing:
+            self._probe.begin_backward()
+
+    def gradient(self, index: int) -> None:
+        """A layer's final gradient has been handed over."""
+        self.timer.gradient(index)
+        if self._probing:
+            self._probe.gradient(index)
+
+    def end_backward(self, num_firings: int) -> None:
+        """Every layer's has; the outcome is being computed. The time to think: nobody waits.
+
+        Args:
+            num_firings: gradients that autograd has handed over so far.
+        """
+        self.timer.end_backward()
+        self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
+        self._firings = num_firings
+        estimator, controller = self._estimator, self.controller
+        samples = self.timer.take()
+        if any(estimator.is_news(sample) for sample in samples):
+            self._measured_since = 0
+        # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
+        warm = min(self._warm_up, len(samples))
+        self._warm_up -= warm
+        estimator.add_samples(samples[warm:])
+        estimator.add_spans(self._pipeline.cpu.worker.take_spans())
+        if controller.is_settled and estimator.step_seconds is not None:
+            controller.measured(estimator.step_seconds)
+        if not controller.is_due(self._steps):
+            return
+        if self._idle_steps >= _IDLE_STEPS:
+            # This rank computes no samples: there are no times to solve from, and no need.
+            controller.consider_idle(self._steps, self._current_limits())
+            return
+        costs = estimator.costs()
+        if costs is not None and estimator.num_samples >= _LEAST_SAMPLES:
+            controller.consider(self._steps, costs, self._current_limits())
+
+    def _measures_next(self) -> bool:
+        """Every step until times and placement have settled, then every fourth."""
+        if self._steps < _MEASURE_ALL or not self.controller.is_settled:
+            self._measured_since = 0
+        self._measured_since += 1
+        return self._measured_since <= _MEASURE_ALL or self._steps % _MEASURE_EVERY == 0
+
+    def _current_limits(self) -> MemoryLimits:
+        if self._limits is None or self._steps % _LIMITS_EVERY == 0:
+            self._limits = self._probe.limits(
+                self._memory.reserves,
+                self._memory.gpu_base,
+                self._host_held(),
+                self._memory.host,
+            )
+        return self._limits
+
+    @property
+    def host_bytes(self) -> int:
+        """State and pinned memory that this rank has on the host."""
+        return self._host_held()
+
+    def _host_held(self) -> int:
+        here = self._bytes[self.controller.num_gpu_layers :]
+        return state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
+
+    def end_step(self, outcome: Outcome | None, statistics: _C.WorkerStatistics) -> None:
+        """The step is final: layers may move."""
+        self._estimator.add_copies(statistics)
+        if outcome is None or not outcome.skip:
+            clipped = outcome is not None and outcome.coefficient < 1.0
+            self._estimator.add_outcome(clipped=clipped)
+        controller = self.controller
+        if self._probing:
+            moving = STATE_BYTES * self._pipeline.mover.elements_leaving_device
+            self._probe.end_step(controller.num_gpu_layers, moving)
+            self._limits = None
+        self._steps += 1
+        self.timer.end_step(measure_next=self._measures_next())
+        controller.act(self._steps)
+        self._allocator.after_step(self._steps)
+        if not controller.is_settled:
+            self._limits = None
+
+    # -- by hand -------------------------------------------------------------------------------
+
+    def set_gpu_fraction(self, value: float | str) -> None:
+        """Places the first ``round(value * L)`` layers on the GPU; "solve" lets the solver decide.
+
+        Raises:
+            ConfigError: the number is not in [0, 1], or the placement does not fit.
+            MemoryBudgetError: none fits.
+        """
+        controller = self.controller
+        if value == "solve":
+            controller.solves = True
+            return
+        if isinstance(value, str) or not 0.0 <= value <= 1.0:
+            raise ConfigError(f'gpu_fraction must be "solve" or a number in [0, 1], got {value}')
+        number = round(value * len(self._bytes))
+        limits = self._current_limits()
+        allowed = check_fits(self._bytes, limits, self._memory.staging_bytes)
+        if not allowed.allow(number):
+            raise ConfigError(
+                f"gpu_fraction {value} means {number} of {len(self._bytes)} layers, but between "
+                f"{allowed.min_gpu_layers} and {allowed.max_gpu_layers} fit in memory: choose one "
+                "of these, or smaller reserves"
+            )
+        controller.solves = False
+        controller.order(self._steps, number, f"gpu_fraction {value} was set")
+        controller.act(self._steps, at_once=True)
+
+    def make_gpu_room(self, *, may_move: bool) -> str:
+        """An allocation of the user's has failed on the device; nobody can undo that one.
+
+        Args:
+            may_move: whether no step is under way.
+
+        Returns:
+            What was done and what can be done, for people.
+        """
+        controller = self.controller
+        here = controller.num_gpu_layers
+        held = STATE_BYTES * sum(layer.parameters for layer in self._bytes[:here])
+        text = (
+            f"hytrain keeps the optimizer state of {here} of {len(self._bytes)} layers on this GPU "
+            f"({held / 2**30:.2f} GiB). An allocation that fails in forward cannot be undone: that "
+            'is what "hytrain.solver.gpu_memory_reserve_bytes" is for. '
+        )
+        if not controller.solves:
+            return text + 'A smaller "hytrain.gpu_fraction" or micro-batch makes room'
+        if not may_move or not controller.retreat(self._steps):
+            return text + (
+                "A larger reserve, a smaller micro-batch or checkpointing makes room, and where "
+                "much memory is reserved but unallocated, "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+        self._pipeline.mover.finish()
+        self._limits = None
+        return text + (
+            f"Now {controller.num_gpu_layers} layers are left there, and as many at most for the "
+            "next steps: repeat this micro-batch's forward, or all of engine.train_batch"
+        )
+
+    def resume(self, step: int, history: Sequence[Decision]) -> None:
+        """Training goes on from a checkpoint: steps are counted from there.
+
+        Args:
+            step: steps made so far.
+            history: decisions that the checkpoint keeps; they come before this run's.
+        """
+        self._steps = step
+        self._measured_since = 0
+        self.controller.resume(step, history)
+
+    def costs(self) -> StepCosts | None:
+        """What the last steps took; None before enough of them."""
+        return self._estimator.costs()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All decisions so far, the one before the first step included."""
+        return self.controller.decisions

@@ -1,0 +1,113 @@
+"""What memory this rank may use, and what the steps need beside the optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.hardware.gpu_memory import allocated_bytes, usable_gpu_bytes
+from hytrain.hardware.host_share import HostShare
+from hytrain.kernels.host_limits import host_memory_pools
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.memory import STATE_BYTES, gpu_reserve, host_reserve
+
+
+@dataclass(frozen=True, slots=True)
+class Reserves:
+    """Bytes that stay free; None: a share of what there is."""
+
+    gpu: int | None = None
+    host: int | None = None
+
+
+class MemoryProbe:
+    """Follows what is allocated on the GPU as backward goes down the layers.
+
+    A sample is taken as each layer's gradient is handed over. What is neither state nor a gradient
+    that waits on the GPU is the base that any placement needs.
+    """
+
+    def __init__(self, layers: Sequence[LayerBytes], device: torch.device) -> None:
+        self._layers = list(layers)
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._at: dict[int, int] = {}
+        self._begin = 0
+        self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
+        self._transient = 0
+        self.base_at: tuple[int, ...] = ()
+        """Bytes in use while each layer's backward runs, beside state and waiting gradients of
+        GPU-placed layers; empty before the first measurement."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether samples have a meaning here: asking the allocator takes a while."""
+        return self._is_cuda
+
+    def begin_backward(self) -> None:
+        """The last micro-batch's backward begins."""
+        self._at.clear()
+        self._begin, _ = allocated_bytes(self._device)
+
+    def gradient(self, index: int) -> None:
+        """A layer's gradient has been handed over."""
+        self._at[index], _ = allocated_bytes(self._device)
+
+    def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
+        """All gradients of the step are there.
+
+        Args:
+            gpu_layers: how many of the first layers' state is on the GPU.
+            moving_bytes: state of layers that have left, not yet given back.
+        """
+        if len(self._at) != len(self._layers):
+            return
+        state = STATE_BYTES * sum(layer.parameters for layer in self._layers[:gpu_layers])
+        state += moving_bytes
+        transient = self._transient_bytes()
+        waiting = 0
+        base = [0] * len(self._layers)
+        for index in reversed(range(len(self._layers))):
+            if index < gpu_layers:
+                layer = self._layers[index]
+                waiting += layer.parameters * layer.gradient_itemsize
+            base[index] = max(0, self._at[index] + transient - state - waiting)
+        base[-1] = max(base[-1], self._begin + transient - state)
+        self.base_at = tuple(base)
+        self._at.clear()
+
+    def _transient_bytes(self) -> int:
+        """What forward, loss and a layer's backward allocate and free between two samples.
+
+        It shows in the allocator's peak alone, which is the user's to reset. A peak that has not
+        risen since the last look is an older step's, with more layers on the GPU, or not a step's.
+        """
+        _, peak = allocated_bytes(self._device)
+        if peak > self._peak:
+            self._transient = max(0, peak - max(self._begin, *self._at.values()))
+        self._peak = peak
+        return self._transient
+
+    def limits(
+        self, reserves: Reserves, gpu_base: int, host_held: int, share: HostShare
+    ) -> MemoryLimits:
+        """What there is now.
+
+        Args:
+            reserves: what stays free.
+            gpu_base: what is known to be needed on the GPU before anything has been measured.
+            host_held: host bytes that this rank's layers hold already.
+            share: this rank's part of what the host has left.
+        """
+        gpu = usable_gpu_bytes(self._device)
+        host = share.memory(host_memory_pools()) + host_held
+        return MemoryLimits(
+            gpu=gpu,
+            gpu_reserve=gpu_reserve(reserves.gpu, gpu or 0),
+            gpu_base=max(self.base_at) if self.base_at else gpu_base,
+            host=host,
+            host_reserve=host_reserve(reserves.host, host),
+            gpu_base_at=self.base_at,
+        )

@@ -1,0 +1,1 @@
+"""Commands beside training; training imports nothing of this folder."""

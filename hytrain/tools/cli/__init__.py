@@ -1,0 +1,62 @@
+"""The `hytrain` command: a module a command.
+
+A module's ``add`` gives a parser its arguments, and as the default of ``run`` what is to be done
+with them: a function of the parsed arguments that returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from hytrain.errors import HostMemoryError, HyTrainError
+from hytrain.tools.cli import bench, explain, plan, profile
+from hytrain.tools.cli.arguments import one_line
+from hytrain.version import __version__
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; None takes the process's.
+
+    Returns:
+        The exit status: 2 where the arguments, or a file that they name, cannot be used.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    arguments = _parser().parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; what is left must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except HyTrainError as error:
+        if not isinstance(error, (ValueError, HostMemoryError)):
+            raise  # not the user's to mend
+        print(f"hytrain: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hytrain", description="Offloaded training, measured.")
+    parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
+    # DeepSpeed's launcher gives every script this argument.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    words = "measure a part of hytrain beside its competitors"
+    bench.add(commands.add_parser("bench", help=words))
+    words = "measure GPUs and hosts with a model, for a plan"
+    profile.add(commands.add_parser("profile", help=words))
+    plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
+    words = "why the solver chose its k, or what a configuration will do"
+    explain.add(commands.add_parser("explain", help=words))
+    return parser

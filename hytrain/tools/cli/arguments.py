@@ -1,0 +1,131 @@
+"""What the commands' arguments may be, and how an error is told."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hytrain.errors import ConfigError
+
+_DEFAULT_LIBRARY = ""
+
+
+def _whole(text: str, least: int, what: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole(text, 1, "a whole number of at least 1")
+
+
+def rank_number(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, 0, "a rank: ranks are whole numbers and count from 0")
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    value = _finite(text)
+    if value <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = _finite(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: it must be from 0 to 1")
+    return value
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Positive whole numbers with commas between them."""
+    return tuple(positive_int(part) for part in text.split(","))
+
+
+def positive_floats(text: str) -> tuple[float, ...]:
+    """Finite positive numbers with commas between them."""
+    return tuple(positive_float(part) for part in text.split(","))
+
+
+def add_library(group: Any, words: str) -> None:
+    """``--library``, with or without a folder, for a parser or a group of its arguments."""
+    group.add_argument(
+        "--library",
+        nargs="?",
+        const=_DEFAULT_LIBRARY,
+        metavar="DIR",
+        help=f"{words} (without DIR: $HYTRAIN_PROFILES, else ~/.local/share/hytrain/profiles)",
+    )
+
+
+def library_folder(given: str) -> Path:
+    """The folder that ``--library`` names."""
+    # Imported here: `hytrain --help` should not wait for pydantic.
+    from hytrain.tools.planner.library import default_folder
+
+    return default_folder() if given == _DEFAULT_LIBRARY else Path(given)
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]]
+) -> None:
+    """To be called before any work, which would be lost where its result cannot be written.
+
+    Args:
+        outputs: flag -> file that will be written; None where it was not given.
+        inputs: (flag, file) of what is read.
+
+    Raises:
+        ConfigError: a file's folder is not there, or writing it would destroy another one.
+    """
+    taken = [(flag, path) for flag, path in inputs if path is not None]
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{flag} {path} is a folder: give a file")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+        for other, read in taken:
+            if path.resolve() == read.resolve():
+                raise ConfigError(
+                    f"{flag} {path} would replace the file of {other}: give another name"
+                )
+        taken.append((flag, path))
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """Pictures are PNGs, whatever their names.
+
+    Raises:
+        ConfigError: another format is asked for.
+    """
+    if path is not None and path.suffix.lower() != ".png":
+        raise ConfigError(f"{flag} {path}: the picture is a PNG: give a name that ends with .png")
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without line breaks."""
+    return " ".join(line.strip() for line in str(error).splitlines())

@@ -1,0 +1,400 @@
+"""`hytrain plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hytrain.errors import ConfigError
+from hytrain.tools.cli.arguments import (
+    add_library,
+    check_outputs,
+    check_picture,
+    library_folder,
+    positive_float,
+    positive_int,
+    share,
+)
+from hytrain.tools.cli.plan_options import plan_options, read_deepspeed
+
+_DESCRIPTION = (
+    "Deals the samples of a batch and the optimizer state to GPUs that differ in speed and memory, "
+    "on hosts that differ in cores and memory: from profiles of `hytrain profile`, or, for GPUs "
+    "that are only named, from a library of profiles or from data sheets."
+)
+_GIB = 1024**3
+_SHEET_DTYPES = ("bf16", "fp32")
+_SHEET_SEQ_LEN = 1024
+# 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
+# 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
+_MOST_SAMPLES = 2**16
+_ACTIVATIONS = ("store", "recompute", "keep", "offload")
+_MANNERS = ("micro_batch_major", "layer_major")
+
+
+def add(plan: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    plan.description = _DESCRIPTION
+    _add_subject(plan.add_argument_group("for whom"))
+    _add_choices(plan.add_argument_group("what may be chosen"))
+    _add_hosts(plan.add_argument_group("hosts of named GPUs; default: as measured, or as usual"))
+    output = plan.add_argument_group("what comes of it")
+    output.add_argument("--out", type=Path, metavar="PLAN", help='for "hytrain": {"plan": ...}')
+    output.add_argument("--chart", type=Path, metavar="PNG", help="the picture")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=_plan)
+    own = dict(vars(plan.parse_args([])))
+    subjects = plan.add_subparsers(metavar="[uneven]")
+    _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
+
+
+def _add_subject(group: Any) -> None:
+    group.add_argument(
+        "--profile", type=Path, nargs="+", metavar="FILE", help="of `hytrain profile`; they merge"
+    )
+    group.add_argument(
+        "--gpus",
+        nargs="+",
+        metavar="NAME",
+        help="GPUs by name instead of the profile's ranks, as in: l4 l4 a6000, or 2xl4 a6000",
+    )
+    add_library(group, "look --gpus up in a library of profiles")
+    group.add_argument(
+        "--hosts",
+        type=positive_int,
+        nargs="+",
+        metavar="N",
+        help="how many of --gpus each host has, in order (default: one host)",
+    )
+    group.add_argument("--batch", type=positive_int, metavar="B", help="samples of a step")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a transformers config.json or its folder: needed where --gpus come from data sheets; "
+        "with profiles, it must be the profiled one",
+    )
+    group.add_argument(
+        "--seq-len",
+        type=positive_int,
+        metavar="N",
+        help=f"tokens of a sample, data sheets ({_SHEET_SEQ_LEN})",
+    )
+    group.add_argument("--dtype", choices=_SHEET_DTYPES, help="of data sheets (bf16)")
+
+
+def _add_choices(group: Any) -> None:
+    group.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        help="of ZeRO (that of --deepspeed-config, else 2)",
+    )
+    group.add_argument(
+        "--offload-param",
+        choices=("cpu",),
+        help="with --stage 3: the weights that the GPU computes with are kept in host memory, too, "
+        "and copied to it for every use, as zero_optimization.offload_param does; for models "
+        "that do not fit otherwise",
+    )
+    group.add_argument(
+        "--deepspeed-config",
+        type=Path,
+        metavar="JSON",
+        help="of the training: has the stage and offload_param; in stage 3 its stage3_* keys say "
+        "how many layers are gathered at once (default: DeepSpeed's own)",
+    )
+    group.add_argument(
+        "--activations",
+        nargs="+",
+        choices=_ACTIVATIONS,
+        default=_ACTIVATIONS,
+        help="what may become of activations: stored or computed again, one micro-batch after "
+        "another; layer by layer, with the layers' inputs kept on the GPU or offloaded (default: "
+        "any)",
+    )
+    group.add_argument(
+        "--accumulation",
+        choices=_MANNERS,
+        help="only the activations of this manner: micro-batches one after another (store, "
+        "recompute; for a model that cannot be computed layer by layer), or layer by layer (keep, "
+        "offload); default: the better one, in stages 1 and 2 of each rank for itself",
+    )
+    group.add_argument(
+        "--no-idle", action="store_true", help="every rank computes at least one sample"
+    )
+    group.add_argument(
+        "--clipped-share",
+        type=share,
+        default=1.0,
+        metavar="F",
+        help="of the steps, those whose gradient is clipped, which takes the CPU longer (1: the "
+        "plan holds also where every step is, as at the beginning of a training; 0: none is)",
+    )
+    group.add_argument(
+        "--device-memory-fraction",
+        type=positive_float,
+        default=1.0,
+        metavar="F",
+        help="of each GPU's memory that may be used (1)",
+    )
+    group.add_argument(
+        "--gpu-memory-reserve",
+        type=positive_float,
+        metavar="GIB",
+        help="that stays free of each GPU (4 %%, at least 1)",
+    )
+    group.add_argument(
+        "--host-memory-reserve",
+        type=positive_float,
+        metavar="GIB",
+        help="that stays free of each host (3 %%, at least 1)",
+    )
+
+
+def _add_hosts(group: Any) -> None:
+    group.add_argument("--cores", type=positive_int, metavar="N", help="of each host")
+    group.add_argument("--host-memory", type=positive_float, metavar="GIB", help="of each host")
+    group.add_argument(
+        "--host-bandwidth", type=positive_float, metavar="GB/S", help="of each host's memory"
+    )
+    group.add_argument(
+        "--interconnect",
+        type=positive_float,
+        metavar="GB/S",
+        help="of a collective between the ranks, instead of measured ones",
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    # Imported here: `hytrain --help` should not wait for numpy.
+    from hytrain.formats.plan_errors import PlanError
+    from hytrain.formats.plan_file import write_plan
+    from hytrain.tools.planner import plan_report
+    from hytrain.tools.planner.baselines import baselines
+    from hytrain.tools.planner.plan import make_plan
+    from hytrain.tools.planner.plan_record import plan_file
+    from hytrain.tools.planner.profile_problem import problem_from
+    from hytrain.tools.uneven.solver import Infeasible
+
+    if arguments.batch is None:
+        raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
+    if arguments.batch > _MOST_SAMPLES:
+        raise ConfigError(
+            f"--batch {arguments.batch}: at most {_MOST_SAMPLES} samples are planned for: give a "
+            "part of the batch, of which each rank's share is the same"
+        )
+    _check_files(arguments)
+    config = read_deepspeed(arguments)
+    profile, is_estimated = _profile(arguments)
+    options = plan_options(arguments, config, profile, is_estimated=is_estimated)
+    problem = problem_from(profile, options)
+    plan = make_plan(problem)
+    if isinstance(plan, Infeasible):
+        raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
+    others = baselines(problem)
+    without: Any = None
+    if problem.offload_param:
+        found = make_plan(problem_from(profile, replace(options, offload_param=False)))
+        without = None if isinstance(found, Infeasible) else found
+    # Before anything is printed: whoever reads it may stop (`| head`).
+    if arguments.out is not None:
+        write_plan(arguments.out, plan_file(problem, plan))
+    if arguments.chart is not None:
+        from hytrain.tools.planner.plan_chart import draw_plan
+
+        draw_plan(arguments.chart, problem, plan, others)
+    if arguments.json:
+        record = plan_report.plan_json(problem, plan, others, without)
+        print(json.dumps({"estimated": is_estimated, **record}, indent=2))
+    else:
+        if is_estimated:
+            print("estimated from data sheets: measure with `hytrain profile` before training\n")
+        print(plan_report.plan_text(problem, plan, others, without))
+    return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """What is written must not be what is read, and have a place.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    model = arguments.model
+    if model is not None and model.is_dir():
+        model = model / "config.json"
+    read = [("--profile", path) for path in arguments.profile or ()]
+    read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
+    check_outputs({"--out": arguments.out, "--chart": arguments.chart}, read)
+    check_picture("--chart", arguments.chart)
+
+
+def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
+    """With which options a plan would be found; empty where with none."""
+    from hytrain.tools.planner.plan import make_plan
+    from hytrain.tools.planner.profile_problem import problem_from
+    from hytrain.tools.uneven.solver import Infeasible
+
+    others: list[tuple[str, int, bool]] = []
+    if options.offload_param:
+        others.append(("without --offload-param", 3, False))
+    elif options.stage != 3:
+        others.append(("with --stage 3", 3, False))
+    if options.stage == 3:
+        # One GPU shards nothing in stage 3, and keeps gradients there that stage 2 sends away.
+        words = "with --stage 2" + " and without --offload-param" * options.offload_param
+        others.append((words, 2, False))
+    others.append(("with --stage 3 --offload-param cpu", 3, True))
+    for words, stage, is_offloaded in others:
+        other = replace(options, stage=stage, offload_param=is_offloaded)
+        if other != options and not isinstance(make_plan(problem_from(profile, other)), Infeasible):
+            path = arguments.deepspeed_config
+            return f"; it would fit {words}" + (f", and {path} to match" if path else "")
+    return ""
+
+
+# -- whom to plan for --------------------------------------------------------------------------
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
+    """The ranks to plan for, and whether they were never measured."""
+    from hytrain.formats.profile_file import merge_profiles, read_profile
+    from hytrain.tools.planner import named_gpus
+
+    given = [read_profile(path) for path in arguments.profile or ()]
+    if arguments.gpus is None:
+        _refuse_beside_profile(arguments)
+        if not given:
+            raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
+        return _checked(arguments, merge_profiles(given)), False
+    groups = named_gpus.hosts_of(named_gpus.expand(arguments.gpus), arguments.hosts)
+    memory, bandwidth = arguments.host_memory, arguments.host_bandwidth
+    wishes = named_gpus.HostWishes(
+        cores=arguments.cores,
+        memory_bytes=None if memory is None else int(memory * _GIB),
+        bandwidth=None if bandwidth is None else bandwidth * 1e9,
+    )
+    if arguments.library is not None:
+        given += _library(arguments)
+    if given:
+        merged = _checked(arguments, merge_profiles(given))
+        return named_gpus.measured_cluster(merged, groups, wishes), False
+    if arguments.model is None:
+        raise ConfigError(
+            "--gpus without --profile or --library are planned for from data sheets: give the "
+            "--model, or profiles"
+        )
+    from hytrain.tools.profiler.language_model import read_config
+    from hytrain.tools.profiler.model_shape import read_model_shape
+
+    seq_len = arguments.seq_len or _SHEET_SEQ_LEN
+    longest = getattr(read_config(arguments.model), "max_position_embeddings", None)
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"--seq-len {seq_len}: {arguments.model} has max_position_embeddings {longest}: give "
+            "at most that"
+        )
+    shape = read_model_shape(
+        arguments.model, seq_len=seq_len, dtype=arguments.dtype or _SHEET_DTYPES[0]
+    )
+    return named_gpus.estimated_cluster(groups, shape, wishes), True
+
+
+def _refuse_beside_profile(arguments: argparse.Namespace) -> None:
+    for name in ("hosts", "library", "cores", "host_memory", "host_bandwidth"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for --gpus: without them the ranks, hosts and "
+                "memory are the profile's"
+            )
+
+
+def _library(arguments: argparse.Namespace) -> list[Any]:
+    """The profiles of a folder, of one model: the one that is asked for, or the only one."""
+    from hytrain.tools.planner.library import read_library
+
+    folder = library_folder(arguments.library)
+    found = read_library(folder)
+    found = [one for one in found if not _model_difference(arguments, one)]
+    models = {one.model.model_dump_json() for one in found}
+    if len(models) == 1:
+        return found
+    known = sorted({f"{one.model.name} ({one.model.seq_len} tokens)" for one in found})
+    raise ConfigError(
+        f"--library {folder} holds profiles of several models ({', '.join(known)}): say which with "
+        "--model, --seq-len and --dtype"
+        if models
+        else f"--library {folder} holds no profile of such a model: `hytrain profile` makes some"
+    )
+
+
+def _checked(arguments: argparse.Namespace, profile: Any) -> Any:
+    """With profiles, --model and the like only make sure that they are of it."""
+    difference = _model_difference(arguments, profile)
+    if difference:
+        raise ConfigError(f"{difference}: plan with a profile of the model to be trained")
+    return profile
+
+
+def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
+    """In words, what of the model asked for is not as profiled; empty where nothing."""
+    for name in ("seq_len", "dtype"):
+        value, measured = getattr(arguments, name), getattr(profile.model, name)
+        if value is not None and value != measured:
+            return f"--{name.replace('_', '-')} is {value}, the profile has {measured}"
+    if arguments.model is None:
+        return ""
+    from hytrain.tools.profiler.model_shape import read_model_shape
+
+    found = read_model_shape(
+        arguments.model, seq_len=profile.model.seq_len, dtype=profile.model.dtype
+    ).model
+    for name in ("num_layers", "parameters"):
+        asked, measured = getattr(found, name), getattr(profile.model, name)
+        if asked != measured:
+            return (
+                f"--model {arguments.model} has {name} {asked}, the profile is of "
+                f"{profile.model.name} with {measured}"
+            )
+    return ""
+
+
+# -- published cases ---------------------------------------------------------------------------
+
+
+def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    uneven.add_argument(
+        "--cases",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="latencies.json, memory.json, gpu_memory_gb.json, expected.json",
+    )
+    uneven.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    uneven.set_defaults(run=partial(_uneven, defaults))
+
+
+def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """With what the arguments of a plan are where they are not given."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in defaults.items()
+        if name not in ("run", "json") and getattr(arguments, name) != value
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan uneven`: leave it out")
+    # Imported here: `hytrain --help` should not wait for numpy.
+    from hytrain.tools.uneven import cases as uneven_cases
+    from hytrain.tools.uneven import report
+
+    solved = report.solve_cases(uneven_cases.read_cases(arguments.cases))
+    if arguments.json:
+        print(json.dumps(report.cases_json(solved), indent=2))
+    else:
+        print(report.cases_table(solved))
+    return 0

@@ -1,0 +1,155 @@
+"""What `hytrain plan` may choose: from its flags, and from the DeepSpeed JSON of the training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hytrain.errors import ConfigError
+
+_GIB = 1024**3
+_STAGES = (1, 2, 3)
+_DEFAULT_STAGE = 2
+
+
+def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """The configuration of ``--deepspeed-config``; empty without.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = arguments.deepspeed_config
+    if path is None:
+        return {}
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    zero: Any = config.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(f'{path}: "zero_optimization" must be a JSON object')
+    return config
+
+
+def plan_options(
+    arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, *, is_estimated: bool
+) -> Any:
+    """The planner's options.
+
+    Args:
+        arguments: of the command.
+        config: of :func:`read_deepspeed`.
+        profile: whom is planned for.
+        is_estimated: whether they were never measured.
+
+    Raises:
+        ConfigError: a flag is out of range, or contradicts the configuration or another one.
+    """
+    from hytrain.placement.memory import gpu_reserve, host_reserve
+    from hytrain.tools.planner.profile_problem import PlanOptions
+
+    interconnect = None if arguments.interconnect is None else arguments.interconnect * 1e9
+    if interconnect is None and is_estimated:
+        # Through the host, as long as nobody says otherwise.
+        interconnect = min(device.copies.to_host_both for device in profile.devices)
+
+    def given(gib: float | None) -> int | None:
+        return None if gib is None else int(gib * _GIB)
+
+    kept = given(arguments.host_memory_reserve)
+    for host in profile.hosts:
+        if kept is not None and kept > host.memory_bytes:
+            raise ConfigError(
+                f"--host-memory-reserve {arguments.host_memory_reserve:g}: {host.host} has "
+                f"{host.memory_bytes / _GIB:.2f} GiB: choose a smaller reserve"
+            )
+    stage, offload_param = zero_keys(arguments, config)
+    return PlanOptions(
+        batch=arguments.batch,
+        gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
+        host_reserve=lambda total: host_reserve(kept, total),
+        stage=stage,
+        offload_param=offload_param,
+        live_parameters=_live_parameters(config),
+        activations=_policies(arguments),
+        memory_fraction=arguments.device_memory_fraction,
+        allow_idle=not arguments.no_idle,
+        interconnect=interconnect,
+        clipped_share=arguments.clipped_share,
+    )
+
+
+def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """ZeRO's stage, and whether weights are in host memory: the file's, which flags may repeat.
+
+    Training compares both with the plan; so a flag that contradicts the file to train with could
+    only make a plan that is refused there.
+
+    Raises:
+        ConfigError: a flag contradicts the file, or the file has a stage that hytrain has not.
+    """
+    zero = config.get("zero_optimization")
+    if zero is None:
+        return arguments.stage or _DEFAULT_STAGE, arguments.offload_param is not None
+    path = arguments.deepspeed_config
+    stage = zero.get("stage", 0)  # DeepSpeed's default
+    if type(stage) is not int or stage not in _STAGES:
+        raise ConfigError(
+            f'{path}: "zero_optimization.stage" is {stage!r}: hytrain trains with 1, 2 or 3'
+        )
+    if arguments.stage not in (None, stage):
+        raise ConfigError(
+            f'--stage {arguments.stage}, but {path} has "zero_optimization.stage" {stage}: leave '
+            "one of both out, or make them equal"
+        )
+    section: Any = zero.get("offload_param") or {}
+    device = section.get("device") if isinstance(section, dict) else section
+    if device not in (None, "none", "cpu"):
+        raise ConfigError(
+            f'{path}: "zero_optimization.offload_param.device" is {device!r}: hytrain keeps '
+            'weights on the GPU or in host memory, "cpu"'
+        )
+    if arguments.offload_param is not None and device != arguments.offload_param:
+        raise ConfigError(
+            f"--offload-param {arguments.offload_param}, but {path} has no "
+            '"zero_optimization.offload_param": leave the flag out, or set {"device": "cpu"} there'
+        )
+    return stage, device == "cpu"
+
+
+def _live_parameters(config: Mapping[str, Any]) -> Any:
+    """Parameters of layers that stage 3 has gathered at once, by the keys that training has."""
+    from hytrain.tools.explain.training_form import read_form
+    from hytrain.zero3.plan import gather_settings, most_live, persistent_layers
+
+    settings = gather_settings(read_form(config).gather_keys)
+
+    def live(sizes: Sequence[int]) -> int:
+        whole = persistent_layers(sizes, settings)
+        sharded = set(range(len(sizes))) - whole
+        return most_live(sizes, sharded, settings) + sum(sizes[index] for index in whole)
+
+    return live
+
+
+def _policies(arguments: argparse.Namespace) -> Any:
+    """Of the activations those of the manner of accumulation that is asked for."""
+    from hytrain.formats.policies import MANNERS
+
+    asked = tuple(dict.fromkeys(arguments.activations))
+    if arguments.accumulation is None:
+        return asked
+    allowed = tuple(one for one in asked if one in MANNERS[arguments.accumulation])
+    if not allowed:
+        raise ConfigError(
+            f"--accumulation {arguments.accumulation} goes with --activations "
+            f"{' or '.join(MANNERS[arguments.accumulation])}, not with {' '.join(asked)}: leave "
+            "one of both options out"
+        )
+    return allowed

@@ -1,0 +1,158 @@
+"""`hytrain profile`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hytrain.errors import ConfigError
+from hytrain.tools.cli.arguments import (
+    add_library,
+    check_outputs,
+    library_folder,
+    positive_float,
+    positive_floats,
+    positive_int,
+    positive_ints,
+)
+
+_PROFILE = (
+    "Measures the GPUs and hosts of all ranks with a model, for `hytrain plan`: times and memory "
+    "of a layer against micro-batch sizes, updates on GPU and CPU, copies, collectives. Start it "
+    "with the launcher that starts training (deepspeed --module hytrain profile ...), or alone for "
+    "one GPU. It takes a minute or two."
+)
+_SECONDS = 40.0
+_DTYPE = "bf16"
+# Destinations of what says how to measure, and what.
+_MEASURED = (
+    *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
+    *("device_memory_fraction", "settings"),
+)
+
+
+def add(profile: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    profile.description = _PROFILE
+    profile.add_argument("--out", type=Path, metavar="FILE", help="the profile, a JSON file")
+    add_library(profile, "add it to a library of profiles")
+    profile.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: join these profiles; what several have measured, the newest has",
+    )
+    model = profile.add_argument_group("the model")
+    model.add_argument(
+        "--model",
+        metavar="PATH|MODULE:FUNCTION",
+        help="a transformers config.json or its folder; or a function of (num_layers, seq_len) "
+        "that returns a model, and a function of a micro-batch size that returns its arguments",
+    )
+    model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
+    model.add_argument("--dtype", choices=("bf16", "fp32"), help=f"({_DTYPE})")
+    model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
+    how = profile.add_argument_group("measuring")
+    how.add_argument(
+        "--micro-batches",
+        type=positive_ints,
+        metavar="N,N,...",
+        help="sizes (1, 2, 4, ... until memory or speed ends)",
+    )
+    how.add_argument(
+        "--seconds",
+        type=positive_float,
+        help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 20",
+    )
+    how.add_argument(
+        "--device-memory-fraction",
+        type=positive_floats,
+        metavar="F[,F...]",
+        help="the part of each GPU's memory that may be used: one number, or one a rank",
+    )
+    how.add_argument("--settings", metavar="WORDS", help="noted in the profile (clocks, limits)")
+    profile.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is None and arguments.library is None:
+        raise ConfigError("nowhere to write the profile: give --out FILE or --library [DIR]")
+    check_outputs({"--out": arguments.out}, [("--merge", path) for path in arguments.merge or ()])
+    if arguments.merge is not None:
+        return _merge(arguments)
+    if arguments.model is None or arguments.seq_len is None:
+        raise ConfigError("--model and --seq-len say what is measured: give both")
+    return _measure(arguments)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    # Imported here, as below: `hytrain --help` should not wait for pydantic and torch.
+    from hytrain.formats.profile_file import merge_profiles, read_profile
+
+    given = [name for name in _MEASURED if getattr(arguments, name) is not None]
+    if given:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"--merge measures nothing: leave {words} out")
+    _write(arguments, merge_profiles([read_profile(path) for path in arguments.merge]))
+    return 0
+
+
+_MORE_HOST_MEMORY = "free some, or profile fewer ranks of a host at once"
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from hytrain.kernels.host_memory import taking_host_memory
+    from hytrain.tools.profiler.launch import joined, limit_memory, local_device
+    from hytrain.tools.profiler.layer_profile import LayerOptions
+    from hytrain.tools.profiler.profile_report import profile_table
+    from hytrain.tools.profiler.progress import NoProgress, progress_on
+    from hytrain.tools.profiler.ranks import Ranks
+    from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+    from hytrain.tools.profiler.subject import read_subject
+
+    options = ProfileOptions(
+        layer=LayerOptions(
+            micro_batches=arguments.micro_batches, seconds=arguments.seconds or _SECONDS
+        ),
+        settings=arguments.settings or "",
+    )
+    subject = read_subject(
+        arguments.model,
+        seq_len=arguments.seq_len,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or _DTYPE],
+        block_class=arguments.block_class,
+    )
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if arguments.device_memory_fraction is not None:
+        limit_memory(device, arguments.device_memory_fraction)
+    with joined(device), taking_host_memory("measuring", remedy=_MORE_HOST_MEMORY):
+        ranks = Ranks()
+        progress = progress_on() if ranks.rank == 0 else NoProgress()
+        profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)
+        progress.close()
+        if ranks.rank == 0:
+            _write(arguments, profile)
+            print(profile_table(profile))
+        ranks.close()
+    return 0
+
+
+def _write(arguments: argparse.Namespace, profile: Any) -> None:
+    from hytrain.formats.profile_file import write_profile
+    from hytrain.tools.planner.library import add_to_library
+
+    written: list[Path] = []
+    if arguments.out is not None:
+        write_profile(arguments.out, profile)
+        written.append(arguments.out)
+    if arguments.library is not None:
+        written.append(add_to_library(library_folder(arguments.library), profile))
+    for path in written:
+        print(f"profile: {path}", file=sys.stderr)

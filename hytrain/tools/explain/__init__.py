@@ -1,0 +1,1 @@
+"""`hytrain explain`: why k is what it is."""

@@ -1,0 +1,120 @@
+"""Tables and numbers of an explanation, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hytrain.placement.costs import StepCosts
+from hytrain.placement.memory import table
+from hytrain.placement.records import Decision
+from hytrain.tools.explain.explanation_rows import CandidateRow, fitting_bounds, layer_groups
+
+_GIB = 1024**3
+
+
+def costs_text(costs: StepCosts) -> str:
+    """What the layers take, neighbours of equal size in one line."""
+    lines = ["a layer's mean, on this rank (sizes are of its shard):"]
+    for group in layer_groups(costs):
+        mean = group.mean
+        times = [
+            ("forward", mean.forward),
+            ("backward", mean.backward),
+            ("CPU update", mean.cpu_update),
+            ("GPU update", mean.gpu_update),
+            ("D2H", mean.to_host),
+            ("H2D", mean.to_device),
+        ]
+        if costs.clipped_share > 0.0:
+            times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
+        words = ", ".join(f"{name} {_milliseconds(value)}" for name, value in times)
+        lines.append(f"  {group.num_layers} x {_millions(mean.parameters)}: {words}")
+    lines += [
+        f"t_B, backward of all layers: {costs.backward_seconds:.3f} s",
+        f"t_U, CPU update of all layers: {costs.cpu_seconds:.3f} s",
+        f"alpha, GPU over CPU update: {costs.alpha:.3g}",
+        f"clipped share of the steps: {costs.clipped_share:.1%}",
+        f"step without any update: {costs.compute_seconds:.3f} s (forward "
+        f"{costs.forward_seconds:.3f}, between {costs.between:.3f}, backward "
+        f"{costs.backward_seconds:.3f}, tail {costs.tail:.3f})",
+    ]
+    return "\n".join(lines)
+
+
+def candidates_text(rows: Sequence[CandidateRow]) -> str:
+    """The table of all numbers of GPU layers, with its legend; measured times where there are."""
+    is_measured = any(row.measured_seconds is not None for row in rows)
+    head = ["GPU layers", "k", "predicted s", "worker s", "exposed s", "bound", "GPU GiB"]
+    head += ["host GiB", "fits", *(("measured s", "error") if is_measured else ()), ""]
+    cells = [head]
+    for row in rows:
+        line = [
+            str(row.gpu_layers),
+            f"{row.k:.3f}",
+            seconds_text(row.predicted_seconds),
+            seconds_text(row.worker_seconds),
+            seconds_text(row.exposed_seconds),
+            row.bound or "-",
+            f"{row.gpu_bytes / _GIB:.1f}",
+            f"{row.host_bytes / _GIB:.1f}",
+            "yes" if row.fits else "no",
+        ]
+        if is_measured:
+            error = "-" if row.error is None else f"{row.error:+.1%}"
+            line += [seconds_text(row.measured_seconds), error]
+        cells.append([*line, _marks(row)])
+    legend = "worker: the CPU worker is busy; exposed: compute waits for weights; bound: what the "
+    legend += "step waits for"
+    if is_measured:
+        legend += (
+            ";\nerror: predicted, with the share of clipped steps above, against measured, the "
+        )
+        legend += (
+            "median of the steady\nsteps with that k, whenever they were and however many clipped"
+        )
+    return f"{columns(cells, left=(len(head) - 1,))}\n{legend}."
+
+
+def _marks(row: CandidateRow) -> str:
+    marks = ["<- chosen"] if row.is_chosen else []
+    if row.is_closed_form:
+        marks.append("<- closed form")
+    return " ".join(marks)
+
+
+def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
+    """What fits, and the bytes of some numbers of GPU layers."""
+    fitting = fitting_bounds(decision)
+    if fitting.fits:
+        words = f"Fits: {fitting.min_gpu_layers} to {fitting.max_gpu_layers}"
+        words += f" of {fitting.num_layers} layers on the GPU."
+    else:
+        words = f"No number of the {fitting.num_layers} layers on the GPU fits."
+    cells = table(decision.layer_bytes, decision.limits, decision.staging_bytes, gpu_layers)
+    return f"{words}\n{cells}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Rows of cells under each other, aligned to the right but for the columns in ``left``."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def seconds_text(value: float | None) -> str:
+    """A time, or that there is none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f} M" if parameters >= 100_000 else str(parameters)

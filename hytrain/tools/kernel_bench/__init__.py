@@ -1,0 +1,1 @@
+"""`hytrain bench kernel`: the CPU passes beside what they compete with."""

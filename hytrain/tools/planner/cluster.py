@@ -1,0 +1,197 @@
+"""Who computes: types of GPUs, as they were measured, hosts, and what joins them. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hytrain.formats.plan_errors import PlanError, require_positive
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.curves import Table
+
+UNEVEN_FACTOR = 1.25
+"""What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
+
+_UNFILLED = 1.3
+"""A GPU that is busy takes 1.7 times as long or more for twice the samples; H200s whose host was
+busy took 1.0 to 1.1 times as long (experiments/unequal_gpus, case offload)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProfile:
+    """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
+
+    Times and bytes must not fall with more samples: the bound on the best plan counts on it.
+
+    Attributes:
+        name: the device's.
+        memory_bytes: what the process may use of it, reserve taken off.
+        forward_ms: one layer's forward against the samples of a micro-batch.
+        backward_ms: one layer's backward without recompute.
+        peak_bytes: C, against the samples of a micro-batch: peak of all but the training copy, the
+            optimizer state and the activations that other layers have left.
+        idle_bytes: C where no sample is computed.
+        update_rate: parameters/s that the GPU updates.
+        copy_rate: bytes/s to the host, and at the same time from it.
+        outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
+            passes; None for nothing.
+        recompute_ms: what a layer's checkpoint adds to its backward; None for its forward. Layer
+            by layer it is the forward always.
+        stored_bytes: C with all activations of all layers, where they are stored; None where that
+            was not measured.
+        multiprocessors: by which it is told apart from others of its name; 0 where not known.
+        limit_bytes: likewise, memory of the device or the process's part of it; None for
+            memory_bytes.
+        most_samples: of a micro-batch; None for no limit.
+        sizes: micro-batches that may be chosen, 1 and more, ascending; None for all. The last one
+            of a rank, which has what is left, may be of any size below.
+        accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
+            micro-batch's samples; None for the problem's.
+        fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
+        layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
+    """
+
+    name: str
+    memory_bytes: int
+    forward_ms: Table
+    backward_ms: Table
+    peak_bytes: Table
+    idle_bytes: int
+    update_rate: float
+    copy_rate: float
+    outside_ms: Table | None = None
+    recompute_ms: Table | None = None
+    stored_bytes: Table | None = None
+    multiprocessors: int = 0
+    limit_bytes: int | None = None
+    most_samples: int | None = None
+    sizes: tuple[int, ...] | None = None
+    accumulation_ms: Table | None = None
+    fetch_rate: float | None = None
+    layer_peak_bytes: Table | None = None
+
+    def layer_peak(self, samples: int) -> float:
+        """C in the passes of a layer: what is outside of the layers (the logits) is not there."""
+        return (self.layer_peak_bytes or self.peak_bytes).at(samples)
+
+    def fetch_rates(self, activations: Activations) -> tuple[float, float]:
+        """Bytes/s from the host in forward, and in backward, where gradients go there.
+
+        In forward activations do, where they are offloaded.
+        """
+        is_alone = self.fetch_rate is not None and activations != "offload"
+        return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
+
+    def is_unfilled(self, size: int) -> bool:
+        """Whether a micro-batch takes hardly less time than one of twice as many samples.
+
+        The host, which starts the kernels, is what takes the time there, more than the GPU.
+        """
+        passes = (self.forward_ms, self.backward_ms)
+        if min(table.points[-1][0] for table in passes) < 2 * size:
+            return False  # not measured
+        once, twice = (sum(table.at(samples) for table in passes) for samples in (size, 2 * size))
+        return twice < _UNFILLED * once
+
+    def micro_sizes(self, batch: int) -> Sequence[int]:
+        """Micro-batches that may be used for so many samples."""
+        most = min(batch, self.most_samples or batch)
+        if self.sizes is None:
+            return range(1, most + 1)
+        return tuple(size for size in self.sizes if size <= most)
+
+    def micro_batches(self, samples: int) -> Sequence[int]:
+        """In which a rank may compute so many samples: :meth:`micro_sizes`, or all at once.
+
+        All at once is what is left of a larger micro-batch, so that must be one to choose.
+        """
+        sizes = self.micro_sizes(samples)
+        largest = min(
+            samples if self.sizes is None else self.sizes[-1], self.most_samples or samples
+        )
+        return sizes if samples in sizes or samples > largest else (*sizes, samples)
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self.name,
+            memory_bytes=self.memory_bytes,
+            update_rate=self.update_rate,
+            copy_rate=self.copy_rate,
+        )
+        sizes = self.sizes
+        if sizes is not None and (list(sizes) != sorted(set(sizes)) or sizes[:1] != (1,)):
+            raise PlanError(f"{self.name}: sizes must ascend from 1, got {sizes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine. Its ranks divide the cores equally, and share memory and bandwidth as needed.
+
+    Attributes:
+        name: its own.
+        gpus: a rank each, in order.
+        cores: that the ranks may use.
+        memory_bytes: that the ranks may use together.
+        bandwidth: bytes/s of its memory.
+        update_rates: parameters/s of a CPU update against the number of cores.
+    """
+
+    name: str
+    gpus: tuple[GpuProfile, ...]
+    cores: int
+    memory_bytes: int
+    bandwidth: float
+    update_rates: Table
+
+    def __post_init__(self) -> None:
+        if not self.gpus:
+            raise PlanError(f"host {self.name} has no GPU")
+        require_positive(f"host {self.name}", cores=self.cores, bandwidth=self.bandwidth)
+        if self.memory_bytes < 0:
+            raise PlanError(f"host {self.name}: memory_bytes must not be negative")
+        if self.rank_update_rate <= 0.0:
+            raise PlanError(f"host {self.name}: update_rates gives no rate for a rank's cores")
+
+    @property
+    def rank_update_rate(self) -> float:
+        """Parameters/s of a CPU update with one rank's part of the cores."""
+        return self.update_rates.at(self.cores / len(self.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All ranks, and what their collectives cost.
+
+    Attributes:
+        hosts: in rank order.
+        all_gather_ms: of an evenly split layer over all ranks, against its bytes.
+        reduce_scatter_ms: likewise.
+        uneven_factor: what unequal shards cost in both.
+        contention: share of a collective's time by which it delays what is computed beside it:
+            it takes multiprocessors and bandwidth.
+    """
+
+    hosts: tuple[Host, ...]
+    all_gather_ms: Table
+    reduce_scatter_ms: Table
+    uneven_factor: float = UNEVEN_FACTOR
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise PlanError("a cluster needs at least one host")
+        if not 1.0 <= self.uneven_factor < math.inf:
+            raise PlanError(f"uneven_factor must be at least 1, got {self.uneven_factor}")
+        if not 0.0 <= self.contention <= 1.0:
+            raise PlanError(f"contention must be in [0, 1], got {self.contention}")
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs of all hosts."""
+        return sum(len(host.gpus) for host in self.hosts)
+
+    @property
+    def ranks(self) -> list[tuple[Host, GpuProfile]]:
+        """Host and GPU of each rank."""
+        return [(host, gpu) for host in self.hosts for gpu in host.gpus]

@@ -1,0 +1,189 @@
+"""Profiles of GPUs that nobody has measured here, estimated from their data sheets.
+
+For a first look at what a set of GPUs would do together. The tables have what NVIDIA's data sheets
+say: dense TFLOP/s, memory bandwidth, multiprocessors (memory: as the driver reports it). What is
+made of it is coarse, see the constants: a plan to train by needs `hytrain profile`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from hytrain.formats.profile_file import (
+    CopyRates,
+    DeviceProfile,
+    HostProfile,
+    LayerSample,
+    OutsideSample,
+    ProfiledModel,
+    UpdateRate,
+    device_label,
+)
+
+SETTINGS = "estimated from data sheets, not measured"
+
+_WRITTEN = datetime(2026, 11, 21, tzinfo=timezone.utc)
+_GIB = 1024**3
+# Of the sheet's TFLOP/s, what a transformer layer's matrix products reach where there is enough to
+# do, and how many tokens at once are half of enough.
+_EFFICIENCY = 0.55
+_HALF_SPEED_TOKENS = 512
+_LAUNCH_MS = 0.1
+# Activations of a layer, bytes a token and hidden unit at 2 bytes each, without the scores of
+# attention (Korthikanti et al. 2022, arXiv 2205.05198), for layers of 12 hidden^2 parameters.
+_ACTIVATION_BYTES = 34
+# Logits: 2 bytes, their fp32 copy, its gradient and softmax.
+_LOGIT_BYTES = 14
+# Of the memory's bandwidth, what Adam's kernels reach, and what they move for each parameter.
+_UPDATE_SHARE = 0.8
+_UPDATE_BYTES = 30
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_CORE_RATE = 3.3e8
+"""Parameters/s that a core updates, until the memory's bandwidth is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSheet:
+    """A GPU's data sheet.
+
+    Attributes:
+        name: as the driver gives it.
+        multiprocessors: of the whole GPU.
+        gib: memory, as the driver reports it.
+        half_tflops: bf16 (fp16 before Ampere has tensor cores, but no bf16: there as fp32).
+        single_tflops: fp32, without TF32.
+        bandwidth: of its memory, GB/s.
+        copy_rate: to the host, each way while both go, GB/s.
+    """
+
+    name: str
+    multiprocessors: int
+    gib: float
+    half_tflops: float
+    single_tflops: float
+    bandwidth: float
+    copy_rate: float
+
+
+SHEETS: dict[str, DeviceSheet] = {
+    "p40": DeviceSheet("Tesla P40", 30, 22.4, 11.8, 11.8, 346, 10),
+    "p100": DeviceSheet("Tesla P100-PCIE-16GB", 56, 15.9, 9.3, 9.3, 732, 10),
+    "v100": DeviceSheet("Tesla V100-PCIE-16GB", 80, 15.8, 14.0, 14.0, 900, 10),
+    "v10032gb": DeviceSheet("Tesla V100-PCIE-32GB", 80, 31.7, 14.0, 14.0, 900, 10),
+    "t4": DeviceSheet("Tesla T4", 40, 14.6, 8.1, 8.1, 320, 10),
+    "rtx3090": DeviceSheet("NVIDIA GeForce RTX 3090", 82, 23.7, 71.0, 35.6, 936, 20),
+    "a10": DeviceSheet("NVIDIA A10", 72, 22.1, 125.0, 31.2, 600, 20),
+    "a10g": DeviceSheet("NVIDIA A10G", 80, 22.1, 70.0, 31.5, 600, 20),
+    "a6000": DeviceSheet("NVIDIA RTX A6000", 84, 47.4, 154.8, 38.7, 768, 20),
+    "a100": DeviceSheet("NVIDIA A100-SXM4-80GB", 108, 79.2, 312.0, 19.5, 2039, 20),
+    "a10040gb": DeviceSheet("NVIDIA A100-SXM4-40GB", 108, 39.4, 312.0, 19.5, 1555, 20),
+    "l4": DeviceSheet("NVIDIA L4", 58, 22.0, 121.0, 30.3, 300, 20),
+    "l40s": DeviceSheet("NVIDIA L40S", 142, 44.4, 362.0, 91.6, 864, 20),
+    "rtx4090": DeviceSheet("NVIDIA GeForce RTX 4090", 128, 23.6, 165.2, 82.6, 1008, 20),
+    "h100": DeviceSheet("NVIDIA H100 80GB HBM3", 132, 79.2, 989.0, 66.9, 3350, 40),
+    "h100pcie": DeviceSheet("NVIDIA H100 PCIe", 114, 79.2, 756.0, 51.2, 2000, 40),
+    "h100nvl": DeviceSheet("NVIDIA H100 NVL", 132, 93.0, 835.0, 60.0, 3938, 40),
+    "h200": DeviceSheet("NVIDIA H200", 132, 139.8, 989.0, 66.9, 4800, 40),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the estimate needs of a model beside what a profile says of it."""
+
+    model: ProfiledModel
+    hidden: int
+    vocabulary: int
+
+
+def sheet_of(name: str) -> DeviceSheet | None:
+    """The sheet that a user's word means, however it is spelt; None where there is none."""
+    return SHEETS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+
+
+def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> DeviceProfile:
+    """A profile of the device with a model, from its data sheet."""
+    model = shape.model
+    itemsize = 4 if model.dtype == "fp32" else 2
+    tflops = sheet.single_tflops if model.dtype == "fp32" else sheet.half_tflops
+    limit = int(sheet.gib * _GIB)
+    return DeviceProfile(
+        host=host,
+        label=device_label(sheet.name, sheet.multiprocessors, limit),
+        device=sheet.name,
+        multiprocessors=sheet.multiprocessors,
+        limit_bytes=limit,
+        memory_bytes=limit,
+        layer=tuple(_layer(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
+        outside=tuple(_outside(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
+        update_rate=_UPDATE_SHARE * sheet.bandwidth * 1e9 / _UPDATE_BYTES,
+        copies=CopyRates(
+            to_host=sheet.copy_rate * 1e9,
+            from_host=sheet.copy_rate * 1e9,
+            to_host_both=sheet.copy_rate * 1e9,
+            from_host_both=sheet.copy_rate * 1e9,
+        ),
+        measured=_WRITTEN,
+        settings=SETTINGS,
+    )
+
+
+def _milliseconds(operations: float, tokens: int, per_ms: float) -> float:
+    reached = _EFFICIENCY * per_ms * tokens / (tokens + _HALF_SPEED_TOKENS)
+    return _LAUNCH_MS + operations / reached
+
+
+def _layer(shape: ModelShape, samples: int, per_ms: float, itemsize: int) -> LayerSample:
+    model = shape.model
+    tokens = samples * model.seq_len
+    # Two operations a parameter and token, and attention's own two products, half of them masked.
+    operations = 2.0 * tokens * (model.layer_parameters + model.seq_len * shape.hidden)
+    forward = _milliseconds(operations, tokens, per_ms)
+    backward = _milliseconds(2.0 * operations, tokens, per_ms)
+    wide = model.layer_parameters / (12.0 * shape.hidden**2)
+    kept = int(_ACTIVATION_BYTES * itemsize / 2 * tokens * shape.hidden * max(1.0, wide))
+    peak = int(1.3 * kept) + itemsize * model.layer_parameters
+    return LayerSample(
+        samples=samples,
+        forward_ms=forward,
+        backward_ms=backward,
+        recompute_backward_ms=forward + backward,
+        kept_bytes=kept,
+        peak_bytes=peak,
+        recompute_peak_bytes=peak,
+    )
+
+
+def _outside(shape: ModelShape, samples: int, per_ms: float, itemsize: int) -> OutsideSample:
+    model = shape.model
+    tokens = samples * model.seq_len
+    operations = 2.0 * tokens * shape.vocabulary * shape.hidden
+    return OutsideSample(
+        samples=samples,
+        forward_ms=_milliseconds(operations, tokens, per_ms),
+        backward_ms=_milliseconds(2.0 * operations, tokens, per_ms),
+        peak_bytes=_LOGIT_BYTES * tokens * shape.vocabulary
+        + itemsize * sum(model.outside_parameters),
+    )
+
+
+def estimated_host(
+    name: str, ranks: tuple[str, ...], *, cores: int, memory_bytes: int, bandwidth: float
+) -> HostProfile:
+    """A host with so many cores and so much memory, of so many bytes a second."""
+    together = _UPDATE_SHARE * bandwidth / _UPDATE_BYTES / len(ranks)
+    threads = sorted({1, max(1, cores // 2), cores})
+    return HostProfile(
+        host=name,
+        ranks=ranks,
+        cores=cores,
+        memory_bytes=memory_bytes,
+        bandwidth=bandwidth,
+        updates=tuple(
+            UpdateRate(threads=count, rate=min(_CORE_RATE * count, together)) for count in threads
+        ),
+        cpu=SETTINGS,
+        measured=_WRITTEN,
+    )

@@ -1,0 +1,402 @@
+"""What a rank's work takes: seconds of a step, bytes of GPU and host. hytrain's own cost model.
+
+A rank's b samples are l micro-batches of m, but for the last one, which has what is left. With f, g
+and r their forward, backward and recomputation (0 where activations are stored), and sums over all
+micro-batches, one layer takes, layer-major
+
+    forward   max(AG, sum f + c AG, boundary bytes / copy rate where they are offloaded)
+    backward  max(RS (+ AG in stage 3), sum (r + g) + (l - 1) accumulation + c RS, the same bytes)
+
+and where micro-batches pass through the model one by one, gradients being reduced in the last
+one's backward,
+
+    forward   max(AG, f of the first + c AG) + sum of f of the others
+    backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last + c RS)
+
+c being the share of a collective that compute beside it misses (in stage 3, one by one, each
+micro-batch waits for its own AG in forward and AG + RS in backward, and misses c of both); on the
+GPU, that makes
+
+    compute   L (forward + backward) + sum of what is outside of the layers
+
+In stages 1 and 2 the AG is that of the updated weights, under forward. The rank's step is as long
+as the longest of these lines, a step of the job as that of its slowest rank:
+
+    GPU       compute + GPU-placed parameters / GPU rate
+    CPU       edge + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The edge
+              is what the worker cannot use: it begins with the first layer's gradient, and the
+              last layer's forward follows its end; micro-batches between the first and the last
+              have nothing for it, unless the step is layer-major
+    copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
+    host      all traffic of all its ranks / bandwidth of its memory
+
+With weights in host memory (stage 3, ``offload_param``) a rank's part of a layer, so much of it as
+its shard is, is copied from there before each gather: AG becomes AG + fetch, in forward and in
+backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
+host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
+
+These are the limits of a step (DESIGN.md, section 8); steps.py is finer, it walks through the steps
+of all ranks together. Memory of the GPU, where an element of the training copy has 2 B: 2 B a
+parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a GPU-placed parameter
++ the larger of what there is in the passes and at the end of backward:
+
+    passes    C(m) + what the activation policy leaves there + whole gradients before they are
+              reduced (one by one: beside every micro-batch but the first)
+    end       C(m) + 2 B a GPU-placed parameter, whose gradient waits for the outcome
+
+On the host 14 to 16 B a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a
+parameter of the shard, which then are not on the GPU.
+
+Parameters that are not trained are weights and nothing else. They are cut as the trained ones are,
+and counted with them: where weights are kept, gathered or fetched, a trained parameter has 2 B
+times all of the model's parameters over the trained ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.cluster import GpuProfile, Host
+from hytrain.tools.planner.cover import Floats, Ints
+from hytrain.tools.planner.passes import (
+    Collectives,
+    FetchLine,
+    fetch_lines,
+    layer_passes,
+    micro_sizes,
+    outside_seconds,
+)
+from hytrain.tools.planner.peaks import peaks
+from hytrain.tools.planner.problem import PlanProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A rank's part of the batch, and what that leaves for state.
+
+    Attributes:
+        batch: samples.
+        microbatch: of them at once; 0 where there are none.
+        activations: policy between layers.
+        compute: seconds of both passes of all micro-batches.
+        edge: seconds of a step in which the CPU worker can do nothing.
+        room: bytes of the GPU left for state, and in stage 3 for the training copy, while passes
+            are made; may be negative.
+        end_room: the same at the end of a backward, for the gradients that wait, too; no less.
+        offloaded: bytes of activations that go to the host.
+        fetches: what copies of its weights from the host add to ``compute``, by its shard.
+    """
+
+    batch: int
+    microbatch: int
+    activations: Activations
+    compute: float
+    edge: float
+    room: float
+    end_room: float
+    offloaded: float
+    fetches: tuple[FetchLine, ...] = ()
+
+    def fetching(self, shard: float) -> float:
+        """Seconds by which fetches make the passes longer, with a shard of so many parameters."""
+        return max((line.slope * shard - line.hidden for line in self.fetches), default=0.0)
+
+
+def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
+    """Whether a rank with this load makes as many micro-batches as all are to make."""
+    return problem.rounds is None or not batch or -(-batch // microbatch) == problem.rounds
+
+
+def load(
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    collectives: Collectives,
+    batch: int,
+    microbatch: int,
+    activations: Activations,
+) -> Load:
+    """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
+    model = problem.model
+    sizes = micro_sizes(batch, microbatch)
+    offloaded = 0.0
+    if activations == "offload":
+        offloaded = float(batch * model.num_layers * model.boundary_bytes)
+    copy = offloaded / model.num_layers / gpu.copy_rate
+    passes = layer_passes(problem, gpu, collectives, sizes, copy, activations)
+    whole = 0.0 if problem.stage == 3 else model.weight_bytes * model.parameters
+    peak, end = peaks(problem, gpu, batch, microbatch, activations)
+    return Load(
+        batch=batch,
+        microbatch=microbatch,
+        activations=activations,
+        compute=model.num_layers * passes.total + outside_seconds(gpu, sizes),
+        edge=passes.total + (model.num_layers - 1) * passes.further,
+        room=gpu.memory_bytes - peak - whole,
+        end_room=gpu.memory_bytes - end - whole,
+        offloaded=offloaded,
+        fetches=fetch_lines(problem, gpu, collectives, sizes, copy, activations),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Seconds of each limit of a rank's step."""
+
+    gpu: float
+    cpu: float
+    copies: float
+
+    @property
+    def longest(self) -> float:
+        """The rank's step, but for its host's bandwidth."""
+        return max(self.gpu, self.cpu, self.copies)
+
+
+def lines(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
+) -> Lines:
+    """With so many parameters of state on either side."""
+    copied = problem.model.itemsize * on_cpu
+    written = problem.written_bytes * on_gpu
+    cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
+    return Lines(
+        gpu=work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
+        cpu=work.edge + cpu if on_cpu > 0.0 else 0.0,
+        copies=(copied + written + work.offloaded) / gpu.copy_rate,
+    )
+
+
+def traffic(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
+    """Bytes that a rank's step moves in its host's memory: updates, activations, weights."""
+    weights = problem.shard_traffic * (on_gpu + on_cpu)
+    return problem.state_traffic * on_cpu + weights + 2.0 * work.offloaded
+
+
+def host_bytes(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
+    """What a rank keeps in its host's memory."""
+    weights = problem.host_weight_bytes * (on_gpu + on_cpu)
+    return problem.host_state_bytes * on_cpu + weights + work.offloaded
+
+
+def gpu_bytes(
+    problem: PlanProblem, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
+) -> float:
+    """The peak of a rank's GPU."""
+    shard = problem.sharded_bytes * (on_gpu + on_cpu) + problem.gpu_state_bytes * on_gpu
+    return gpu.memory_bytes + shard - min(work.room, work.end_room - problem.waiting_bytes * on_gpu)
+
+
+def shard_that_fits(problem: PlanProblem, work: Load, gpu_part: float) -> float:
+    """Parameters of the largest shard of which so much may be GPU-placed; not negative."""
+    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
+    at_end = each + problem.waiting_bytes * gpu_part
+    fitting = [math.inf if each <= 0.0 else work.room / each]
+    fitting += [math.inf if at_end <= 0.0 else work.end_room / at_end]
+    return max(0.0, min(fitting))
+
+
+def gpu_layers_that_fit(problem: PlanProblem, work: Load, shard: float) -> int:
+    """Layers of a shard of so many parameters that have room on the GPU."""
+    layers = problem.model.num_layers
+    each = problem.gpu_state_bytes * shard / layers
+    if each <= 0.0:
+        return layers
+    sharded = problem.sharded_bytes * shard
+    at_end = each + problem.waiting_bytes * shard / layers
+    fitting = min((work.room - sharded) / each, (work.end_room - sharded) / at_end)
+    return min(layers, math.floor(fitting))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Many loads of one GPU, a column for each of their numbers (see :class:`Load`).
+
+    ``slope`` and ``hidden`` have a column more for each line of fetches.
+    """
+
+    compute: Floats
+    edge: Floats
+    room: Floats
+    end_room: Floats
+    offloaded: Floats
+    slope: Floats
+    hidden: Floats
+
+    @staticmethod
+    def of(loads: Sequence[Load]) -> Columns:
+        """The loads in their order."""
+        # A line that is no line is 0; so is what compute adds to itself.
+        most = max((len(work.fetches) for work in loads), default=0)
+        slope, hidden = np.zeros((2, len(loads), most))
+        for row, work in enumerate(loads):
+            for column, line in enumerate(work.fetches):
+                slope[row, column], hidden[row, column] = line.slope, line.hidden
+        return Columns(
+            slope=slope,
+            hidden=hidden,
+            compute=np.array([work.compute for work in loads]),
+            edge=np.array([work.edge for work in loads]),
+            room=np.array([work.room for work in loads]),
+            end_room=np.array([work.end_room for work in loads]),
+            offloaded=np.array([work.offloaded for work in loads]),
+        )
+
+    def take(self, rows: Ints) -> Columns:
+        """Of some of the loads."""
+        return Columns(
+            compute=self.compute[rows],
+            edge=self.edge[rows],
+            room=self.room[rows],
+            end_room=self.end_room[rows],
+            offloaded=self.offloaded[rows],
+            slope=self.slope[rows],
+            hidden=self.hidden[rows],
+        )
+
+
+def gpu_capacity(
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    columns: Columns,
+    step: float,
+    on_cpu: Floats | float = 0.0,
+) -> Floats:
+    """Parameters of state that a GPU can keep and update in a step of so many seconds.
+
+    The CPU-placed part of the shard takes room, too. Negative where nothing fits.
+    """
+    sharded = problem.sharded_bytes
+    each = problem.gpu_state_bytes + sharded
+    room = np.minimum(
+        (columns.room - sharded * on_cpu) / each,
+        (columns.end_room - sharded * on_cpu) / (each + problem.waiting_bytes),
+    )
+    time = step - columns.compute
+    most = np.minimum(room, time * gpu.update_rate)
+    if problem.offload_param:
+        left = time[:, None] + columns.hidden - columns.slope * np.reshape(on_cpu, (-1, 1))
+        most = np.minimum(most, (left / (columns.slope + 1.0 / gpu.update_rate)).min(axis=1))
+    return most
+
+
+def cpu_capacity(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
+) -> Floats:
+    """Parameters of state that a rank can have updated on its host, the host's own limits apart.
+
+    Negative where not even the activations can be copied in a step of so many seconds.
+    """
+    itemsize = problem.model.itemsize
+    seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
+    copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
+    most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
+    if problem.offload_param:
+        most = np.minimum(most, _fetched(columns, step, np.zeros(1)).min(axis=2)[:, 0])
+    if problem.sharded_bytes:
+        most = np.minimum(most, np.maximum(0.0, columns.room) / problem.sharded_bytes)
+    return most
+
+
+def _fetched(columns: Columns, step: float, seconds: Floats) -> Floats:
+    """Parameters of the largest shard: by loads, ``seconds``, and lines of fetches.
+
+    Args:
+        columns: the loads.
+        step: seconds of the step.
+        seconds: that each parameter of the shard takes besides.
+    """
+    time = (step - columns.compute)[:, None, None] + columns.hidden[:, None, :]
+    slope = columns.slope[:, None, :] + seconds[:, None]
+    largest = np.where(time >= 0.0, np.inf, -1.0)
+    largest = np.broadcast_to(largest, slope.shape).copy()
+    return np.divide(time, slope, out=largest, where=slope > 0.0)
+
+
+def largest_shards(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
+) -> Floats:
+    """Parameters of the largest shard, of whole layers: a row a load, a column a number 0..L.
+
+    The number is that of the layers that the GPU updates; the host's own limits are left apart.
+    Negative in all columns where a load itself takes longer than the step.
+    """
+    num_layers = problem.model.num_layers
+    gpu_part = np.arange(num_layers + 1) / num_layers
+    on_gpu = (step - columns.compute)[:, None] * gpu.update_rate
+    on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
+    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
+    at_end = each + problem.waiting_bytes * gpu_part
+    room, end_room = columns.room[:, None], columns.end_room[:, None]
+    unlimited = np.full((len(columns.room), num_layers + 1), np.inf)
+    shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)
+    shards = np.minimum(
+        shards, np.divide(end_room, at_end, out=unlimited.copy(), where=at_end > 0.0)
+    )
+    shards = np.minimum(
+        shards, np.divide(on_gpu, gpu_part, out=unlimited.copy(), where=gpu_part > 0.0)
+    )
+    cpu_part = 1.0 - gpu_part
+    shards = np.minimum(shards, np.divide(on_cpu, cpu_part, out=unlimited, where=cpu_part > 0.0))
+    if problem.offload_param:
+        # No more goes to the host than comes from there in backward alone, as fast: no other limit.
+        fetched = _fetched(columns, step, gpu_part / gpu.update_rate)
+        shards = np.minimum(shards, fetched.min(axis=2))
+    possible = (room >= 0.0) & (on_gpu >= 0.0) & (on_cpu >= 0.0)
+    return np.where(possible, shards, -1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Bytes of one resource of a host, its memory or its traffic in a step.
+
+    Attributes:
+        total: that there are.
+        state: that a CPU-placed parameter takes.
+        shard: that any parameter of a rank's shard takes besides.
+        offloaded: that a byte of offloaded activations takes.
+    """
+
+    total: float
+    state: int
+    shard: float
+    offloaded: float
+
+    @property
+    def capacity(self) -> float:
+        """Parameters that it suffices for, all of them CPU-placed."""
+        return self.total / (self.state + self.shard)
+
+    @property
+    def most(self) -> float:
+        """Parameters that it suffices for, none of them CPU-placed."""
+        return self.total / self.shard if self.shard else math.inf
+
+    @property
+    def relief(self) -> float:
+        """By how many parameters more it suffices for each one that is not CPU-placed."""
+        return self.state / (self.state + self.shard)
+
+    def draw(self, offloaded: Floats) -> Floats:
+        """What offloaded activations take, in CPU-placed parameters."""
+        return self.offloaded * offloaded / (self.state + self.shard)
+
+    def shards(self, offloaded: Floats, cpu_part: Floats) -> Floats:
+        """Parameters of the largest shard if one rank had all: a row a load, a column a part."""
+        left = (self.total - self.offloaded * offloaded)[:, None]
+        each = self.state * cpu_part + self.shard
+        unlimited = np.full((len(offloaded), len(cpu_part)), np.inf)
+        return np.divide(left, each, out=unlimited, where=each > 0.0)
+
+
+def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBudget, HostBudget]:
+    """A host's memory, and its traffic in a step of so many seconds."""
+    memory, moved = float(host.memory_bytes), step * host.bandwidth
+    return (
+        HostBudget(memory, problem.host_state_bytes, problem.host_weight_bytes, 1.0),
+        HostBudget(moved, problem.state_traffic, problem.shard_traffic, 2.0),
+    )

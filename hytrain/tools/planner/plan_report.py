@@ -1,0 +1,203 @@
+"""A plan and what it is compared with, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hytrain.formats.policies import Accumulation
+from hytrain.formats.text_table import align
+from hytrain.tools.planner.baselines import Baseline, own_speeds
+from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.plan_record import plan_file
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.result import Plan, RankPlan
+from hytrain.tools.uneven.solver import Infeasible
+
+_GIB = 1024**3
+_LIMITS = {
+    "gpu": "compute",
+    "cpu": "CPU update",
+    "copies": "copies to the host",
+    "host": "host memory bandwidth",
+    "weights": "weights from the host",
+}
+# By this share clipped steps take another time: worth a line.
+_DIFFERENT = 0.01
+# Of a GPU's memory: a plan that uses more is limited by it, too.
+_FULL = 0.95
+_HEADING = (
+    *("rank", "host", "device", "samples", "activations", "shard", "GPU layers", "step ms"),
+    *("GPU GiB", "host GiB", "limited by"),
+)
+
+
+def plan_text(
+    problem: PlanProblem,
+    plan: Plan,
+    others: Sequence[Baseline],
+    without_offload: Plan | None = None,
+) -> str:
+    """What each GPU does in the plan and in what it is compared with, and what is gained.
+
+    Args:
+        problem: what was planned.
+        plan: the plan.
+        others: what it is compared with.
+        without_offload: the plan for weights that stay on the GPU, where they are planned to be in
+            host memory and that fits all the same.
+    """
+    own = sum(own_speeds(problem))
+    parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
+    if plan.gap > 1e-3:
+        parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
+    parts += _clipped_words(plan) + _manner_words(plan) + _unfilled_words(problem, plan)
+    if without_offload is not None:
+        parts.append(
+            "the model fits without --offload-param, too: a step would take "
+            f"{1e3 * without_offload.predicted_seconds:.1f} ms"
+        )
+    for other in others:
+        parts += ["", other.name]
+        if isinstance(other.result, Infeasible):
+            parts.append(other.result.reason)
+            continue
+        gain = other.result.predicted_seconds / plan.predicted_seconds
+        words = _summary(problem, other.result, own)
+        parts += [_ranks(problem, other.result), f"{words}; the plan is {gain:.2f} x as fast"]
+    return "\n".join(parts)
+
+
+def _ranks(problem: PlanProblem, plan: Plan) -> str:
+    rows = [_HEADING]
+    for number, (rank, (_, gpu)) in enumerate(zip(plan.ranks, problem.cluster.ranks, strict=True)):
+        size = rank.microbatch_size
+        shown = (
+            f"{rank.batch_size} by {size}" if size else "none",
+            rank.activations if size else "-",
+            f"{rank.shard_fraction:.1%}",
+            f"{rank.gpu_layers} of {problem.model.num_layers}",
+            f"{1e3 * rank.step_seconds:.1f}",
+            f"{rank.gpu_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f}",
+            f"{rank.host_bytes / _GIB:.1f}",
+            limit_words(rank, gpu),
+        )
+        rows.append((str(number), rank.host, device_words(gpu), *shown))
+    return "\n".join(align(rows))
+
+
+def limit_words(rank: RankPlan, gpu: GpuProfile) -> str:
+    """What a rank's step is as long as, and whether its memory is full."""
+    words = _LIMITS[rank.limit]
+    return f"{words}, memory" if rank.gpu_bytes > _FULL * gpu.memory_bytes else words
+
+
+def device_words(gpu: GpuProfile) -> str:
+    """A device, told apart from others of its name."""
+    return f"{gpu.name}, {gpu.multiprocessors} SMs" if gpu.multiprocessors else gpu.name
+
+
+def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
+    speed = problem.batch / plan.predicted_seconds
+    words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms, {speed:.1f} samples/s"
+    if own > 0.0:
+        words += f", {speed / own:.0%} of what the GPUs compute each for itself"
+    return words
+
+
+def _clipped_words(plan: Plan) -> list[str]:
+    """A line about clipped steps, where that makes a difference."""
+    clipped, unclipped = plan.clipped_seconds, plan.unclipped_seconds
+    if abs(clipped - unclipped) <= _DIFFERENT * unclipped:
+        return []
+    return [
+        f"a step that is clipped takes {1e3 * clipped:.1f} ms, one that is not "
+        f"{1e3 * unclipped:.1f}; predicted for {plan.clipped_share:.0%} clipped"
+    ]
+
+
+def _unfilled_words(problem: PlanProblem, plan: Plan) -> list[str]:
+    """A line about ranks whose micro-batches take the host's time, which is less steady."""
+    unfilled = [
+        str(number)
+        for number, (rank, (_, gpu)) in enumerate(
+            zip(plan.ranks, problem.cluster.ranks, strict=True)
+        )
+        if rank.microbatch_size and gpu.is_unfilled(rank.microbatch_size)
+    ]
+    if not unfilled:
+        return []
+    return [
+        f"rank{'s' if len(unfilled) > 1 else ''} {', '.join(unfilled)}: micro-batches of twice as "
+        "many samples would take hardly longer. What takes the time is the host, which starts the "
+        "GPU's kernels: steps are as long as planned only while it is as fast as in the profile"
+    ]
+
+
+_MANNER_WORDS: dict[Accumulation, str] = {
+    "micro_batch_major": "one micro-batch after another",
+    "layer_major": "layer by layer",
+}
+_WHY: dict[Accumulation, str] = {
+    "micro_batch_major": "each micro-batch gathers all layers, which need not be computed again",
+    "layer_major": "a layer is gathered once a pass for all micro-batches, and computed again",
+}
+
+
+def _manner_words(plan: Plan) -> list[str]:
+    """A line about the manner of accumulation, where all ranks had to be of one."""
+    other, chosen = plan.other_manner, plan.accumulation
+    if other is None or chosen is None:
+        return []
+    words = f"{_MANNER_WORDS[chosen]} ({_WHY[chosen]}): {_MANNER_WORDS[other.accumulation]}"
+    if isinstance(other.result, Infeasible):
+        return [f"{words} nothing fits: {other.result.reason}"]
+    return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
+
+
+def plan_json(
+    problem: PlanProblem,
+    plan: Plan,
+    others: Sequence[Baseline],
+    without_offload: Plan | None = None,
+) -> dict[str, Any]:
+    """The plan as its file has it, and the others' steps; null and why where one does not fit.
+
+    The arguments are those of :func:`plan_text`.
+    """
+    record = plan_file(problem, plan).model_dump(mode="json")
+    record["samples_per_second"] = problem.batch / plan.predicted_seconds
+    record["own_samples_per_second"] = own_speeds(problem)
+    record["accumulation"] = plan.accumulation
+    record["other_accumulation"] = _other_manner_json(plan)
+    if problem.offload_param:
+        seconds = None if without_offload is None else without_offload.predicted_seconds
+        record["without_offload_param"] = {"step_seconds": seconds}
+    record["compared_with"] = [_other_json(other) for other in others]
+    return record
+
+
+def _other_manner_json(plan: Plan) -> dict[str, Any] | None:
+    other = plan.other_manner
+    if other is None:
+        return None
+    if isinstance(other.result, Infeasible):
+        why: dict[str, Any] = {"step_seconds": None, "reason": other.result.reason}
+    else:
+        why = {"step_seconds": other.result}
+    return {"accumulation": other.accumulation, **why}
+
+
+def _other_json(other: Baseline) -> dict[str, Any]:
+    if isinstance(other.result, Infeasible):
+        missing = {"reason": other.result.reason, "missing_gib": other.result.missing}
+        return {"name": other.name, "step_seconds": None, **missing}
+    plan = other.result
+    return {
+        "name": other.name,
+        "step_seconds": plan.predicted_seconds,
+        "batch_sizes": [rank.batch_size for rank in plan.ranks],
+        "microbatch_sizes": [rank.microbatch_size for rank in plan.ranks],
+        "gpu_layers": [rank.gpu_layers for rank in plan.ranks],
+        "gpu_bytes": [round(rank.gpu_bytes) for rank in plan.ranks],
+    }

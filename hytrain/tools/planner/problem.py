@@ -1,0 +1,215 @@
+"""What a plan is made from: the cluster, the model, the batch. Plain data.
+
+The problem is larger than Cephalo's (uneven.py), since optimizer state may live on the host and be
+updated there. For each rank a plan decides the samples b of the global batch, the micro-batch m,
+the shard s of the state, how many of the L layers are updated on the GPU (K), and what becomes of
+activations between forward and backward. loads.py has the times and the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hytrain.formats.plan_errors import PlanError, require_positive
+from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
+from hytrain.tools.planner.cluster import Cluster
+
+STATE_BYTES = 12
+"""Of a parameter: its fp32 master copy and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, as equal layers.
+
+    Attributes:
+        name: its own.
+        num_layers: L.
+        parameters: those of all of it that are trained.
+        frozen: those that are not: a training copy, sharded in stage 3, and nothing else.
+        boundary_bytes: activations between two layers, per sample.
+        itemsize: bytes of a parameter of the training copy, and of its gradient; so many cross to
+            the host and come back.
+        dtype: of the training copy, for the record; None where not known.
+        seq_len: tokens of a sample, likewise.
+    """
+
+    name: str
+    num_layers: int
+    parameters: int
+    boundary_bytes: int = 0
+    itemsize: int = 2
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    seq_len: int | None = None
+    frozen: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            f"model {self.name}",
+            num_layers=self.num_layers,
+            parameters=self.parameters,
+            itemsize=self.itemsize,
+        )
+        if self.frozen < 0:
+            raise PlanError(f"model {self.name}: frozen must not be negative, got {self.frozen}")
+
+    @property
+    def layer_bytes(self) -> float:
+        """The training copy of one layer's trained parameters; of its gradient as much."""
+        return float(self.itemsize) * self.parameters / self.num_layers
+
+    @property
+    def layer_weight_bytes(self) -> float:
+        """The training copy of one layer."""
+        return self.layer_bytes * self.weight_bytes / self.itemsize
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the training copy a trained parameter, frozen ones counted with those."""
+        return self.itemsize * (1.0 + self.frozen / self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """A batch and a model's state, to be dealt to the ranks of a cluster.
+
+    Attributes:
+        cluster: who.
+        model: what.
+        batch: samples of the global batch.
+        stage: of ZeRO; 3 shards the training copy too.
+        activations: which policies for activations may be used.
+        accumulation_ms: what each further micro-batch adds to a layer's backward, on GPUs that
+            have no number of their own.
+        gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
+            while micro-batches pass through the model one by one, and at the end of the first
+            backward of several ranks, which have not agreed on an order yet, or layer by layer,
+            which is a trial.
+        gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy; its gradient at
+            the end of backward is :attr:`waiting_bytes`.
+        host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
+        update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
+        allow_idle: whether a rank may compute nothing and only hold state.
+        rounds: micro-batches that every rank with samples makes; None: any number. In stage 3,
+            where micro-batches pass through the model one by one, each of them gathers every layer
+            on all ranks: one with fewer waits for those with more. Layer by layer a layer is
+            gathered once a pass, and ranks may differ.
+        offload_param: the training copy is kept in pinned host memory (stage 3): a rank's shard of
+            it on its host, whole layers on the GPU while they are used. GPU updates send the new
+            copy there, CPU updates write it in place.
+        clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
+            chosen and the step is predicted for it. By default all of them, so that a plan holds
+            also at the beginning of a training.
+    """
+
+    cluster: Cluster
+    model: Model
+    batch: int
+    stage: Literal[1, 2, 3] = 2
+    activations: tuple[Activations, ...] = ("keep", "offload")
+    accumulation_ms: float = 0.0
+    gpu_state_bytes: int = 12
+    host_state_bytes: int = 14
+    update_bytes: int = 30
+    gradient_bytes: int = 0
+    allow_idle: bool = True
+    rounds: int | None = None
+    clipped_share: float = 1.0
+    offload_param: bool = False
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether :attr:`rounds`, and one manner for all ranks, are still to be decided on.
+
+        With ``offload_param`` for one rank, too: how often it fetches its weights is in
+        :attr:`shard_traffic`.
+        """
+        is_open = self.rounds is None and not set(self.activations) <= set(LAYER_MAJOR)
+        is_gathered = self.cluster.num_ranks > 1 or self.offload_param
+        return is_open and self.stage == 3 and is_gathered
+
+    @property
+    def sharded_bytes(self) -> float:
+        """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
+
+        Stage 3 has the training copy there, unless the host has, and the gradient that
+        micro-batches add to, or that several ranks keep until the end of their first backward. With
+        ``offload_param`` it is not counted where one rank sends each gradient as it comes.
+        """
+        if self.stage != 3:
+            return 0
+        if not self.offload_param:
+            return self.model.weight_bytes + self.gradient_bytes
+        is_sent = self.cluster.num_ranks == 1 and (self.rounds or 1) == 1
+        return 0 if is_sent else self.gradient_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes a GPU-placed parameter at the end of a backward, besides :attr:`gpu_state_bytes`.
+
+        Its reduced gradient waits for the outcome of the step, unless it is among
+        :attr:`sharded_bytes`. Activations are gone by then.
+        """
+        has_gradient = self.sharded_bytes > (0 if self.offload_param else self.model.weight_bytes)
+        return 0 if has_gradient else self.model.itemsize
+
+    @property
+    def host_weight_bytes(self) -> float:
+        """Bytes of host memory a parameter of a rank's shard, whatever is updated where."""
+        return self.model.weight_bytes if self.offload_param else 0.0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that a GPU-placed parameter's update sends to the host."""
+        return self.model.itemsize if self.offload_param else 0
+
+    @property
+    def state_traffic(self) -> int:
+        """Bytes of host memory traffic a CPU-placed parameter and step, besides the shard's.
+
+        With ``offload_param`` the new copy does not leave for the GPU when it is written, and that
+        it is written counts for the shard.
+        """
+        return self.update_bytes - (2 * self.model.itemsize if self.offload_param else 0)
+
+    @property
+    def shard_traffic(self) -> float:
+        """Likewise a parameter of the shard: its new copy is written once, and read for gathers."""
+        return 2 * (self.rounds or 1) * self.host_weight_bytes + self.written_bytes
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise PlanError(f"a batch of {self.batch} samples: at least 1 is needed")
+        if self.stage not in (1, 2, 3):
+            raise PlanError(f"stage must be 1, 2 or 3, got {self.stage}")
+        if not self.activations or set(self.activations) - set(ACTIVATIONS):
+            raise PlanError(f"activations must be of {ACTIVATIONS}, got {self.activations}")
+        if "store" in self.activations:
+            unknown = {gpu.name for _, gpu in self.cluster.ranks if gpu.stored_bytes is None}
+            if unknown:
+                raise PlanError(
+                    f'activations cannot be "store": what {", ".join(sorted(unknown))} would need '
+                    "for them is not known"
+                )
+        if not 0.0 <= self.clipped_share <= 1.0:
+            raise PlanError(
+                f"clipped_share must be in [0, 1], got {self.clipped_share}: it is the share of "
+                "the steps whose gradient is clipped"
+            )
+        if self.offload_param and self.stage != 3:
+            raise PlanError(
+                f"offload_param with stage {self.stage}: only stage 3 keeps weights in host "
+                "memory; plan with --stage 3, or without --offload-param"
+            )
+        if self.gradient_bytes < 0:
+            raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
+        if not 0.0 <= self.accumulation_ms < math.inf:
+            raise PlanError(f"accumulation_ms must not be negative, got {self.accumulation_ms}")
+        require_positive(
+            "bytes a parameter",
+            gpu_state_bytes=self.gpu_state_bytes,
+            host_state_bytes=self.host_state_bytes,
+            update_bytes=self.state_traffic,
+        )

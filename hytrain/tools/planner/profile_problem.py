@@ -1,0 +1,383 @@
+"""From what was measured to what is planned: profiles, a batch and options make a problem.
+
+Measurements are of one block and of all that is outside; the problem's tables are of a rank's
+whole work. Reserves are taken off memory here, so that a plan fills what is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from hytrain.formats.plan_errors import PlanError
+from hytrain.formats.policies import Activations
+from hytrain.formats.profile_file import (
+    CollectiveProfile,
+    CollectiveSample,
+    DeviceProfile,
+    HostProfile,
+    LayerSample,
+    OutsideSample,
+    ProfiledModel,
+    ProfileFile,
+)
+from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.problem import STATE_BYTES, Model, PlanProblem
+
+_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
+# parameter: measured 0.9 (README).
+_STAGING_BYTES = 1
+# Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
+# and the launching thread (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
+_BESIDE_TRAINING = 0.87
+# In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
+# use, the others on their way.
+_GATHERED_LAYERS = 3
+UNMEASURED = 1.05
+"""What a micro-batch between two measured sizes takes, as a share of the straight line.
+
+On H200 steps with such sizes took 1 to 8 % longer than by the line (5 samples between 4 and 8;
+13, 14 and 15 between 12 and 16), once all else was counted.
+"""
+# A doubled micro-batch that takes less than so much as long as the smallest waits for the host.
+_HOST_BOUND = 1.05
+# Within a host a collective delays what is computed beside it by all of its time: it takes
+# multiprocessors, and NVLink brings bytes about as fast as they can be added. Steps of two H200
+# were longer than their passes by what all collectives take. Over a network little is to be done
+# at a time, and waiting costs no one anything.
+_CONTENTION = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is asked for.
+
+    Attributes:
+        batch: samples of the global batch.
+        gpu_reserve: bytes that stay free of a GPU with so many.
+        host_reserve: bytes that stay free of a host with so many.
+        stage: of ZeRO.
+        offload_param: whether the training copy is kept in host memory (stage 3).
+        live_parameters: in stage 3, the most parameters of gathered layers at a time, for layers of
+            so many in the order of their use; None for three of the model's.
+        activations: policies that may be chosen from.
+        memory_fraction: of each GPU's memory that may be used.
+        allow_idle: whether a rank may compute nothing.
+        interconnect: bytes a second of a collective, for ranks whose collectives were not measured;
+            None where they must have been.
+        clipped_share: of the steps, those whose gradient is clipped; see
+            :class:`~hytrain.tools.planner.problem.PlanProblem`.
+    """
+
+    batch: int
+    gpu_reserve: Callable[[int], int]
+    host_reserve: Callable[[int], int]
+    stage: Literal[1, 2, 3] = 2
+    offload_param: bool = False
+    live_parameters: Callable[[Sequence[int]], int] | None = None
+    activations: tuple[Activations, ...] = ("store", "recompute")
+    memory_fraction: float = 1.0
+    allow_idle: bool = True
+    interconnect: float | None = None
+    clipped_share: float = 1.0
+
+
+def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
+    """The problem of training the profiled model on all ranks of the profile.
+
+    Raises:
+        PlanError: an option is out of range, a GPU's reserve leaves nothing, or collectives of
+            these ranks can be told neither from the profile nor from ``interconnect``.
+    """
+    model = profile.model
+    if not 0.0 < options.memory_fraction <= 1.0:
+        raise PlanError(
+            f"memory_fraction (--device-memory-fraction) must be in (0, 1], got "
+            f"{options.memory_fraction}"
+        )
+    itemsize = _ITEMSIZE[model.dtype]
+    return PlanProblem(
+        cluster=_cluster(profile, options),
+        model=Model(
+            name=model.name,
+            num_layers=model.num_layers,
+            parameters=model.parameters,
+            boundary_bytes=model.boundary_bytes,
+            itemsize=itemsize,
+            dtype=model.dtype,
+            seq_len=model.seq_len,
+            frozen=model.frozen,
+        ),
+        batch=options.batch,
+        stage=options.stage,
+        activations=options.activations,
+        gpu_state_bytes=STATE_BYTES,
+        host_state_bytes=STATE_BYTES + itemsize + _STAGING_BYTES,
+        # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
+        # a gradient comes from the GPU and a copy goes there.
+        update_bytes=2 * STATE_BYTES + 5 * itemsize,
+        gradient_bytes=itemsize,
+        allow_idle=options.allow_idle,
+        clipped_share=options.clipped_share,
+        offload_param=options.offload_param,
+    )
+
+
+def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
+    names = [host.host for host in profile.hosts for _ in host.ranks]
+    gathered = _gathered_bytes(profile.model, options, len(names))
+    known: dict[tuple[str, str], GpuProfile] = {}
+    hosts: list[Host] = []
+    for host in profile.hosts:
+        for label in host.ranks:
+            if (host.host, label) not in known:
+                device = profile.device(host.host, label)
+                known[host.host, label] = gpu_profile(device, profile.model, options, gathered)
+        hosts.append(_host(host, [known[host.host, label] for label in host.ranks], options))
+    return Cluster(tuple(hosts), *_collectives(profile, names, options))
+
+
+def gpu_profile(
+    device: DeviceProfile, model: ProfiledModel, options: PlanOptions, gathered: int = 0
+) -> GpuProfile:
+    """A device as the planner sees it.
+
+    Args:
+        device: what was measured.
+        model: with which.
+        options: of the plan.
+        gathered: bytes of layers that are gathered at once.
+
+    Raises:
+        PlanError: the reserve leaves nothing of its memory.
+    """
+    limit = int(device.limit_bytes * options.memory_fraction)
+    memory = min(device.memory_bytes, limit)
+    reserve = options.gpu_reserve(memory)
+    if reserve >= memory:
+        raise PlanError(
+            f"{device.label}: of {memory} bytes that can be used {reserve} are to stay free: "
+            "choose a smaller reserve"
+        )
+    idle = device.idle_bytes + gathered
+    return GpuProfile(
+        name=device.device,
+        memory_bytes=memory - reserve,
+        forward_ms=times(device.layer, lambda row: row.forward_ms),
+        backward_ms=times(device.layer, lambda row: row.backward_ms),
+        peak_bytes=_peak_table(device, model, idle, _outside_bytes(device)),
+        layer_peak_bytes=_peak_table(device, model, idle, None),
+        idle_bytes=idle,
+        update_rate=device.update_rate,
+        copy_rate=min(device.copies.to_host_both, device.copies.from_host_both),
+        outside_ms=times(device.outside, lambda row: row.forward_ms + row.backward_ms)
+        if device.outside
+        else None,
+        recompute_ms=times(
+            device.layer, lambda row: max(0.0, row.recompute_backward_ms - row.backward_ms)
+        ),
+        stored_bytes=_stored_table(device, model, idle),
+        multiprocessors=device.multiprocessors,
+        limit_bytes=limit,
+        # Beyond what was measured nobody knows what fits, and there is little to gain.
+        most_samples=device.layer[-1].samples,
+        # Fewer samples than were measured take as long as those.
+        sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
+        accumulation_ms=_accumulation(device, model),
+        fetch_rate=device.copies.from_host,
+    )
+
+
+_Row = TypeVar("_Row", LayerSample, OutsideSample)
+
+
+def times(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
+    """Times against every number of samples up to the largest that was measured.
+
+    They do not fall, which the planner counts on: less for more samples is noise, of kernels that
+    the host could not start fast enough, and neighbours share their mean.
+
+    Between two measured sizes lies more than a straight line: kernels work in tiles, and an odd
+    size fills its last tiles less. A size takes a share more than by the line
+    (:data:`UNMEASURED`), but no more than the next larger one that was measured.
+    """
+    measured = [
+        (row.samples, level)
+        for row, level in zip(rows, isotonic([value(row) for row in rows]), strict=True)
+    ]
+    points = [measured[0]]
+    for (low, less), (high, most) in itertools.pairwise(measured):
+        for size in range(low + 1, high):
+            line = less + (most - less) * (size - low) / (high - low)
+            points.append((size, min(most, UNMEASURED * line)))
+        points.append((high, most))
+    return Table(tuple((float(size), level) for size, level in points))
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """The values that do not fall and are nearest to the given ones (pooled adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, count = pools.pop()
+            together = count + pool[1]
+            pool = ((mean * count + pool[0] * pool[1]) / together, together)
+        pools.append(pool)
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
+    """What adding gradients takes, with a layer's part of what is outside.
+
+    Sizes that take no longer than the smallest wait for the host; there the GPU has time for it.
+    """
+    itemsize = _ITEMSIZE[model.dtype]
+    layer_ms = device.accumulation_ms
+    if layer_ms is None:
+        # Copying reads and writes, adding reads once more, as fast as the update reads.
+        moved = itemsize * model.layer_parameters
+        layer_ms = 1e3 * moved / ((2 * STATE_BYTES + 2 * itemsize) * device.update_rate)
+    each = layer_ms * model.parameters / model.num_layers / model.layer_parameters
+    passes = isotonic([row.forward_ms + row.backward_ms for row in device.layer])
+    waits = 0
+    for row, ms in zip(device.layer, passes, strict=True):
+        if ms <= _HOST_BOUND * passes[0] and row.samples >= 2 * device.layer[0].samples:
+            waits = row.samples
+    return Table(
+        tuple(
+            (float(size), 0.0 if size <= waits else each)
+            for size in range(1, device.layer[-1].samples + 2)
+        )
+    )
+
+
+def _bytes(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
+    """Does not fall either; memory has no noise that could be shared."""
+    rising = itertools.accumulate((value(row) for row in rows), max)
+    return Table(tuple((float(row.samples), most) for row, most in zip(rows, rising, strict=True)))
+
+
+def _outside_bytes(device: DeviceProfile) -> Table | None:
+    return _bytes(device.outside, lambda row: row.peak_bytes) if device.outside else None
+
+
+def _peak_table(
+    device: DeviceProfile, model: ProfiledModel, idle: int, outside: Table | None
+) -> Table:
+    """C where layers are computed again: the larger of one layer's peak and that outside."""
+
+    def peak(row: LayerSample) -> float:
+        most = max(row.recompute_peak_bytes, outside.at(row.samples) if outside else 0.0)
+        # The layer's input and the next one's, on their way from or to the host.
+        return idle + most + 2 * row.samples * model.boundary_bytes
+
+    return _bytes(device.layer, peak)
+
+
+def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
+    """C with all activations: at the loss, or in the last layer's backward."""
+    outside = _outside_bytes(device)
+
+    def stored(row: LayerSample) -> float:
+        others = (model.num_layers - 1) * row.kept_bytes
+        at_loss = row.kept_bytes + (outside.at(row.samples) if outside else 0.0)
+        return idle + others + max(row.peak_bytes, at_loss)
+
+    return _bytes(device.layer, stored)
+
+
+def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) -> int:
+    """Training copy that stage 3 has gathered at once; what is outside is gathered as one.
+
+    One rank has all of it anyway, unless it is in host memory.
+    """
+    if options.stage != 3 or (num_ranks == 1 and not options.offload_param):
+        return 0
+    pairs = zip(model.outside_parameters, model.frozen_outside_parameters, strict=True)
+    before, after = (trained + frozen for trained, frozen in pairs)
+    layer = model.layer_parameters + model.frozen_layer_parameters
+    layers = [before, *[layer] * model.num_layers, after]
+    if options.live_parameters is None:
+        largest = max(_GATHERED_LAYERS * layer, before, after)
+    else:
+        largest = options.live_parameters([size for size in layers if size])
+    return _ITEMSIZE[model.dtype] * largest
+
+
+def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
+    rates = [row.in_training or _BESIDE_TRAINING * row.rate for row in host.updates]
+    # Training takes the best number of threads, which may leave cores to others.
+    best = itertools.accumulate(rates, max)
+    table = Table(
+        tuple((float(row.threads), rate) for row, rate in zip(host.updates, best, strict=True))
+    )
+    memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
+    return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, table)
+
+
+# -- collectives -------------------------------------------------------------------------------
+
+
+def _collectives(
+    profile: ProfileFile, hosts: Sequence[str], options: PlanOptions
+) -> tuple[Table, Table, float, float]:
+    """All-gather, reduce-scatter (against bytes), what unequal shards cost of both, contention."""
+    if len(hosts) == 1:
+        return _FREE, _FREE, 1.0, 0.0
+    if options.interconnect is not None:
+        ms = 1e3 * (len(hosts) - 1) / len(hosts) / options.interconnect
+        line = Table(((1.0, ms),))
+        # A bandwidth that is given is that of a network: a few multiprocessors keep it busy.
+        return line, line, UNEVEN_FACTOR, 0.0
+    for measured in profile.collectives:
+        if measured.hosts == tuple(hosts):
+            return _measured_collectives(measured, profile.model, 1.0)
+    similar = [one for one in profile.collectives if _spans(one.hosts) == _spans(hosts)]
+    if not similar:
+        spans = "of several hosts" if _spans(hosts) else "within a host"
+        raise PlanError(
+            f"no profile has the collectives of these {len(hosts)} ranks, nor of any others "
+            f"{spans}: measure them together with `hytrain profile` under the launcher, or give "
+            "the bandwidth with --interconnect"
+        )
+    # A ring moves (n - 1) / n of the bytes through each rank.
+    nearest = min(similar, key=lambda one: abs(len(one.hosts) - len(hosts)))
+    count = len(nearest.hosts)
+    return _measured_collectives(
+        nearest, profile.model, (len(hosts) - 1) / len(hosts) * count / (count - 1)
+    )
+
+
+_FREE = Table(((1.0, 0.0),))
+
+
+def _spans(hosts: Sequence[str]) -> bool:
+    return len(set(hosts)) > 1
+
+
+def _measured_collectives(
+    measured: CollectiveProfile, model: ProfiledModel, factor: float
+) -> tuple[Table, Table, float, float]:
+    def column(value: Callable[[CollectiveSample], float]) -> Table:
+        points = tuple((float(row.num_bytes), factor * value(row)) for row in measured.samples)
+        return Table(points)
+
+    gather, scatter = (
+        column(lambda row: row.all_gather_ms),
+        column(lambda row: row.reduce_scatter_ms),
+    )
+    uneven_gather = column(lambda row: row.uneven_all_gather_ms)
+    uneven_scatter = column(lambda row: row.uneven_reduce_scatter_ms)
+    size = _ITEMSIZE[model.dtype] * (model.layer_parameters + model.frozen_layer_parameters)
+    ratios = [
+        uneven.at(size) / even.at(size)
+        for even, uneven in ((gather, uneven_gather), (scatter, uneven_scatter))
+        if even.at(size) > 0.0
+    ]
+    contention = 0.0 if _spans(measured.hosts) else _CONTENTION
+    return gather, scatter, max(1.0, *ratios) if ratios else 1.0, contention

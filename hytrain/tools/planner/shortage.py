@@ -1,0 +1,117 @@
+"""Where no plan fits: in words, what is short of memory, what it has and what the least takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.frontier import Frontier
+from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.uneven.solver import Infeasible
+
+_GIB = 1024**3
+
+
+def missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> Infeasible:
+    """What no step, however long, would mend.
+
+    Args:
+        problem: for which no plan was found.
+        frontier: of it, with the loads of its ranks.
+        is_bounded: whether some step may be possible by the outer reading.
+    """
+    cluster = problem.cluster
+    extremes = [kind.extremes for kind in frontier.catalogues]
+    for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
+        if not works:
+            return _rank_is_missing(problem, rank, gpu, 0 if problem.allow_idle else 1)
+    if not any(work.batch for works in extremes for work in works):
+        alone = [
+            _rank_is_missing(problem, rank, gpu, 1) for rank, (_, gpu) in enumerate(cluster.ranks)
+        ]
+        return min(alone, key=lambda one: one.missing)
+    if is_bounded:
+        return Infeasible(
+            "the state fits only if layers are split between GPU and host, or by less than a "
+            "thousandth of it: no plan was found; a little more memory would help",
+            is_close=True,
+        )
+    short = [*_gpus_are_missing(problem, frontier), *_hosts_are_missing(problem)]
+    if short:
+        words = "; ".join(text for text, _ in short)
+        return Infeasible(words, sum(lacking for _, lacking in short))
+    held = frontier.held(frontier.longest())
+    total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
+    what = "weights and optimizer state" if problem.offload_param else "optimizer state"
+    lacking = (1.0 - held) * total / _GIB
+    return Infeasible(
+        f"the GPUs and hosts can hold {held:.1%} of the model's {what} together: memory "
+        f"for {lacking:.2f} GiB is missing, on any host or GPU",
+        lacking,
+    )
+
+
+def _gpus_are_missing(problem: PlanProblem, frontier: Frontier) -> list[tuple[str, float]]:
+    """(words, GiB) where GPUs are too small even with all state on hosts of any size; at most one.
+
+    What stays on a GPU then is there for its passes, and in stage 3 its part of the weights and
+    gradients.
+    """
+    ranks = problem.cluster.ranks
+    least = float(problem.sharded_bytes * problem.model.parameters)
+    for (_, gpu), rank in zip(ranks, frontier.catalogues, strict=True):
+        works = rank.extremes
+        if len(ranks) == 1:  # which has to compute the whole batch
+            works = [work for work in works if work.batch == problem.batch] or works
+        least += gpu.memory_bytes - max(work.room for work in works)
+    usable = sum(gpu.memory_bytes for _, gpu in ranks)
+    if not problem.sharded_bytes or least <= usable:
+        return []
+    text = _too_little(_names([gpu.name for _, gpu in ranks], "GPU"), "GPU", usable, least)
+    return [(f"{text}, with all optimizer state in host memory", (least - usable) / _GIB)]
+
+
+def _hosts_are_missing(problem: PlanProblem) -> list[tuple[str, float]]:
+    """(words, GiB) where hosts are too small even with all state on GPUs of any size; at most one.
+
+    With ``offload_param`` the weights stay on them.
+    """
+    hosts = problem.cluster.hosts
+    least = float(problem.host_weight_bytes * problem.model.parameters)
+    usable = sum(host.memory_bytes for host in hosts)
+    if least <= usable:
+        return []
+    text = _too_little(_names([host.name for host in hosts], "host"), "host", usable, least)
+    return [(f"{text}, for weights alone", (least - usable) / _GIB)]
+
+
+def _names(names: Sequence[str], kind: str) -> str:
+    return f"the {kind} ({names[0]})" if len(names) == 1 else f"the {len(names)} {kind}s together"
+
+
+def _too_little(who: str, kind: str, usable: float, least: float) -> str:
+    # Rounded apart, so that the larger number is the larger one in print, too.
+    has, needs = math.floor(usable / _GIB * 100) / 100, math.ceil(least / _GIB * 100) / 100
+    return f"{kind} memory is short: {who} can use {has:.2f} GiB and must hold {needs:.2f} at least"
+
+
+def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: int) -> Infeasible:
+    """A rank whose GPU does not hold 0 samples, or 1, beside what else must be there."""
+    collectives = Collectives.of(problem, even=True)
+    roomy = replace(gpu, memory_bytes=2**62)
+    works = [
+        load(problem, roomy, collectives, batch, batch, policy) for policy in problem.activations
+    ]
+    lacking = (2**62 - max(work.room for work in works) - gpu.memory_bytes) / _GIB
+    what = "nothing but the training copy" if batch == 0 else "a single sample"
+    return Infeasible(
+        f"rank {rank} ({gpu.name}) has {gpu.memory_bytes / _GIB:.2f} GiB, {lacking:.2f} too little "
+        f"for {what} (stage 3 would shard that)"
+        if problem.stage != 3
+        else f"rank {rank} ({gpu.name}) has {lacking:.2f} GiB too little for {what}",
+        lacking,
+        rank,
+    )

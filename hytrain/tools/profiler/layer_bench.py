@@ -1,0 +1,157 @@
+"""Passes over a copy of the model with three blocks: times and memory of one micro-batch size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hytrain.placement.step_timer import Clock
+from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, BlockHooks, Point, Recomputation
+from hytrain.tools.profiler.gradient_sink import GradientSink
+from hytrain.tools.profiler.layer_samples import (
+    TURNS,
+    Allocated,
+    Pass,
+    SizeMeasurements,
+    complete,
+    set_once,
+)
+from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
+from hytrain.tools.profiler.subject import Copy, Subject
+
+_FEWEST_PASSES = 4
+_MOST_PASSES = 40
+_SIZE_SECONDS = 3.0
+"""Of passes of one size, at most."""
+
+
+class LayerBench:
+    """A copy of the model with hooks, on a device; within ``with``, its blocks may recompute."""
+
+    def __init__(self, subject: Subject, model: Copy, device: torch.device) -> None:
+        self._subject = subject
+        self._model = model
+        self._device = device
+        self._clock = Clock(device)
+        self._hooks = BlockHooks(model.blocks)
+        self._recomputation = Recomputation(model.blocks)
+        self._sink = GradientSink(model.layers)
+        self._is_cuda = device.type == "cuda"
+        self._boundary_bytes = 0
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        self._hooks.close()
+        self._sink.close()
+
+    def recomputing(self) -> AbstractContextManager[object]:
+        """While it lasts, blocks recompute as :meth:`measure` wants them to."""
+        return self._recomputation.installed()
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Activations between two blocks, a sample; of the last size measured."""
+        return self._boundary_bytes
+
+    def clean(self) -> None:
+        """Forgets what a pass that failed has left."""
+        self._sink.end_pass()
+        self._model.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        """Bytes allocated now."""
+        return self._meter().allocated()
+
+    def measure(self, size: int, seconds: float) -> SizeMeasurements:
+        """Memory, and times of as many passes as fit into some seconds.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: the size does not fit; :meth:`clean` then.
+            ConfigError: the blocks are not called one after another.
+        """
+        batch = self._batch(size)
+        self._pass(batch, TURNS[0], self._ignore)  # libraries choose and compile their kernels
+        self._wait()
+        memory = {turn: self._memory_of_pass(batch, turn) for turn in TURNS}
+        self._wait()
+        begin = time.perf_counter()
+        self._pass(batch, TURNS[0], self._ignore)
+        self._wait()
+        one = time.perf_counter() - begin
+        number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
+        found = SizeMeasurements(self._times(batch, number), memory)
+        self._boundary_bytes = self._hooks.boundary_bytes // size
+        return found
+
+    def measure_again(self, size: int, found: SizeMeasurements) -> None:
+        """As many passes once more, whose times are added.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: it does not fit this time; :meth:`clean` then.
+        """
+        found.times += self._times(self._batch(size), len(found.times))
+
+    def _batch(self, size: int) -> Mapping[str, Any]:
+        with self._subject.defaults(self._device):
+            return self._model.make_batch(size)
+
+    def _times(self, batch: Mapping[str, Any], number: int) -> list[tuple[int, Pass[float]]]:
+        """Of so many passes, back to back."""
+        turns = [TURNS[i % len(TURNS)] for i in range(number + 1)]
+        passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
+        self._wait()
+        # The first one's host was not ahead of the device.
+        return [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
+
+    def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
+        self._hooks.tell = tell
+        self._recomputation.choose(turn)
+        tell(BEGIN)
+        loss = self._model.loss(batch)
+        tell(LOSS)
+        loss.backward()
+        tell(END)
+        self._sink.end_pass()
+
+    def _time_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[Any]:
+        marks: dict[Point, Any] = {}
+        self._pass(batch, turn, lambda point: set_once(marks, point, self._clock.mark()))
+        return complete(marks, self._subject.name)
+
+    def _milliseconds(self, marks: Pass[Any]) -> Pass[float]:
+        begin = marks[BEGIN]
+        times = {point: 1e3 * self._clock.seconds(begin, mark) for point, mark in marks.items()}
+        for point, mark in marks.items():
+            if point == END or mark is not marks[END]:  # that may be two points
+                self._clock.release(mark)
+        return times
+
+    def _memory_of_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[Allocated]:
+        meter = self._meter()
+        points: dict[Point, Allocated] = {}
+
+        def tell(point: Point) -> None:
+            set_once(points, point, Allocated(meter.allocated(), meter.take_peak()))
+
+        meter.take_peak()
+        with meter.watching():
+            self._pass(batch, turn, tell)
+        return complete(points, self._subject.name)
+
+    def _meter(self) -> MemoryMeter:
+        if self._is_cuda:
+            return CudaMeter(self._device)
+        model = self._model.model
+        return CpuMeter([*model.parameters(), *model.buffers()])
+
+    def _ignore(self, point: Point) -> None:
+        pass
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)

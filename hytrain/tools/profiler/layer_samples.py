@@ -1,0 +1,132 @@
+"""From what passes told at their points to times and memory of a block, and of what is outside."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hytrain.errors import ConfigError
+from hytrain.formats.profile_file import LayerSample, OutsideSample
+from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
+
+DEPTH = 3
+"""Blocks of the copy. The first one's forward follows the start of a pass and is not reported."""
+TURNS = (1, 2)
+"""Which of them keeps its activations, in turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Bytes allocated at a point, and the most since the point before."""
+
+    now: int
+    peak: int
+
+
+Value = TypeVar("Value")
+Pass = Mapping[Point, Value]
+Row = tuple[LayerSample, OutsideSample]
+
+
+@dataclass(slots=True)
+class SizeMeasurements:
+    """What was measured of one size: times of all visits' passes, memory of the first visit's."""
+
+    times: list[tuple[int, Pass[float]]]
+    memory: dict[int, Pass[Allocated]]
+
+    def row(self, size: int) -> Row:
+        """What a profile has of it."""
+        return (
+            _layer_sample(size, self.times, self.memory),
+            _outside_sample(size, self.times, self.memory),
+        )
+
+
+def set_once(points: dict[Point, Value], point: Point, value: Value) -> None:
+    if point in points:
+        raise ConfigError(f"--model: block {point[1]} is called more than once in a forward")
+    points[point] = value
+
+
+def complete(points: dict[Point, Value], name: str) -> Pass[Value]:
+    wanted = [(kind, i) for kind in ("enter", "leave", "gradient") for i in range(DEPTH)]
+    missing = sorted({number for kind, number in wanted if (kind, number) not in points})
+    if missing:
+        raise ConfigError(
+            f"--model {name}: blocks {missing} were not called, or no gradient came back to them: "
+            "every block must be called once in a forward, and return a tensor with a gradient"
+        )
+    # Where the first block's input needs no gradient, its backward ends the pass.
+    points.setdefault(("gradient", -1), points[END])
+    return points
+
+
+_Times = Sequence[tuple[int, Pass[float]]]
+_MemoryOfTurns = Mapping[int, Pass[Allocated]]
+
+
+def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSample:
+    # Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
+    forward: list[float] = []
+    backward: list[float] = []
+    recompute: list[float] = []
+    for block in TURNS:
+        keeping = [points for turn, points in times if turn == block]
+        others = [points for turn, points in times if turn != block]
+        forward.append(_median(keeping, ("enter", block), ("leave", block)))
+        backward.append(_median(keeping, ("gradient", block), ("gradient", block - 1)))
+        recompute.append(_median(others, ("gradient", block), ("gradient", block - 1)))
+    kept, peaks = zip(*(_block_bytes(memory[block], block) for block in TURNS), strict=True)
+    recompute_peaks = [
+        _block_bytes(memory[turn], block)[1]
+        for turn, block in zip(TURNS, reversed(TURNS), strict=True)
+    ]
+    return LayerSample(
+        samples=size,
+        forward_ms=statistics.mean(forward),
+        backward_ms=statistics.mean(backward),
+        recompute_backward_ms=statistics.mean(recompute),
+        kept_bytes=max(kept),
+        peak_bytes=max(peaks),
+        recompute_peak_bytes=max(recompute_peaks),
+    )
+
+
+def _median(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
+    return statistics.median(points[end] - points[begin] for points in passes)
+
+
+def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
+    """What its forward leaves, and the most above weights and input in both passes.
+
+    When backward begins, the gradient of the output has taken the output's place.
+    """
+    before, after = points["enter", block], points["leave", block]
+    kept = max(0, after.now - before.now)
+    top, bottom = points["gradient", block], points["gradient", block - 1]
+    return kept, max(after.peak - before.now, bottom.peak - top.now + kept)
+
+
+def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> OutsideSample:
+    last = DEPTH - 1
+    passes = [points for _, points in times]
+    forward = _median(passes, BEGIN, ("enter", 0)) + _median(passes, ("leave", last), LOSS)
+    backward = _median(passes, LOSS, ("gradient", last))
+    backward += _median(passes, ("gradient", -1), END)
+    peaks: list[int] = []
+    for points in memory.values():
+        leave = points["leave", last].now
+        peaks += [
+            points["enter", 0].peak - points[BEGIN].now,
+            points[LOSS].peak - leave,
+            points["gradient", last].peak - leave,
+        ]
+        if points["gradient", -1] is not points[END]:
+            peaks.append(points[END].peak - points["gradient", -1].now)
+    return OutsideSample(
+        samples=size, forward_ms=max(0.0, forward), backward_ms=max(0.0, backward),
+        peak_bytes=max(0, *peaks),
+    )  # fmt: skip

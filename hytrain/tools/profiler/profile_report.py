@@ -1,0 +1,74 @@
+"""A profile as a table for people."""
+
+from __future__ import annotations
+
+from hytrain.formats.profile_file import DeviceProfile, HostProfile, ProfileFile
+
+_GIB = 1024**3
+
+
+def profile_table(profile: ProfileFile) -> str:
+    """All of a profile but for the collectives' smaller sizes."""
+    model = profile.model
+    frozen = f" and {model.frozen / 1e9:.2f} B that are not trained" if model.frozen else ""
+    lines = [
+        f"{model.name}: {model.num_layers} layers of {model.layer_parameters / 1e6:.1f} M "
+        f"parameters, {model.parameters / 1e9:.2f} B in all{frozen}, {model.seq_len} tokens a "
+        f"sample, {model.dtype}"
+    ]
+    for host in profile.hosts:
+        lines += ["", *_host_lines(host)]
+        for label in dict.fromkeys(host.ranks):
+            lines += _device_lines(profile.device(host.host, label), host.ranks.count(label))
+    for collective in profile.collectives:
+        row = collective.samples[-1]
+        size = row.num_bytes
+        lines += [
+            "",
+            f"{len(collective.hosts)} ranks over {collective.backend}, {size / 2**20:.0f} MiB: "
+            f"all-gather {_rate(size, row.all_gather_ms)}, "
+            f"reduce-scatter {_rate(size, row.reduce_scatter_ms)}; unequal shards "
+            f"{_rate(size, row.uneven_all_gather_ms)}, "
+            f"{_rate(size, row.uneven_reduce_scatter_ms)}",
+        ]
+    return "\n".join(lines)
+
+
+def _rate(num_bytes: int, ms: float) -> str:
+    return f"{num_bytes / ms / 1e6:.1f} GB/s" if ms > 0.0 else "no time"
+
+
+def _host_lines(host: HostProfile) -> list[str]:
+    best = max(host.updates, key=lambda row: row.in_training or row.rate)
+    beside = "" if best.in_training is None else f", {best.in_training / 1e9:.2f} beside a training"
+    return [
+        f"host {host.host}: {host.cores} cores of {host.cpu or 'a CPU'}, "
+        f"{host.memory_bytes / _GIB:.1f} GiB, {host.bandwidth / 1e9:.0f} GB/s",
+        f"  CPU update: {best.rate / 1e9:.2f} G parameters/s a rank with {best.threads} threads"
+        f"{beside}, {len(host.ranks)} rank{'s' if len(host.ranks) > 1 else ''} at once",
+    ]
+
+
+def _device_lines(device: DeviceProfile, count: int) -> list[str]:
+    copies = device.copies
+    lines = [
+        f"{count} x {device.label}: {device.memory_bytes / _GIB:.1f} GiB to use"
+        + (f" ({device.settings})" if device.settings else ""),
+        f"  update {device.update_rate / 1e9:.1f} G parameters/s; copies to the host "
+        f"{copies.to_host / 1e9:.1f} GB/s, from it {copies.from_host / 1e9:.1f}, both at once "
+        f"{copies.to_host_both / 1e9:.1f} and {copies.from_host_both / 1e9:.1f}",
+        "  samples  forward  backward  recomputing    kept    peak  recomputing  outside    peak",
+        "                ms        ms           ms     MiB     MiB          MiB       ms     MiB",
+    ]
+    outside = {row.samples: row for row in device.outside}
+    for row in device.layer:
+        around = outside.get(row.samples)
+        time = around.forward_ms + around.backward_ms if around else 0.0
+        peak = around.peak_bytes if around else 0
+        lines.append(
+            f"  {row.samples:7d}  {row.forward_ms:7.3f}  {row.backward_ms:8.3f}  "
+            f"{row.recompute_backward_ms:11.3f}  {row.kept_bytes / 2**20:6.0f}  "
+            f"{row.peak_bytes / 2**20:6.0f}  {row.recompute_peak_bytes / 2**20:11.0f}  "
+            f"{time:7.3f}  {peak / 2**20:6.0f}"
+        )
+    return lines

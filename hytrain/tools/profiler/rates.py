@@ -1,0 +1,198 @@
+"""Rates of copies and of CPU updates, with all ranks of a host at work at once.
+
+Ranks of one host share its memory and its links, so each measurement begins at a barrier and lasts
+for a time, not for a number of repeats: nobody's last repeats run undisturbed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hytrain import _C
+from hytrain.formats.profile_file import CopyRates
+from hytrain.hardware.machine import last_level_cache_bytes
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
+from hytrain.kernels.host_limits import available_host_bytes
+from hytrain.kernels.host_memory import host_zeros
+from hytrain.tools.kernel_bench.training_load import TrainingLoad
+from hytrain.tools.profiler.ranks import Ranks
+
+_COPY_BYTES = 64 * 2**20
+_COPIES = 4
+_FEWEST_REPEATS = 3
+
+_SWEEP_BYTES = 24
+"""A parameter, of the loop that reads and writes all three arrays of fp32 state."""
+_ARRAY_BYTES = 18
+"""A parameter: fp32 state, two gradients and the outgoing copy in bf16."""
+_ELEMENTS = 1 << 24
+_LLC_MULTIPLE = 4
+"""The state of all ranks together is so many last-level caches."""
+_MEMORY_SHARE = 0.3
+
+
+def _repeat(run: Callable[[], float], ranks: Ranks, seconds: float) -> float:
+    """The median of what ``run`` returns, over some seconds of repeats on all ranks at once."""
+    run()  # touches pages, wakes threads
+    ranks.barrier()
+    end = time.perf_counter() + seconds
+    values = [run()]
+    while len(values) < _FEWEST_REPEATS or time.perf_counter() < end:
+        values.append(run())
+    return statistics.median(values)
+
+
+# ---- copies ----
+
+
+def copy_rates(
+    device: torch.device, ranks: Ranks, *, seconds: float = 0.3, num_bytes: int = _COPY_BYTES
+) -> CopyRates:
+    """Between pinned host memory and a device, each way alone and both at once.
+
+    Args:
+        device: a GPU; of a CPU its own memory is copied.
+        ranks: all measure at once.
+        seconds: of each of the three measurements.
+        num_bytes: of a copy.
+    """
+    is_cuda = device.type == "cuda"
+    host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+    there = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = [(host[0], there[0]), (there[1], host[1])]  # (to, from)
+    run = _CudaCopies(device, ways) if is_cuda else _host_copies(ways)
+    moved = num_bytes * _COPIES
+    alone = [moved / _repeat(lambda w=way: run([w])[0], ranks, seconds) for way in range(2)]
+    both = moved / _repeat(lambda: max(run([0, 1])), ranks, seconds)
+    return CopyRates(to_host=alone[0], from_host=alone[1], to_host_both=both, from_host_both=both)
+
+
+_Way = tuple[torch.Tensor, torch.Tensor]
+
+
+class _CudaCopies:
+    """Copies on a stream a way."""
+
+    def __init__(self, device: torch.device, ways: Sequence[_Way]) -> None:
+        self._ways = ways
+        self._streams = [torch.cuda.Stream(device) for _ in ways]
+        torch.cuda.synchronize(device)
+
+    def __call__(self, chosen: Sequence[int]) -> list[float]:
+        """Seconds of some copies each way, all ways at once."""
+        events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        for _ in chosen:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events.append(pair)
+        for way, (begin, _) in zip(chosen, events, strict=True):
+            begin.record(self._streams[way])
+        for _ in range(_COPIES):
+            for way in chosen:
+                target, source = self._ways[way]
+                with torch.cuda.stream(self._streams[way]):
+                    target.copy_(source, non_blocking=True)
+        for way, (_, end) in zip(chosen, events, strict=True):
+            end.record(self._streams[way])
+        for _, end in events:
+            end.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+
+def _host_copies(ways: Sequence[_Way]) -> Callable[[Sequence[int]], list[float]]:
+    def run(chosen: Sequence[int]) -> list[float]:
+        begin = time.perf_counter()
+        for _ in range(_COPIES):
+            for way in chosen:
+                target, source = ways[way]
+                target.copy_(source)
+        return [time.perf_counter() - begin]
+
+    return run
+
+
+# ---- updates on the CPU ----
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRates:
+    """What one rank reached while all of its host's ranks did the same.
+
+    Attributes:
+        updates: parameters/s of an update against threads, with nothing beside it.
+        in_training: the same with a training's copies and launching thread beside it.
+        sweeps: bytes/s of a loop over the state that computes nothing, against threads.
+    """
+
+    updates: dict[int, float]
+    in_training: dict[int, float]
+    sweeps: dict[int, float]
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Counts to try with so many cores of a rank: doublings, and what training tries."""
+    doublings = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
+    return sorted({*doublings, max(1, cores * 3 // 4), max(1, cores - 1), cores})
+
+
+def cpu_rates(
+    device: torch.device,
+    counts: Sequence[int],
+    rounds: int,
+    ranks: Ranks,
+    *,
+    ranks_on_host: int = 1,
+    seconds: float = 0.2,
+    elements: int | None = None,
+) -> CpuRates:
+    """Rates of the kernel that training runs, and of its host's memory.
+
+    Args:
+        device: whose gradients come and whose weights leave beside an update.
+        counts: of threads, of this rank.
+        rounds: the length of the longest list of counts of all ranks: each begins at a barrier.
+        ranks: all measure at once.
+        ranks_on_host: that share its caches and memory.
+        seconds: of each measurement.
+        elements: of each array; None: beyond the caches.
+    """
+    n = elements or _elements(ranks_on_host)
+    # In huge pages, like the memory that training updates.
+    p, m, v = (host_zeros(n) for _ in range(3))
+    previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
+    hyper = AdamHyper(lr=1e-3)
+    steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
+
+    def update(threads: int) -> float:
+        begin = time.perf_counter()
+        commit_then_preview(p, m, v, *steps, out=out, num_threads=threads)
+        return time.perf_counter() - begin
+
+    def sweep(threads: int) -> float:
+        begin = time.perf_counter()
+        _C.read_write(p.data_ptr(), m.data_ptr(), v.data_ptr(), n, threads)
+        return time.perf_counter() - begin
+
+    load = TrainingLoad(device, n * out.itemsize)
+    updates: dict[int, float] = {}
+    in_training: dict[int, float] = {}
+    sweeps: dict[int, float] = {}
+    for number in range(rounds):
+        # A host with fewer counts than another repeats its last one, so that barriers meet.
+        threads = counts[min(number, len(counts) - 1)]
+        updates[threads] = n / _repeat(lambda t=threads: update(t), ranks, seconds)
+        with load:
+            loaded = _repeat(lambda t=threads: load.beside(lambda: update(t)), ranks, seconds)
+        in_training[threads] = n / loaded
+        sweeps[threads] = _SWEEP_BYTES * n / _repeat(lambda t=threads: sweep(t), ranks, seconds)
+    return CpuRates(updates, in_training, sweeps)
+
+
+def _elements(ranks_on_host: int) -> int:
+    wanted = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 12 // ranks_on_host)
+    fits = int(_MEMORY_SHARE * available_host_bytes()) // (_ARRAY_BYTES * ranks_on_host)
+    return max(1 << 16, min(wanted, fits))

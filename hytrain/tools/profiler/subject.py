@@ -1,0 +1,319 @@
+"""The model that is profiled: its sizes, and a copy of it with few layers.
+
+A copy with few layers is the user's own model code, with all side inputs of a block, and fits where
+the whole model does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hytrain.errors import ConfigError
+from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
+from hytrain.tools.profiler.language_model import build_language_model, read_config
+
+logger = logging.getLogger(__name__)
+
+MakeBatch = Callable[[int], Mapping[str, Any]]
+"""Keyword arguments of the model's forward for so many samples, on torch's default device."""
+
+Build = Callable[[int | None, int], tuple[nn.Module, MakeBatch]]
+"""A model with so many layers (None: all of them), for so many tokens a sample.
+
+It is called with torch's default device and dtype set to those of the measurement; with all of the
+layers the device is "meta", where weights have shapes and no memory. Called with a batch, the model
+returns its loss, or an object with a ``loss``, or a tuple that begins with it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectSizes:
+    """A model as equal layers.
+
+    Attributes:
+        num_layers: transformer blocks.
+        layer_parameters: trained ones of a block; where blocks differ, their mean.
+        outside_parameters: trained ones before the first block, and after the last one.
+        frozen_layer_parameters: of a block, those that are not trained.
+        frozen_outside_parameters: the same of what is before the first block, and after the last.
+        frozen_block_parameters: of all blocks in which nothing is trained, which are not counted as
+            layers.
+    """
+
+    num_layers: int
+    layer_parameters: int
+    outside_parameters: tuple[int, int]
+    frozen_layer_parameters: int = 0
+    frozen_outside_parameters: tuple[int, int] = (0, 0)
+    frozen_block_parameters: int = 0
+
+
+class Copy:
+    """The model with few layers, where it is measured."""
+
+    def __init__(self, model: nn.Module, make_batch: MakeBatch, block_class: str | None) -> None:
+        self.model = model
+        self.make_batch = make_batch
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.layers = find_layers(model, trained, block_class)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers' modules, in order."""
+        return [layer.block for layer in self.layers if layer.block is not None]
+
+    def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The forward of a batch.
+
+        Raises:
+            ConfigError: the model returns no loss.
+        """
+        output = self.model(**batch)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, Sequence) else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"--model: its forward returns a {type(output).__name__} without a loss: return "
+                "one number, an object with .loss, or a tuple that begins with it"
+            )
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that can be built with any number of layers.
+
+    Attributes:
+        name: for people.
+        build: see :data:`Build`.
+        seq_len: tokens a sample.
+        dtype: of the training copy.
+        block_class: class name of the block; None: detect.
+    """
+
+    name: str
+    build: Build
+    seq_len: int
+    dtype: torch.dtype = torch.bfloat16
+    block_class: str | None = None
+
+    def sizes(self) -> SubjectSizes:
+        """Of the whole model, which is not built.
+
+        Raises:
+            ConfigError: no block is found, or the model cannot be made on the meta device.
+        """
+        try:
+            model, _ = self._build(None, torch.device("meta"))
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                f"--model {self.name} cannot be made on the meta device, where its parameters are "
+                f"counted ({error}): build(None, ...) must not read values of tensors"
+            ) from error
+        return self._count(model)
+
+    def _count(self, model: nn.Module) -> SubjectSizes:
+        parameters = list(model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if can_be_sharded(p)]
+        layers = find_layers(model, trained, self.block_class, frozen)
+        blocks = [layer for layer in layers if layer.block is not None and layer.parameters]
+        if not blocks:
+            raise ConfigError(f"--model {self.name}: no layer with a trained parameter was found")
+        still = [layer for layer in layers if layer.block is not None and not layer.parameters]
+        self._warn(parameters, blocks, still)
+        first = layers.index(blocks[0])
+        outside = [layer for layer in layers if layer.block is None]
+        before = [layer for layer in layers[:first] if layer.block is None]
+        sizes = [sum(map(_trained, those)) for those in (blocks, before, outside)]
+        others = [sum(map(_frozen, those)) for those in (blocks, before, outside)]
+        return SubjectSizes(
+            num_layers=len(blocks),
+            layer_parameters=round(sizes[0] / len(blocks)),
+            outside_parameters=(sizes[1], sum(p.numel() for p in trained) - sizes[0] - sizes[1]),
+            frozen_layer_parameters=round(others[0] / len(blocks)),
+            frozen_outside_parameters=(others[1], others[2] - others[1]),
+            frozen_block_parameters=sum(map(_frozen, still)),
+        )
+
+    def _warn(
+        self,
+        parameters: Sequence[nn.Parameter],
+        blocks: Sequence[LayerParameters],
+        still: Sequence[LayerParameters],
+    ) -> None:
+        """Of what a plan does not know."""
+        for count, kind in ((_trained, ""), (_frozen, " that are not trained")):
+            sizes = [count(layer) for layer in blocks]
+            if max(sizes) > min(sizes):
+                logger.warning(
+                    "blocks of %s have %d to %d parameters%s: a plan takes them for equal",
+                    self.name, min(sizes), max(sizes), kind,
+                )  # fmt: skip
+        if still:
+            logger.warning(
+                "in %d blocks of %s, of %d, nothing is trained: a plan counts their memory and "
+                "gathers, but not the time of their forward",
+                len(still), self.name, len(still) + len(blocks),
+            )  # fmt: skip
+        unknown = [p for p in parameters if not p.requires_grad and not can_be_sharded(p)]
+        if unknown:
+            logger.warning(
+                "%s has %.2f GiB of weights that are neither trained nor floating point: every "
+                "rank keeps all of them, which no plan counts: leave --gpu-memory-reserve for them",
+                self.name, sum(p.nbytes for p in unknown) / 2**30,
+            )  # fmt: skip
+
+    def copy(self, num_layers: int, device: torch.device) -> Copy:
+        """The model with so many layers, in training mode.
+
+        Raises:
+            ConfigError: it has not as many.
+        """
+        model, make_batch = self._build(num_layers, device)
+        made = Copy(model.to(device, self.dtype), make_batch, self.block_class)
+        if len(made.blocks) != num_layers:
+            raise ConfigError(
+                f"--model {self.name} with {num_layers} layers has {len(made.blocks)} blocks: the "
+                "number of layers must be that of one stack of blocks; give module:function, or "
+                "--block-class"
+            )
+        made.model.train()
+        return made
+
+    @contextlib.contextmanager
+    def defaults(self, device: torch.device) -> Generator[None]:
+        """Torch's default device and dtype for models and batches."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _build(self, num_layers: int | None, device: torch.device) -> tuple[nn.Module, MakeBatch]:
+        with self.defaults(device):
+            built: Any = self.build(num_layers, self.seq_len)
+        is_pair = isinstance(built, Sequence) and len(cast("Sequence[Any]", built)) == 2
+        if not is_pair or not isinstance(built[0], nn.Module) or not callable(built[1]):
+            raise ConfigError(
+                f"--model {self.name} returns a {type(built).__name__}: it must return "
+                "(model, make_batch), a torch module and a function of a micro-batch size that "
+                "returns the arguments of its forward"
+            )
+        return built[0], built[1]
+
+
+def _trained(layer: LayerParameters) -> int:
+    return sum(parameter.numel() for _, parameter in layer.parameters)
+
+
+def _frozen(layer: LayerParameters) -> int:
+    return sum(parameter.numel() for _, parameter in layer.frozen)
+
+
+# ---- where a model comes from ----
+
+
+def read_subject(
+    model: str,
+    *,
+    seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block_class: str | None = None,
+) -> Subject:
+    """What ``--model`` names.
+
+    Args:
+        model: a transformers ``config.json`` or its folder; or ``module:function``, where the
+            module is a name to import or a path that ends with ``.py`` (see :data:`Build`).
+        seq_len: tokens a sample.
+        dtype: of the training copy.
+        block_class: class name of the block; None: detect.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    module, colon, function = model.rpartition(":")
+    if colon and function.isidentifier():
+        return Subject(model, _read_function(module, function), seq_len, dtype, block_class)
+    path = Path(model)
+    build = _configured(read_config(path), path, seq_len)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return Subject(name or model, build, seq_len, dtype, block_class)
+
+
+def _configured(config: Any, path: Path, seq_len: int) -> Build:
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"--seq-len {seq_len}: {path} has max_position_embeddings {longest}: give at most that"
+        )
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise ConfigError(
+            f"--model {path} has no num_hidden_layers: models of several stacks are described by "
+            "module:function"
+        )
+    config.use_cache = False
+
+    def build(num_layers: int | None, tokens: int) -> tuple[nn.Module, MakeBatch]:
+        described = copy.deepcopy(config)
+        if num_layers is not None:
+            described.num_hidden_layers = num_layers
+            kinds = getattr(described, "layer_types", None)
+            if kinds:
+                described.layer_types = [kinds[i % len(kinds)] for i in range(num_layers)]
+        model = build_language_model(described, path)
+
+        def make_batch(size: int) -> Mapping[str, Any]:
+            ids = torch.randint(0, int(config.vocab_size), (size, tokens))
+            return {"input_ids": ids, "labels": ids}
+
+        return model, make_batch
+
+    return build
+
+
+def _read_function(module: str, function: str) -> Build:
+    found = getattr(_import(module), function, None)
+    if not callable(found):
+        raise ConfigError(f"--model {module}:{function}: the module has no such function")
+    try:
+        inspect.signature(found).bind(1, 1)
+    except TypeError as error:
+        raise ConfigError(
+            f"--model {module}:{function} cannot be called with (num_layers, seq_len): {error}"
+        ) from error
+    return cast(Build, found)
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        if not module.endswith(".py"):
+            return importlib.import_module(module)
+        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--model {module}: cannot be imported ({error}): give a path that ends with .py, or a "
+            "module on PYTHONPATH"
+        ) from error

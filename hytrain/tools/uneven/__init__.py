@@ -1,0 +1,1 @@
+"""Cephalo's problem: the batch dealt to unequal GPUs, solved exactly."""

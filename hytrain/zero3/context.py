@@ -1,0 +1,126 @@
+"""What a pass over gathered layers works with: the layers, who carries gathers out, the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.zero3.gatherer import LayerGatherer
+from hytrain.zero3.layer_weights import LayerWeights
+
+END = -1
+"""What ranks agree upon where a pass being recorded is over, instead of a layer's number."""
+TURN = -2
+"""The backward of a pass that is forward and backward in one begins."""
+FAILED = -3
+"""The pass ends with an error, on all ranks that make it."""
+HOLD = 1 << 32
+"""Added to a layer's number where ranks agree to hold it."""
+
+
+class Reducer(Protocol):
+    """Who holds the gradients that a backward's plan says when to reduce."""
+
+    def close_if_final(self, index: int) -> bool:
+        """Reduces a layer's gradient if all of it is there; whether it has been reduced."""
+        ...
+
+    def close(self, index: int) -> None:
+        """Reduces what there is of a layer's gradient, unless it has been reduced."""
+        ...
+
+    def reduce_so_far(self, index: int) -> None:
+        """Reduces what there is of a layer's gradient; more of it may come."""
+        ...
+
+
+class GatherContext:
+    """The layers by their numbers; what is asked for twice, or of a resident layer, is done once.
+
+    Attributes:
+        layers: all layers in forward order.
+        sharded: numbers of the layers that have to be gathered.
+        trained: numbers of those with gradients.
+        held: those that are there in the whole of every pass.
+        reducer: who reduces gradients where a plan says so; None: they are reduced as they come.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        gatherer: LayerGatherer,
+        collectives: ShardCollectives,
+        held: Iterable[int],
+    ) -> None:
+        self.layers = list(layers)
+        self.sharded = {layer.index for layer in layers if layer.sharded}
+        self.trained = {layer.index for layer in layers if layer.trained is not None}
+        self._resident = {layer.index for layer in layers if layer.resident is not None}
+        self._unguarded = set(held)
+        self._by_number = {layer.index: layer for layer in layers}
+        self.held = sorted(set(held) & self.sharded)
+        self.reducer: Reducer | None = None
+        self.gatherer = gatherer
+        self._collectives = collectives
+
+    def agree(self, number: int | None) -> int:
+        """The number that all ranks have come to: a layer's, or one of this module's.
+
+        Args:
+            number: this rank's; None: it goes along with whatever the others do.
+        """
+        return self._collectives.agree_on_use(number, self._words)
+
+    def _words(self, number: int) -> str:
+        special = {END: "its end", TURN: "its backward", FAILED: "an error"}
+        return special.get(number) or f"layer '{self._by_number[number % HOLD].name}'"
+
+    def is_live(self, index: int) -> bool:
+        """Whether the layer's whole copy is there or on its way."""
+        return self.gatherer.is_live(self._by_number[index])
+
+    def gather(self, index: int, *, ahead: bool = False) -> None:
+        """Gathers a layer unless it is live; see :meth:`LayerGatherer.gather`."""
+        if not self.is_live(index):
+            self.gatherer.gather(self._by_number[index], ahead=ahead)
+
+    def use(self, index: int) -> None:
+        """Compute from now on sees the weights of a layer that is live."""
+        self.gatherer.use(self._by_number[index])
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Releases those of the layers that are live."""
+        for index in sorted(indices):
+            if self.is_live(index):
+                self.gatherer.release(self._by_number[index])
+
+    def wait_resident(self, index: int) -> None:
+        """Those weights of a layer that are not sharded are the newest."""
+        if index in self._resident:
+            self.gatherer.wait_resident(self._by_number[index])
+
+    def wait_beside(self, uses: Collection[int]) -> None:
+        """Where a pass begins: waits for weights that none of its uses waits for, or too late.
+
+        Args:
+            uses: those that its plan has, the same on all ranks: each of them may be a collective.
+        """
+        for index in sorted(self._resident):
+            if index not in uses or index in self._unguarded:
+                self.wait_resident(index)
+
+    def hold(self, index: int) -> None:
+        """From now on the layer is there in the whole of every pass, this one included."""
+        self._unguarded.add(index)
+        self.wait_resident(index)
+        if index in self.sharded:
+            self.held = sorted({*self.held, index})
+            self.keep(index)
+
+    def keep(self, index: int) -> None:
+        """A layer that is held is there from now on, and may be read by anybody."""
+        self.gather(index)
+        self.use(index)
+        for part in self._by_number[index].sharded:
+            part.allow_reads()

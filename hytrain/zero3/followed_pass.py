@@ -1,0 +1,154 @@
+"""A later pass of a kind: it follows the plan made from the record, and nobody has to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hytrain.zero3.context import GatherContext
+from hytrain.zero3.plan import Action, Operation
+
+
+class FollowedPass:
+    """A pass that is under way and follows a plan.
+
+    At each use this rank does whatever the plan says up to there, its part in gathers of layers
+    that it leaves out itself included.
+    """
+
+    def __init__(self, context: GatherContext, operations: Sequence[Operation]) -> None:
+        self._context = context
+        self._operations = operations
+        self._at = 0
+        self._in_use: int | None = None
+        self._extra: set[int] = set()  # gathered beside the plan
+        self.uses: list[int] = []
+        """Layers in the order of their uses so far."""
+        self.is_over = False
+        """It has ended but for gradients that are missing."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of the plan has been carried out."""
+        return self._at == len(self._operations)
+
+    def use(self, index: int) -> None:
+        """Computation with a layer begins."""
+        if index != self._in_use:
+            self._go_to(index)
+            self.uses.append(index)
+            self._in_use = index
+        if index in self._context.sharded:
+            self._context.use(index)
+
+    def _go_to(self, index: int) -> None:
+        wanted = Operation(Action.USE, index)
+        places = range(self._at, len(self._operations))
+        place = next((i for i in places if self._operations[i] == wanted), None)
+        if place is None:
+            self._use_extra(index)
+            return
+        self._context.release(self._extra - {index})
+        self._extra.clear()
+        self._force(place)
+        self._at = place + 1
+        self._context.wait_resident(index)
+        self._advance(index)
+
+    def _use_extra(self, index: int) -> None:
+        """A use that the record does not have: legal where all ranks make it."""
+        if index not in self._context.sharded or self._context.is_live(index):
+            return
+        self._context.agree(index)
+        self._extra.add(index)
+        self._context.wait_resident(index)
+        self._context.gather(index)
+
+    def gradient_final(self) -> None:
+        """A layer's gradient is complete: it is reduced if its place has come."""
+        self._advance()
+
+    def _advance(self, needed: int | None = None) -> None:
+        """Carries out what belongs to the use that this rank has come to.
+
+        Args:
+            needed: the layer that must be there at once; others are gathered beside it.
+        """
+        while not self.is_done:
+            operation = self._operations[self._at]
+            if operation.action is Action.USE or (
+                operation.action is Action.END and not self.is_over
+            ):
+                return
+            if operation.action is Action.REDUCE and not self._reduce(operation.layer):
+                return
+            self._at += 1
+            self._carry_out(operation, ahead=operation.layer != needed)
+
+    def _force(self, end: int) -> None:
+        """Carries operations out up to a place, whatever this rank has got of them."""
+        while self._at < end:
+            operation = self._operations[self._at]
+            self._at += 1
+            if operation.action is Action.REDUCE and self._context.reducer is not None:
+                self._context.reducer.close(operation.layer)
+            elif operation.action is Action.USE:
+                self._context.wait_resident(operation.layer)
+            else:
+                self._carry_out(operation, ahead=True)
+
+    def _reduce(self, index: int) -> bool:
+        reducer = self._context.reducer
+        return reducer is None or reducer.close_if_final(index)
+
+    def _carry_out(self, operation: Operation, *, ahead: bool) -> None:
+        if operation.action is Action.GATHER:
+            self._context.gather(operation.layer, ahead=ahead)
+        # A layer that is held since this plan was made stays.
+        elif operation.action is Action.RELEASE and operation.layer not in self._context.held:
+            self._context.release([operation.layer])
+
+    def end(self) -> None:
+        """It is over, but for gradients that are missing: see :attr:`is_done`.
+
+        What is left of the plan is carried out, uses included that this rank has not come to.
+        """
+        self.is_over = True
+        self._advance()
+        while not self.is_done and self._operations[self._at].action is Action.USE:
+            self._context.wait_resident(self._operations[self._at].layer)
+            self._at += 1
+            self._advance()
+
+    def finish(self) -> None:
+        """Walks the plan to its end: gradients that are missing still are taken as they are."""
+        self._force(len(self._operations))
+
+    def release(self) -> None:
+        """Releases what it has kept beside the plan's layers."""
+        self._context.release(self._extra)
+        self._context.release(self._context.held)
+
+    def join(self, turned: Callable[[], None] | None, turning_point: int) -> None:
+        """Does from begin to end what the other ranks do in it.
+
+        Args:
+            turned: called where its backward begins, if it is forward and backward in one.
+            turning_point: uses before its backward.
+        """
+        if turned is not None:
+            self._force(self._place_of_turn(turning_point))
+            self._context.gatherer.start_held()  # before any reduction, as where layers are used
+            turned()
+        self.finish()
+
+    def _place_of_turn(self, turning_point: int) -> int:
+        """Where the backward has begun at the latest: its first use or reduction."""
+        uses = 0
+        for place, operation in enumerate(self._operations):
+            if operation.action is Action.REDUCE:
+                return place
+            if operation.action is Action.USE:
+                uses += 1
+                if uses > turning_point:
+                    return place
+        return len(self._operations)

@@ -1,0 +1,297 @@
+"""Hooks that make a layer's weights ready before they are used.
+
+A block's forward waits for its layer; other modules wait for the parameters that they own. What
+belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
+waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that). A
+weight that is read elsewhere than in such a forward, by code of torch's, is waited for when it is
+read (:mod:`hytrain.model.weight_reads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hytrain.model.discovery import is_container
+from hytrain.model.layer_state import LayerState
+from hytrain.model.weight_reads import WatchedParameters, storage_handle, telling_of_saved
+from hytrain.zero3.layer_weights import LayerWeights
+
+
+class WeightsOwner(Protocol):
+    """Who can make weights ready."""
+
+    def begin_forward(self) -> None:
+        """The model's forward begins, and is about to enter its modules."""
+        ...
+
+    def before_use(self, state: LayerState) -> None:
+        """A layer's trained weights are about to be read."""
+        ...
+
+    def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
+        """A module that uses the layers' weights begins its forward."""
+        ...
+
+    def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
+        """It has ended (told under ZeRO-3 only)."""
+        ...
+
+    def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
+        """Its backward begins (told under ZeRO-3 only)."""
+        ...
+
+    def backward_begins(self) -> None:
+        """The model's backward begins (told under ZeRO-3 only)."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers have to be gathered for their uses (ZeRO-3)."""
+        ...
+
+    def end_forward(self) -> None:
+        """The model's forward is over: weights that it has not used are made ready now."""
+        ...
+
+    def read_weights(self) -> None:
+        """All weights are about to be read: the newest ones."""
+        ...
+
+    def read_trained(self, layer: LayerWeights) -> None:
+        """Trained weights that are whole on every rank are about to be read, by the user's code."""
+        ...
+
+    def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
+        """Weights that have to be gathered are about to be read outside of their modules.
+
+        Args:
+            layer: whose weights.
+            name: of the function that reads.
+            was_read: they have been, unnoticed, and are saved for the backward.
+        """
+        ...
+
+    @property
+    def records_forward(self) -> bool:
+        """Whether the next forward is the first of its kind (ZeRO-3)."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]:
+        """All weights in forward order."""
+        ...
+
+
+class _Hook:
+    """A hook of a model that copies of the model do not have: their weights are their own."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: object, **named: object) -> None:
+        self._function(*arguments, **named)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return _Hook(_nothing)
+
+
+def _nothing(*_arguments: object, **_named: object) -> None:
+    """What a copy's hook does."""
+
+
+class LayerGuards:
+    """Forward pre-hooks on a model's modules; whoever built the engine takes them off again."""
+
+    def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
+        self._owner = owner
+        layers = {layer.index: layer for layer in owner.layers}
+        self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}
+        self._guarded = _modules_of_layers(model, owner.layers)
+        self._seen: set[nn.Module] = set()
+        self._seen_before: set[nn.Module] | None = None
+        self._watched = [watched for x in owner.layers for watched in _watch(x, owner)]
+        for module, indices in self._guarded.items():
+            if module is model:
+                continue
+            used = [layers[index] for index in sorted(indices)]
+            module.register_forward_pre_hook(_Hook(self._guard(module, used)))
+            if owner.gathers:
+                leave = self._leave(module, used)
+                module.register_forward_hook(_Hook(leave), with_kwargs=True)
+        model.register_forward_pre_hook(_Hook(self._begin), prepend=True)
+        model.register_forward_hook(_Hook(self._end))
+        # Tools that read a module's weights do it through its state_dict.
+        self._reads_names = False
+        model.register_state_dict_pre_hook(_Hook(self._before_state_dict))
+
+    @contextmanager
+    def reading_names(self) -> Generator[None]:
+        """While it lasts, state_dict() waits for nothing: names and shapes are read, no weights."""
+        self._reads_names = True
+        try:
+            yield
+        finally:
+            self._reads_names = False
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around a forward: where it is recorded, weights that autograd saves are seen as well."""
+        if not self._owner.records_forward or not torch.is_grad_enabled():
+            yield
+            return
+        saved = {
+            storage_handle(flat): part.storage.reads
+            for layer in self._owner.layers
+            for part in layer.sharded
+            for _low, _high, flat in part.storage.runs
+            if part.storage.reads is not None
+        }
+        with telling_of_saved(saved):
+            yield
+
+    def close(self) -> None:
+        """The parameters are plain ones again. May be called twice."""
+        for watched in self._watched:
+            watched.close()
+
+    def _before_state_dict(self, *_args: object) -> None:
+        if not self._reads_names:
+            self._owner.read_weights()
+
+    def _guard(
+        self, module: nn.Module, layers: Sequence[LayerWeights]
+    ) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
+            self._seen.add(module)
+            self._owner.enter_forward(layers)
+
+        return hook
+
+    def _leave(
+        self, module: nn.Module, layers: Sequence[LayerWeights]
+    ) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
+        # The gradient of an embedding needs no weights.
+        needs_weights = type(module) is not nn.Embedding
+
+        def enter_backward(_gradient: torch.Tensor) -> None:
+            self._owner.needed_in_backward(layers)
+
+        def hook(
+            _module: nn.Module,
+            inputs: tuple[object, ...],
+            named: dict[str, object],
+            outputs: object,
+        ) -> None:
+            if needs_weights and torch.is_grad_enabled():
+                # What a module hands through has its gradient later, or never, from its backward.
+                handed = {id(tensor) for tensor in tensors_in([inputs, named])}
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad and id(tensor) not in handed:
+                        tensor.register_hook(enter_backward)
+            self._owner.leave_forward(layers)
+
+        return hook
+
+    def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
+        self._owner.begin_forward()
+        self._seen = {model}
+        if self._owner.gathers:
+            return  # then all ranks must wait at the same places
+        unguarded: set[int] = set()
+        for module, indices in self._guarded.items():
+            if module is model or self._seen_before is None or module not in self._seen_before:
+                unguarded |= indices
+        for index in sorted(unguarded & self._resident.keys()):
+            state = self._resident[index]
+            if state.sent or not state.waited:
+                self._owner.before_use(state)
+
+    def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
+        self._seen_before = self._seen
+        if self._owner.gathers and torch.is_grad_enabled():
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)
+        self._owner.end_forward()
+
+    def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        self._owner.backward_begins()
+
+
+def _watch(layer: LayerWeights, owner: WeightsOwner) -> Iterator[WatchedParameters]:
+    """Has the layer's weights tell of reads that no hook tells of."""
+
+    def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+        del name, may_refuse, was_read
+        owner.read_trained(layer)
+
+    def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+        if may_refuse:
+            owner.read_sharded(layer, name, was_read=was_read)
+
+    state = layer.resident
+    if state is not None:
+        state.reads = WatchedParameters(
+            [slot.parameter for slot in state.layout.slots], read_trained
+        )
+        yield state.reads
+    for part in layer.sharded:
+        reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
+        reads.disallow_all()
+        part.storage.reads = reads
+        yield reads
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output: itself, or within mappings, sequences and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[int]:
+    """Layers with parameters that the root module itself owns: nothing tells when it uses them."""
+    owned = {id(p) for p in model.parameters(recurse=False)}
+    return [x.index for x in layers if any(id(slot.parameter) in owned for slot in x.slots)]
+
+
+def _modules_of_layers(
+    model: nn.Module, layers: Sequence[LayerWeights]
+) -> dict[nn.Module, set[int]]:
+    """Modules whose forward must wait, and the layers that each must wait for."""
+    layer_of = {id(slot.parameter): layer.index for layer in layers for slot in layer.slots}
+    guarded: dict[nn.Module, set[int]] = {}
+    inside: dict[nn.Module, int] = {}
+    for layer in layers:
+        if layer.block is not None:
+            for entry in _entries(layer.block):
+                guarded.setdefault(entry, set()).add(layer.index)
+                for module in entry.modules():
+                    inside[module] = layer.index
+    for module in model.modules():
+        indices = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
+        indices.discard(inside.get(module, -1))  # the block's own hook has waited
+        if indices:
+            guarded.setdefault(module, set()).update(indices)
+    return guarded
+
+
+def _entries(block: nn.Module) -> Iterable[nn.Module]:
+    """The modules of a block whose forward is called: of a mere container, what it contains."""
+    if not is_container(block):
+        return [block]
+    return [entry for child in block.children() for entry in _entries(child)]

@@ -1,0 +1,146 @@
+"""Brings the whole training copy of a sharded layer together, and gives it up again.
+
+The copy's memory belongs to the compute stream: it is taken and given back there, in the order of
+the kernels that use it, so that no other stream has to be waited for by the allocator. The gather
+runs on the communication stream, after everything that compute had queued when the memory was
+taken; compute waits for it before the layer's first kernel only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A layer that is there, or on its way."""
+
+    layer: LayerWeights
+    parts: list[ShardedWeights]
+    memory_free: torch.cuda.Event | None
+    """Whoever used the memory before is done with it."""
+    arrived: torch.cuda.Event | None = None
+    is_started: bool = False
+    is_waited: bool = False
+    """Compute comes after the gather."""
+
+
+class LayerGatherer:
+    """Gathers and releases layers, one at a time, in the order in which it is told to."""
+
+    def __init__(self, pipeline: UpdatePipeline, collectives: ShardCollectives) -> None:
+        self._pipeline = pipeline
+        self._streams = pipeline.streams
+        self._collectives = collectives
+        self._flights: dict[int, _Flight] = {}
+        self._held_back: list[LayerWeights] = []
+        self.most_live = 0
+        """Most layers that were there, or had memory, at one time."""
+
+    def is_live(self, layer: LayerWeights) -> bool:
+        """Whether the layer's whole copy is there or on its way."""
+        return layer.index in self._flights
+
+    def gather(self, layer: LayerWeights, *, ahead: bool = False) -> None:
+        """Starts to gather a layer that is not live.
+
+        Args:
+            layer: with sharded weights.
+            ahead: it is not needed yet. Where this rank's update of it may not be done, the gather
+                is held back, and those after it, instead of blocking: until :meth:`start_held`, or
+                one that is needed.
+        """
+        parts = layer.sharded
+        assert parts
+        for part in parts:
+            part.storage.materialize()
+        event = self._streams.new_event()  # recorded on the compute stream
+        self._flights[layer.index] = _Flight(layer, parts, event)
+        self.most_live = max(self.most_live, len(self._flights))
+        self._held_back.append(layer)
+        if not ahead or not any(_may_block(held) for held in self._held_back):
+            self.start_held()
+
+    def start_held(self) -> None:
+        """Starts the gathers that were held back, in their order."""
+        held, self._held_back = self._held_back, []
+        for layer in held:
+            self._start(layer)
+
+    def _start(self, layer: LayerWeights) -> None:
+        flight = self._flights[layer.index]
+        state = _sharded_state(layer)
+        if state is not None:
+            self._pipeline.wait(state)  # this rank's shard is the newest, or a copy in flight
+        with self._streams.on_communication(after=flight.memory_free):
+            if state is not None and self._streams.is_cuda and state.weights_ready is not None:
+                self._streams.communication.wait_event(state.weights_ready)
+            for part in flight.parts:
+                self._gather_part(part)
+            flight.arrived = self._streams.record_communication()
+        flight.is_started = True
+
+    def _gather_part(self, part: ShardedWeights) -> None:
+        storage = part.storage
+        for (low, high, flat), (begin, own) in zip(storage.runs, storage.parts, strict=True):
+            sizes = part.sizes_within(low, high)
+            self._gather_run(flat, own, begin - low, sizes, part.layout.name)
+
+    def _gather_run(
+        self, flat: torch.Tensor, part: torch.Tensor, at: int, sizes: list[int], name: str
+    ) -> None:
+        if part.device != flat.device or self._collectives.world_size == 1:
+            own = flat[at : at + part.numel()]
+            own.copy_(part, non_blocking=True)
+            part = own
+        self._collectives.gather_parts(flat, part, sizes, name)
+
+    def wait_resident(self, layer: LayerWeights) -> None:
+        """Weights of a layer that are on every rank whole are the newest."""
+        if layer.resident is not None:
+            self.start_held()
+            self._pipeline.wait(layer.resident)
+
+    def use(self, layer: LayerWeights) -> None:
+        """What compute runs from now on sees the layer's weights; it must be live."""
+        flight = self._flights[layer.index]
+        if not flight.is_started:
+            self.start_held()
+        if not flight.is_waited:
+            self._streams.compute_waits(flight.arrived)
+            flight.is_waited = True
+
+    def release(self, layer: LayerWeights) -> None:
+        """Gives the layer's whole copy up, after all compute so far."""
+        self.use(layer)  # a gather in flight must not write into memory that is somebody else's
+        flight = self._flights.pop(layer.index)
+        for part in flight.parts:
+            part.storage.dismiss()
+
+    def release_all(self) -> None:
+        """Gives every layer up."""
+        for flight in list(self._flights.values()):
+            self.release(flight.layer)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Indices of the layers that are there or on their way."""
+        return frozenset(self._flights)
+
+
+def _sharded_state(layer: LayerWeights) -> LayerState | None:
+    """The trained weights that a gather of the layer brings."""
+    return None if layer.resident is not None else layer.trained
+
+
+def _may_block(layer: LayerWeights) -> bool:
+    """Whether a gather may have to wait for this rank's own update."""
+    state = _sharded_state(layer)
+    return state is not None and not state.waited and state.updated_by == "cpu"

@@ -1,0 +1,142 @@
+"""All weights of a layer, trained and frozen ones: what a pass gathers and gives up at once.
+
+Updates, gradients, the norm and the placement know a layer's trained weights only (``LayerState``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.partition import sizes_within
+from hytrain.model.sharded_storage import ShardedStorage
+from hytrain.offload.arena import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWeights:
+    """Weights of which every rank keeps a shard.
+
+    Attributes:
+        storage: this rank's shard, and the whole while it is used.
+        sizes: elements that each rank owns.
+    """
+
+    storage: ShardedStorage
+    sizes: list[int]
+
+    @property
+    def layout(self) -> LayerLayout:
+        """Their flat space."""
+        return self.storage.layout
+
+    def allow_reads(self) -> None:
+        """There is one more reason why they can be read: see ``WatchedParameters``."""
+        if self.storage.reads is not None:
+            self.storage.reads.allow()
+
+    def disallow_reads(self) -> None:
+        """One of the reasons is gone."""
+        if self.storage.reads is not None:
+            self.storage.reads.disallow()
+
+    def forbid_reads(self) -> None:
+        """All of the reasons are gone: what is read is told of."""
+        if self.storage.reads is not None:
+            self.storage.reads.disallow_all()
+
+    def sizes_within(self, low: int, high: int) -> list[int]:
+        """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
+        return sizes_within(self.sizes, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's weights, in one or two parts, each with a flat space of its own.
+
+    Attributes:
+        index: its number where layers are gathered: the trained part's, and higher ones for layers
+            in which nothing is trained.
+        trained: the part that the pipeline updates; None where nothing is trained.
+        frozen: the part that never changes, where it is sharded (ZeRO-3). What is frozen and whole
+            on every rank is in no layer: nobody has to do anything about it.
+    """
+
+    index: int
+    trained: LayerState | None = None
+    frozen: ShardedWeights | None = None
+
+    @property
+    def layouts(self) -> list[LayerLayout]:
+        """The parts' flat spaces."""
+        return [part.layout for part in (self.trained, self.frozen) if part is not None]
+
+    @property
+    def name(self) -> str:
+        """Of the block, or where the layer is."""
+        return self.layouts[0].name
+
+    @property
+    def block(self) -> nn.Module | None:
+        """The module whose forward uses them; None for what is before, between or after blocks."""
+        return self.layouts[0].block
+
+    @property
+    def slots(self) -> list[ParameterSlot]:
+        """All parameters, each with its place in its part's flat space."""
+        return [slot for layout in self.layouts for slot in layout.slots]
+
+    @property
+    def resident(self) -> LayerState | None:
+        """The trained part, where every rank has all of it always."""
+        state = self.trained
+        return None if state is None or state.storage.is_sharded else state
+
+    @property
+    def sharded(self) -> list[ShardedWeights]:
+        """The parts that are gathered for their uses."""
+        parts: list[ShardedWeights] = []
+        if self.trained is not None and isinstance(self.trained.storage, ShardedStorage):
+            parts.append(ShardedWeights(self.trained.storage, self.trained.sizes))
+        if self.frozen is not None:
+            parts.append(self.frozen)
+        return parts
+
+    @property
+    def gathered_elements(self) -> int:
+        """Elements that a gather brings; of a layer that is always whole, all that it has."""
+        sharded = [part.layout for part in self.sharded]
+        return sum(layout.size for layout in sharded or self.layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltWeights:
+    """The layers with their training copy in place and no optimizer state yet.
+
+    Attributes:
+        states: the trained parts, in forward order.
+        layers: all weights, in forward order.
+        home: host memory of shards that are kept there; whoever closes the layers closes it.
+        live_bytes: of gathered layers at the peak of a step.
+    """
+
+    states: list[LayerState]
+    layers: list[LayerWeights]
+    home: Arena | None
+    live_bytes: int
+
+    def close(self) -> None:
+        """Gives memory back, where nothing is built on them; sharded weights are lost with it.
+
+        By hand: whoever catches the error that ended the build keeps all its frames alive.
+        """
+        for layer in self.layers:
+            if layer.trained is not None:
+                layer.trained.release()
+            if layer.frozen is not None:
+                layer.frozen.storage.release()
+        if self.home is not None:
+            self.home.close()

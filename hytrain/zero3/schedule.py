@@ -1,0 +1,341 @@
+"""Gathers layers as a pass over the model needs them, ahead of it, in one order on all ranks.
+
+The first pass of a kind (forward with or without gradients, backward) is recorded
+(:mod:`hytrain.zero3.recorded_pass`): every use is agreed upon by all ranks, which costs a small
+collective each, and gathered when it comes. Later passes follow a plan made from the record
+(:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`), and nobody has to ask:
+a rank does whatever the plan says up to the use that it has come to, including its part in gathers
+of layers that it leaves out itself. A rank without a batch walks through the plan alone.
+
+In backward the plan also says where a layer's gradient is reduced, because that is a collective
+among the gathers. A gradient that is final early waits for its place; one that is still missing
+when its place has come will not come any more (autograd runs what was recorded last first), and
+is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.zero3.context import HOLD, GatherContext, Reducer
+from hytrain.zero3.followed_pass import FollowedPass
+from hytrain.zero3.gatherer import LayerGatherer
+from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass
+from hytrain.zero3.recorded_pass import RecordedPass
+
+PassKind = Literal["train", "eval", "backward", "layers"]
+"""A forward with or without gradients; a backward; or both for all of a step's micro-batches, layer
+by layer."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of the passes of a kind."""
+
+    uses: tuple[int, ...]
+    turning_point: int = 0
+    """Uses before the backward of "layers"."""
+    forwards: int = 1
+    """Forwards with gradients that came before a backward, since the one before that."""
+
+
+class GatherSchedule:
+    """Walks through passes; see the module's description."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        gatherer: LayerGatherer,
+        settings: GatherSettings,
+        collectives: ShardCollectives,
+        held: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            layers: all layers in forward order.
+            gatherer: carries gathers out.
+            settings: DeepSpeed's keys.
+            collectives: the ranks.
+            held: layers with weights that no module of their own uses: there in the whole pass.
+        """
+        self._context = GatherContext(layers, gatherer, collectives, held)
+        self._sizes = [x.gathered_elements for x in sorted(layers, key=lambda x: x.index)]
+        self._settings = settings
+        self._collectives = collectives
+        self._records: dict[PassKind, _Record] = {}
+        self._reduces: dict[PassKind, dict[int, tuple[int, ...]]] = {}
+        self._kind: PassKind = "train"
+        self._forwards = 0  # with gradients, since the last backward began
+        self._forwards_before = 1  # the last backward
+        self._repeats: dict[int, int] = {}
+        self._pass: RecordedPass | FollowedPass | None = None
+        self._alone: set[int] = set()  # gathered for a module that was called outside of passes
+
+    def set_reducer(self, reducer: Reducer) -> None:
+        """Gradients are reduced where the plan of a backward says so."""
+        self._context.reducer = reducer
+
+    def largest(self, counts: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks; a collective."""
+        return self._collectives.maximum(counts)
+
+    def learn_reduces(
+        self,
+        order: Sequence[int],
+        early: Sequence[bool],
+        uses_before: Sequence[int],
+        *,
+        by_layer: bool,
+    ) -> None:
+        """The recorded backward has told when gradients are final; a collective.
+
+        Args:
+            order: in which all ranks reduce the layers.
+            early: for each layer, whether it may be reduced before the backward is over.
+            uses_before: for each layer, uses of the pass when its last gradient came.
+            by_layer: whether that was the pass of all micro-batches, layer by layer.
+        """
+        latest = 1
+        found: dict[int, tuple[int, ...]] = {}
+        # The most of all ranks: nobody has to reduce what it has not got.
+        positions = self._collectives.maximum(uses_before)
+        for index in order:
+            if early[index]:
+                latest = max(latest, positions[index])
+                found[latest] = (*found.get(latest, ()), index)
+        self._reduces["layers" if by_layer else "backward"] = found
+
+    # -- passes --------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None and not self._pass.is_over
+
+    @property
+    def uses_made(self) -> int:
+        """Uses of the pass so far."""
+        return 0 if self._pass is None else len(self._pass.uses)
+
+    def knows(self, kind: PassKind) -> bool:
+        """Whether a pass of this kind has been recorded."""
+        return kind in self._records
+
+    def begin(self, kind: PassKind) -> None:
+        """A pass begins; one that was not ended is given up (it has raised, on all ranks)."""
+        self._begin(kind)
+
+    def _begin(self, kind: PassKind) -> RecordedPass | FollowedPass:
+        if self._pass is not None:
+            self.settle()
+        self._alone.clear()
+        context = self._context
+        if kind == "backward":
+            self._forwards_before, self._forwards = self._forwards, 0
+        if self.knows(kind):
+            begun = self._plan(kind)
+        else:
+            # What an earlier pass has kept for this one is no part of the record.
+            context.release(context.gatherer.live)
+            begun = RecordedPass(context)
+        self._kind, self._pass = kind, begun
+        context.wait_beside(self._records[kind].uses if self.knows(kind) else ())
+        for index in context.held:
+            context.keep(index)
+        return begun
+
+    def _plan(self, kind: PassKind) -> FollowedPass:
+        record = self._records[kind]
+        repeats = self._repeats_of(record) if kind == "backward" else 1
+        later = (repeats - 1) * len(record.uses)  # gradients come of all of them
+        reduces = self._reduces.get(kind, {})
+        following = self._records.get("backward") if kind == "train" else None
+        trace = PassTrace(
+            record.uses * repeats,
+            () if following is None else following.uses,
+            {later + place: layers for place, layers in reduces.items()},
+        )
+        context = self._context
+        held = set(context.held)
+        live = context.gatherer.live - held
+        plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
+        return FollowedPass(context, plan.operations)
+
+    def _repeats_of(self, record: _Record) -> int:
+        """How often a backward goes through what the recorded one went through.
+
+        One loss of two forwards goes through it twice, and gradients are complete in the end only.
+        Two losses that are run back one after the other do not; from here both look the same until
+        the first of them has been seen.
+        """
+        number = self._forwards_before
+        return 1 if number <= record.forwards else self._repeats.get(number, number)
+
+    def _learn_repeats(self, current: FollowedPass) -> None:
+        """A backward of more forwards than the recorded one is over; a collective, once a number.
+
+        The most of all ranks: some may have left layers out.
+        """
+        record, number = self._records["backward"], self._forwards_before
+        if number <= record.forwards or number in self._repeats:
+            return
+        usual, now = Counter(record.uses), Counter(current.uses)
+        most = max((-(-now[index] // usual[index]) for index in usual), default=1)
+        self._repeats[number] = min(number, self._collectives.maximum([max(1, most)])[0])
+
+    def use(self, index: int) -> None:
+        """Computation with a layer begins; its weights are there when this returns."""
+        if self._pass is None:
+            self._use_alone(index)
+        else:
+            self._pass.use(index)
+
+    def begun(self) -> None:
+        """The computation is queued: gathers that had to wait for an update may wait now."""
+        self._context.gatherer.start_held()
+
+    def gradient_final(self) -> None:
+        """A layer's gradient is complete: it is reduced if its place has come."""
+        if isinstance(self._pass, FollowedPass):
+            self._pass.gradient_final()
+
+    def turn(self) -> None:
+        """The backward of a pass that is forward and backward in one begins."""
+        if isinstance(self._pass, RecordedPass):
+            self._pass.turn()
+
+    def fail(self) -> None:
+        """A pass that is being recorded ends here, on all ranks that make it."""
+        if isinstance(self._pass, RecordedPass):
+            self._pass.fail()
+
+    @property
+    def holds(self) -> bool:
+        """Whether layers are there in the whole of every pass."""
+        return bool(self._context.held)
+
+    def hold(self, index: int) -> None:
+        """The pass reads a layer that no module's hook has told of; a collective.
+
+        From now on the layer is there in the whole of every pass.
+        """
+        assert self._pass is not None
+        self._context.agree(HOLD + index)
+        self._context.hold(index)
+
+    def end(self) -> None:
+        """The pass is over: layers are released, but for what the next one uses at once."""
+        current, context = self._pass, self._context
+        if current is None:
+            return
+        current.end()
+        self._count_forward()
+        if isinstance(current, RecordedPass):
+            self._remember(current)
+            context.release(context.gatherer.live)
+            self._pass = None
+            return
+        if current.is_done:
+            self._close(current)
+        else:
+            # A gradient is missing: what follows it is done when the step takes it as it is.
+            context.release(context.gatherer.live)
+            context.gatherer.start_held()
+
+    def _count_forward(self) -> None:
+        # At its end: one that has failed has no backward.
+        if self._kind == "train":
+            self._forwards += 1
+
+    def _remember(self, recorded: RecordedPass) -> None:
+        forwards = max(1, self._forwards_before) if self._kind == "backward" else 1
+        self._records[self._kind] = _Record(tuple(recorded.uses), recorded.turning_point, forwards)
+
+    def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
+        """A pass that other ranks make and this one has no batch for, from begin to end.
+
+        Args:
+            kind: of the pass.
+            turned: called where its backward begins, if it is forward and backward in one.
+
+        Returns:
+            Whether it has come to its end; it may fail on the other ranks while it is recorded.
+        """
+        current = self._begin(kind)
+        if isinstance(current, FollowedPass):
+            current.join(turned, self._records[kind].turning_point)
+            self._count_forward()
+            self._close(current)
+            return True
+        is_whole = current.join(turned)
+        if is_whole:
+            self._count_forward()
+            self._remember(current)
+        self.give_up()
+        return is_whole
+
+    def finish(self) -> None:
+        """Walks the plan to its end: gradients that are missing still are taken as they are.
+
+        Ends a pass whose :meth:`end` had to stop at one of them.
+        """
+        if isinstance(self._pass, FollowedPass):
+            self._pass.finish()
+            self._close(self._pass)
+
+    def _close(self, current: FollowedPass) -> None:
+        """Nothing of the plan is left; gathers for the next pass that wait for an update may go.
+
+        Here, on every way out of a pass: a rank that follows alone comes to none of the uses that
+        start them elsewhere, and the other ranks wait for it in these gathers.
+        """
+        current.release()
+        self._pass = None
+        self._context.gatherer.start_held()
+        if self._kind == "backward":
+            self._learn_repeats(current)
+
+    def settle(self) -> None:
+        """Between passes, before something else is gathered: no pass is left half done."""
+        if self._pass is not None and self._pass.is_over:
+            self.finish()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """The pass has ended with an exception."""
+        self._context.gatherer.release_all()
+        self._pass = None
+
+    def forget(self) -> None:
+        """Weights are about to change, or a step is given up: no forward is to be run back."""
+        self.give_up()
+        self._forwards = 0
+
+    # -- beside passes -------------------------------------------------------------------------
+
+    def _use_alone(self, index: int) -> None:
+        """A module is called outside of the model's forward; all ranks must do so."""
+        context = self._context
+        context.wait_resident(index)
+        if index not in context.sharded:
+            return
+        if not context.is_live(index):
+            context.agree(index)
+            context.gather(index)
+            self._alone.add(index)
+        context.use(index)
+
+    def leave(self, index: int) -> None:
+        """A module that was called outside of the model's forward has returned.
+
+        What was there before, gathered by hand, stays.
+        """
+        if index in self._alone:
+            self._alone.discard(index)
+            if self._pass is None:
+                self._context.release([index])

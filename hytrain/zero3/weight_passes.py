@@ -1,0 +1,212 @@
+"""The training copy as the optimizer sees it: made ready for a pass, wherever it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.offload.arena import Arena
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.zero3.context import Reducer
+from hytrain.zero3.gatherer import LayerGatherer
+from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.plan import GatherSettings
+from hytrain.zero3.schedule import GatherSchedule
+
+
+class WeightPasses:
+    """Forward and backward passes over layers some of which have to be gathered (ZeRO-3).
+
+    Without any such layer everything here does nothing.
+    """
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        layers: Sequence[LayerWeights],
+        collectives: ShardCollectives,
+        settings: GatherSettings | None,
+        held: Sequence[int],
+        home: Arena | None = None,
+    ) -> None:
+        """
+        Args:
+            pipeline: who updates the trained weights.
+            layers: all weights, in forward order.
+            collectives: the ranks that share the weights.
+            settings: DeepSpeed's keys; None below ZeRO-3.
+            held: layers that no module of their own uses.
+            home: host memory of the shards, where they are kept there.
+        """
+        self._home = home
+        self._closing: list[Callable[[], None]] = []
+        self._pipeline = pipeline
+        self.layers = list(layers)
+        """In forward order."""
+        self.gatherer = LayerGatherer(pipeline, collectives)
+        self.is_sharded = any(layer.sharded for layer in layers)
+        self.schedule: GatherSchedule | None = None
+        if self.is_sharded and settings is not None:
+            self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
+        self._explicit = False
+        self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
+
+    @property
+    def active(self) -> GatherSchedule | None:
+        """Who gathers layers as passes use them; None where nobody does."""
+        return None if self._explicit else self.schedule
+
+    def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule | None], None]) -> None:
+        """Reductions of gradients take their places among the gathers.
+
+        Args:
+            reducer: who reduces.
+            set_pace: called with who says when; None: nobody.
+        """
+        if self.schedule is not None:
+            self.schedule.set_reducer(reducer)
+            self._set_pace = set_pace
+            set_pace(self.schedule)
+
+    def forbid_reads(self) -> None:
+        """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""
+        for layer in self.layers:
+            for part in layer.sharded:
+                part.forbid_reads()
+
+    # -- one layer at a time, for who knows best -----------------------------------------------
+
+    @contextmanager
+    def explicit(self) -> Generator[None]:
+        """While it lasts, modules' hooks gather nothing: the caller does.
+
+        It must do so in one order on all ranks. Gradients are then reduced as they become final.
+        """
+        self.settle()
+        self._explicit = True
+        self._set_pace(None)
+        try:
+            yield
+        finally:
+            self._explicit = False
+            self._set_pace(self.schedule)
+            self.gatherer.release_all()
+
+    def gather_layer(self, layer: LayerWeights) -> None:
+        """Makes a layer's whole newest training copy readable on the compute stream; a collective.
+
+        What is there already stays as it is; what is not sharded is only waited for.
+        """
+        self.gatherer.wait_resident(layer)
+        if layer.sharded:
+            self.prefetch_layer(layer)
+            self.gatherer.use(layer)
+            for part in layer.sharded:  # until it is given up
+                part.allow_reads()
+
+    def prefetch_layer(self, layer: LayerWeights) -> None:
+        """Starts to gather a layer that :meth:`gather_layer` will ask for later; a collective."""
+        if layer.sharded and not self.gatherer.is_live(layer):
+            self.gatherer.gather(layer)
+
+    def release_layer(self, layer: LayerWeights) -> None:
+        """Gives a layer's whole copy up after all compute so far; nothing for a resident layer."""
+        if self.gatherer.is_live(layer):
+            self.gatherer.release(layer)
+
+    @contextmanager
+    def gathered(self) -> Generator[None]:
+        """All layers' whole newest copies for the length of the block; a collective.
+
+        What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
+        """
+        self.settle()
+        for layer in self.layers:
+            self.gather_layer(layer)
+        try:
+            yield
+        finally:
+            self.gatherer.release_all()
+
+    @property
+    def are_readable(self) -> bool:
+        """Whether every layer's whole copy is on this rank."""
+        return all(self.gatherer.is_live(layer) for layer in self.layers if layer.sharded)
+
+    def copy_to_first(self, first: bool, *, with_frozen: bool = True) -> dict[int, torch.Tensor]:
+        """Whole sharded parameters on the host of one rank; a collective.
+
+        One layer at a time is gathered.
+
+        Args:
+            first: whether this is the rank that gets them.
+            with_frozen: whether those that are not trained are wanted.
+
+        Returns:
+            ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        self.settle()
+        for layer in self.layers:
+            parts = [part for part in layer.sharded if with_frozen or part is not layer.frozen]
+            if not parts:
+                continue
+            self.gather_layer(layer)
+            if first:
+                for slot in (slot for part in parts for slot in part.layout.slots):
+                    copies[id(slot.parameter)] = slot.parameter.detach().cpu().clone()
+            self.release_layer(layer)
+        return copies
+
+    def adopt(self) -> None:
+        """The shards of gathered layers become what their parameters now hold."""
+        with torch.no_grad():
+            for layer in self.layers:
+                if self.gatherer.is_live(layer):
+                    for part in layer.sharded:
+                        part.storage.keep_gathered()
+        self._pipeline.streams.synchronize()
+
+    def settle(self) -> None:
+        """Before something is gathered by hand: no pass is left half done."""
+        if self.schedule is not None:
+            self.schedule.settle()
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self.schedule is not None and self.schedule.is_open
+
+    @property
+    def host_bytes(self) -> int:
+        """Of shards that are in host memory."""
+        return 0 if self._home is None else self._home.num_bytes
+
+    def wait_for_device(self) -> None:
+        """Until everything on the device is done."""
+        self._pipeline.streams.synchronize()
+
+    def when_closed(self, function: Callable[[], None]) -> None:
+        """Calls it in :meth:`close`."""
+        self._closing.append(function)
+
+    def close(self) -> None:
+        """Gives the host memory of shards back; the pipeline has been closed before."""
+        for function in self._closing:
+            function()
+        self._closing.clear()
+        for layer in self.layers:
+            if layer.frozen is not None:
+                layer.frozen.storage.release()
+        if self._home is not None:
+            self._home.close()
+
+    def forget(self) -> None:
+        """Weights have changed or a pass was aborted: nothing is kept."""
+        if self.schedule is not None:
+            self.schedule.forget()
+        else:
+            self.gatherer.release_all()
