@@ -103,7 +103,7 @@ class Engine:
 
     def step(self, accumulation: Any) -> torch.Tensor:
         """``engine.train_batch`` in one of the ways."""
-        self.engine._accumulation = accumulation
+        self.engine.batches.accumulation = accumulation
         batches: Iterator[Batch] = iter(self._batches)
         return self.engine.train_batch(batches)
 
@@ -122,13 +122,13 @@ class Engine:
 
         optimizer = self.engine.optimizer
         rates = [group["lr"] for group in optimizer.param_groups]
-        optimizer.on_reduced_gradient = keep
+        optimizer.passes.on_reduced_gradient = keep
         try:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             mode.step()
         finally:
-            optimizer.on_reduced_gradient = None
+            optimizer.passes.on_reduced_gradient = None
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         # Layers leave in another order layer by layer.

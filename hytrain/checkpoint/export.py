@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.optimizer.kept_state import KeptState
 
 
 def collect_module_state(
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     module_tensors: Callable[[], Mapping[str, Any]],
     *,
     with_frozen: bool,
@@ -20,7 +20,7 @@ def collect_module_state(
     """A module's state dict under ZeRO-3, on rank 0; a collective, one layer at a time.
 
     Args:
-        optimizer: the engine's.
+        kept: the optimizer's.
         module_tensors: the state dict of names, with no weights read.
         with_frozen: whether parameters that are not trained are in it.
 
@@ -28,9 +28,9 @@ def collect_module_state(
         Name -> tensor; sharded weights on the host, tied ones as one tensor. On other ranks an
         empty dict.
     """
-    optimizer.synchronize()
-    is_first = optimizer.collectives.rank == 0
-    copies = optimizer.weights.copy_to_first(is_first, with_frozen=with_frozen)
+    kept.synchronize()
+    is_first = kept.collectives.rank == 0
+    copies = kept.weights.copy_to_first(is_first, with_frozen=with_frozen)
     if not is_first:
         return {}
     state: dict[str, Any] = {}

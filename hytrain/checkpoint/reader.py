@@ -46,8 +46,8 @@ from hytrain.checkpoint.universal import (
     restore_group,
 )
 from hytrain.comm.exchange import raise_together
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import CheckpointError
+from hytrain.optimizer.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class LoadRequest:
 
 def read_checkpoint(
     folder: Path,
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     module: nn.Module,
     module_tensors: Callable[[], Mapping[str, Any]],
     request: LoadRequest,
@@ -98,7 +98,7 @@ def read_checkpoint(
 
     Args:
         folder: the checkpoint's.
-        optimizer: the engine's.
+        kept: the optimizer's.
         module: the engine's model.
         module_tensors: the model's state dict, without waiting for anything.
         request: see :class:`LoadRequest`.
@@ -111,22 +111,22 @@ def read_checkpoint(
             half-way, which the message says.
     """
     paths = CheckpointPaths(folder)
-    places = list_parameters(optimizer.layer_states)
-    found = _inspect(paths, optimizer, module_tensors, places, request)
-    optimizer.forget_gradients()
+    places = list_parameters(kept.layers)
+    found = _inspect(paths, kept, module_tensors, places, request)
+    kept.forget_gradients()
     failure: str | None = None
     try:
-        _load_module(found.engine, module, optimizer, request, module_tensors)
+        _load_module(found.engine, module, kept, request, module_tensors)
         for place, origin in zip(places, found.origins, strict=True):
-            _restore(found.files, place, origin, optimizer, request)
-        _restore_progress(optimizer, places, found)
+            _restore(found.files, place, origin, kept, request)
+        _restore_progress(kept, places, found)
     except Exception as error:
         failure = (
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
             "state is incomplete; load again before training"
         )
-    raise_together(failure, optimizer.collectives)
-    optimizer.publish_masters()
+    raise_together(failure, kept.collectives)
+    kept.publish_masters()
     return found.engine
 
 
@@ -149,16 +149,16 @@ class _Found:
 
 def _inspect(
     paths: CheckpointPaths,
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     module_tensors: Callable[[], Mapping[str, Any]],
     places: Sequence[ParameterPlace],
     request: LoadRequest,
 ) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
-    rank, world = optimizer.collectives.rank, optimizer.collectives.world_size
-    listing = list_files(paths, optimizer.collectives)
+    rank, world = kept.collectives.rank, kept.collectives.world_size
+    listing = list_files(paths, kept.collectives)
     wanted = _wanted(paths, listing, places, request)
-    files = check_files(paths, listing, wanted, optimizer.collectives)
+    files = check_files(paths, listing, wanted, kept.collectives)
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
     origins: list[Origin] = []
@@ -173,12 +173,12 @@ def _inspect(
             checks.append(check_module(paths.model_states, stored, current, strict=strict))
         if request.with_optimizer:
             record = _read_record(files)
-            count = len(optimizer.param_groups)
+            count = len(kept.hyper.groups)
             checks.append(check_groups(paths, record, count, places, strict=strict))
             checks.append(check_names(paths, states, places, strict=strict))
         module = stored.get("module", {}) if request.custom_load is None else None
         origins = find_origins(places, states, module, current)
-        if optimizer.pipeline.is_partly_committed:
+        if kept.pipeline.is_partly_committed:
             checks.append(check_begun(places, origins))
         # Every state file is looked at once, by whichever rank's turn it is.
         mine = [place for place in places[rank::world] if place.name in states]
@@ -189,7 +189,7 @@ def _inspect(
     except Exception as error:
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
-    raise_together(failure, optimizer.collectives)
+    raise_together(failure, kept.collectives)
     return _Found(files, stored, record, origins)
 
 
@@ -232,21 +232,19 @@ def _read_record(files: CheckpointFiles) -> OptimizerRecord:
 def _load_module(
     stored: Mapping[str, Any],
     module: nn.Module,
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     request: LoadRequest,
     module_tensors: Callable[[], Mapping[str, Any]],
 ) -> None:
     if request.custom_load is not None:
-        with optimizer.weights.gathered():
+        with kept.weights.gathered():
             request.custom_load(src=stored["module"], dst=module)
-            optimizer.weights.adopt()
+            kept.weights.adopt()
         return
     weights = dict(stored["module"])
-    if optimizer.weights.is_sharded:
-        weights = _load_shards(weights, optimizer, module_tensors())
-    result = module.load_state_dict(
-        weights, strict=request.strict and not optimizer.weights.is_sharded
-    )
+    if kept.weights.is_sharded:
+        weights = _load_shards(weights, kept, module_tensors())
+    result = module.load_state_dict(weights, strict=request.strict and not kept.weights.is_sharded)
     missing = [name for name in result.missing_keys if name not in stored["module"]]
     if missing or result.unexpected_keys:
         logger.warning(
@@ -257,12 +255,12 @@ def _load_module(
 
 
 def _load_shards(
-    weights: Mapping[str, Any], optimizer: HyTrainZeroOptimizer, current: Mapping[str, Any]
+    weights: Mapping[str, Any], kept: KeptState, current: Mapping[str, Any]
 ) -> dict[str, Any]:
     """This rank's pieces of sharded parameters, frozen ones too; returns what is left to load."""
     places = {
         id(slot.parameter): (part.storage, slot)
-        for layer in optimizer.weights.layers
+        for layer in kept.weights.layers
         for part in layer.sharded
         for slot in part.layout.slots
     }
@@ -279,11 +277,11 @@ def _restore(
     files: CheckpointFiles,
     place: ParameterPlace,
     origin: Origin,
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     request: LoadRequest,
 ) -> None:
     """This rank's piece of a parameter's state."""
-    piece = place.piece_of(optimizer.collectives.rank)
+    piece = place.piece_of(kept.collectives.rank)
     if piece is None:
         return
     with torch.no_grad():
@@ -301,25 +299,25 @@ def _restore(
 
 
 def _restore_progress(
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     places: Sequence[ParameterPlace],
     found: _Found,
 ) -> None:
     """Step counts and hyper-parameters of the groups."""
     record = found.record
     if record is None:
-        optimizer.steps = [0] * len(optimizer.param_groups)
+        kept.hyper.steps = [0] * len(kept.hyper.groups)
         return
     saved = record.steps
     if saved is None:
         saved = _read_steps(found.files, record.groups, places)
-    steps = merge_steps(places, found.origins, saved, optimizer.steps)
+    steps = merge_steps(places, found.origins, saved, kept.hyper.steps)
     if None in steps:
         raise CheckpointError(f"{found.files.paths.zero} does not say how many steps were made")
-    optimizer.steps = [int(count) for count in steps if count is not None]
-    kept = groups_left_alone(places, found.origins)
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, record.groups, strict=True)):
-        if index not in kept:
+    kept.hyper.steps = [int(count) for count in steps if count is not None]
+    kept_groups = groups_left_alone(places, found.origins)
+    for index, (group, saved) in enumerate(zip(kept.hyper.groups, record.groups, strict=True)):
+        if index not in kept_groups:
             restore_group(group, saved)
 
 

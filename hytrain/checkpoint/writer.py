@@ -32,8 +32,8 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first, raise_together
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import CheckpointError
+from hytrain.optimizer.kept_state import KeptState
 
 
 def assign_writers(owned: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
@@ -144,7 +144,7 @@ class _Writes:
 def write_checkpoint(
     save_dir: Path,
     tag: str,
-    optimizer: HyTrainZeroOptimizer,
+    kept: KeptState,
     model_states: Callable[[], dict[str, Any]],
     *,
     save_latest: bool,
@@ -154,7 +154,7 @@ def write_checkpoint(
     Args:
         save_dir: folder of checkpoints; made where missing.
         tag: the checkpoint's name in it; the same on all ranks.
-        optimizer: whose state is written; it is flushed, which changes no number.
+        kept: whose state is written; it is flushed, which changes no number.
         model_states: contents of the model states' file; called on rank 0 only.
         save_latest: whether ``latest`` shall name this checkpoint.
 
@@ -163,12 +163,12 @@ def write_checkpoint(
             ``latest`` are as they were, unless the message says otherwise. Or a parameter's name
             cannot be a folder's.
     """
-    places = list_parameters(optimizer.layer_states)
+    places = list_parameters(kept.layers)
     wrong = unusable_names(place.name for place in places)
     if wrong is not None:
         raise CheckpointError(wrong)
-    optimizer.flush()
-    collectives = optimizer.collectives
+    kept.flush()
+    collectives = kept.collectives
     is_first = collectives.rank == 0
     folder = save_dir / tag
     # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
@@ -180,13 +180,13 @@ def write_checkpoint(
     def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
         writes.attempt(paths.state(place.name, kind), lambda: pack_tensor(tensor))
         if kind == STATES[-1]:
-            step = torch.tensor(float(optimizer.steps[place.group]))
+            step = torch.tensor(float(kept.hyper.steps[place.group]))
             writes.attempt(paths.state(place.name, STEP), lambda: step)
 
     rounds = plan_rounds(places, collectives.world_size)
-    gather_states(rounds, collectives, optimizer.pipeline.streams.device, deliver)
+    gather_states(rounds, collectives, kept.device, deliver)
     if is_first:
-        writes.attempt(paths.optimizer_state, lambda: _optimizer_state(optimizer, places))
+        writes.attempt(paths.optimizer_state, lambda: _optimizer_state(kept, places))
         writes.attempt(paths.model_states, model_states)
     writes.try_to(
         lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", _UNCHANGED
@@ -254,13 +254,11 @@ def _write_latest(path: Path, tag: str) -> None:
     sync_files(path.parent, [path])
 
 
-def _optimizer_state(
-    optimizer: HyTrainZeroOptimizer, places: Sequence[ParameterPlace]
-) -> dict[str, Any]:
+def _optimizer_state(kept: KeptState, places: Sequence[ParameterPlace]) -> dict[str, Any]:
     return pack_optimizer_state(
-        optimizer.param_groups,
-        optimizer.steps,
+        kept.hyper.groups,
+        kept.hyper.steps,
         places,
-        clip=optimizer.pipeline.norm.settings.max_norm,
-        num_ranks=optimizer.collectives.world_size,
+        clip=kept.pipeline.norm.settings.max_norm,
+        num_ranks=kept.collectives.world_size,
     )

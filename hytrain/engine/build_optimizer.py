@@ -12,7 +12,6 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
-from hytrain.engine.engine_view import EngineView, StepSettings
 from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
@@ -25,7 +24,8 @@ from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
-from hytrain.optimizer.hyper import HyperReader, check_optimizer
+from hytrain.optimizer.engine_view import EngineView, StepSettings
+from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
 from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
@@ -143,10 +143,9 @@ def _build_on(
             home=weights.home,
         )
         optimizer = HyTrainZeroOptimizer(
-            basic_optimizer,
+            HyperParameters(basic_optimizer, reader),
             pipeline,
             collectives,
-            reader,
             StepSettings(
                 unscale=1.0 / collectives.world_size if settings.mean else 1.0,
                 reduce_every_backward=settings.stage >= 2,

@@ -1,35 +1,41 @@
-"""The engine: overrides of DeepSpeed's, no algorithm of its own."""
+"""The engine: DeepSpeed's, with hytrain's optimizer in it. Its parts are beside this file."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
 import logging
+import os
 import sys
-import weakref
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from hytrain.checkpoint.engine_state import COUNTERS
+from hytrain.checkpoint.export import collect_module_state, shared_parameters
+from hytrain.checkpoint.gather import gather_to_first
+from hytrain.checkpoint.reader import LoadRequest
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
-from hytrain.engine.build import EngineBuild
+from hytrain.engine.at_exit import close_at_exit
+from hytrain.engine.batch_training import BatchTraining
+from hytrain.engine.build import build_settings, engine_view
+from hytrain.engine.build_optimizer import build_optimizer
+from hytrain.engine.checkpoints import EngineCheckpoints
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.hook_snapshot import AddedHooks
+from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.errors import ConfigError, HyTrainError
+from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan
-from hytrain.layer_major.accumulation import (
-    AccumulatingEngine,
-    LayerMajor,
-    MicroBatchMajor,
-    make_accumulation,
-)
-from hytrain.optimizer.batches import DealtSizes
-from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch, valid_labels
+from hytrain.hardware.host_share import share_host
+from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.records import Decision
@@ -38,12 +44,21 @@ from hytrain.zero3.forward_hooks import LayerGuards
 logger = logging.getLogger(__name__)
 
 
-class HyTrainEngine(EngineBuild):
+class HyTrainEngine(DeepSpeedEngine):
     """DeepSpeed's engine with updates that overlap backward and the next forward.
 
     Everything that DeepSpeed's engine offers works as there; in addition :meth:`synchronize`,
     :meth:`fp32_state_dict` and :meth:`step_statistics`.
     """
+
+    hytrain_config: HyTrainConfig
+    batches: BatchTraining
+    """Steps over a global batch; see :meth:`train_batch`."""
+    _guards: LayerGuards | None
+    _added_hooks: AddedHooks
+    _collectives: ShardCollectives | None = None
+    _plan_watch: PlanWatch | None = None
+    _in_forward = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes DeepSpeed's arguments; ``config`` must have a "hytrain" section."""
@@ -53,6 +68,7 @@ class HyTrainEngine(EngineBuild):
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
+        object.__setattr__(self, "batches", BatchTraining(self, section))
         hooks = AddedHooks(kwargs["model"])
         object.__setattr__(self, "_added_hooks", hooks)
         try:
@@ -76,18 +92,17 @@ class HyTrainEngine(EngineBuild):
                 'no optimizer was given: add an "optimizer" section to the configuration or pass '
                 "optimizer=torch.optim.AdamW(...)"
             )
-        self._guards = LayerGuards(self._model, PassGuide(self.optimizer))
+        self._guards = LayerGuards(
+            self._model, PassGuide(self.optimizer.passes, self.optimizer.kept)
+        )
         self.optimizer.weights.when_closed(self._guards.close)
-        access = StateAccess(self.optimizer, self._model.parameters())
+        access = StateAccess(
+            self.optimizer.kept, self.optimizer.gradients, self._model.parameters()
+        )
         self.optimizer.weights.when_closed(access.detach)
         self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
-        _close_at_exit(self.optimizer)
-
-    _added_hooks: AddedHooks
-    _in_forward = False
-    _accumulation: MicroBatchMajor | LayerMajor | None = None
-    _plan_watch: PlanWatch | None = None
+        close_at_exit(self.optimizer)
 
     def _watch_plan(self, optimizer: HyTrainZeroOptimizer) -> None:
         name = self.hytrain_config.plan
@@ -105,6 +120,102 @@ class HyTrainEngine(EngineBuild):
         if "synchronized" not in asked:
             self.tput_timer.config.synchronized = False
 
+    # -- construction, as DeepSpeed's asks for it ------------------------------------------------
+
+    def get_optimizer_configuration(
+        self,
+        optimizer_parameters: dict[str, Any],
+        adam_w_mode: bool,
+        allow_legacy_fallback: bool = False,
+        **kwargs: Any,
+    ) -> tuple[type[torch.optim.AdamW] | type[torch.optim.Adam], dict[str, Any]]:
+        """torch's Adam or AdamW for the JSON's optimizer: only its parameter groups are used.
+
+        DeepSpeed would compile its own CPU Adam here.
+        """
+        del allow_legacy_fallback, kwargs
+        for key in ("torch_adam", "fp32_optimizer_states"):
+            optimizer_parameters.pop(key, None)
+        self._bias_correction = optimizer_parameters.pop("bias_correction", True)
+        return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam), {}
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """False: a client's torch optimizer is as good as DeepSpeed's, its step is never called."""
+        return False
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        # torch's schedulers insist on a torch.optim.Optimizer; both share their param_groups.
+        del optimizer
+        return super()._scheduler_from_config(self.basic_optimizer)
+
+    # DeepSpeed's base names no class of optimizers: what the checker infers is a list of its own.
+    def _configure_zero_optimizer(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> HyTrainZeroOptimizer:
+        if optimizer is None:
+            raise ConfigError(
+                'no optimizer was given: add an "optimizer" section to the configuration or pass '
+                "optimizer=torch.optim.AdamW(...)"
+            )
+        if not self.__dict__.get("_bias_correction", True):
+            for group in optimizer.param_groups:
+                group["bias_correction"] = False
+        group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
+        collectives = self._collectives = ShardCollectives(group)
+        collectives.start_watch()
+        device = torch.device(cast(Any, self.device))
+        collectives.start_gate(device, is_wanted=self.hytrain_config.wait_in_stream)
+        with collectives.telling():
+            return build_optimizer(
+                self._model,
+                optimizer,
+                self.hytrain_config,
+                build_settings(self, share_host(collectives)),
+                collectives,
+                engine_view(self),
+            )
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        if int(self.zero_optimization_stage()) == 3:
+            # The model may not fit on the device: its layers go there one by one.
+            self.dont_change_device = True
+        super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        """Rank 0's parameters on all ranks; under ZeRO-3 each layer's when it is sharded.
+
+        DeepSpeed's takes no parameters without dimensions, and no transposed ones.
+        """
+        if self.dist_backend is None or int(self.zero_optimization_stage()) == 3:
+            return
+        collectives = ShardCollectives(
+            cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
+        )
+        for parameter in self._model.parameters():
+            if not hasattr(parameter, "ds_optim_param"):  # DeepSpeed's OptimizedLinear: shards
+                collectives.broadcast_from_first(parameter.data)
+
+    def open_optimizer(self) -> HyTrainZeroOptimizer:
+        """The optimizer of an engine that is built.
+
+        Raises:
+            EngineClosedError: it is not.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, HyTrainZeroOptimizer):
+            raise EngineClosedError("the engine is not fully built")
+        return optimizer
+
+    @property
+    def guards(self) -> LayerGuards:
+        """The hooks on the model's modules."""
+        assert self._guards is not None
+        return self._guards
+
+    @property
+    def _model(self) -> nn.Module:
+        return cast(nn.Module, self.module)  # DeepSpeed does not say so
+
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -116,7 +227,7 @@ class HyTrainEngine(EngineBuild):
                 :meth:`train_batch` as a whole.
         """
         optimizer = self.open_optimizer()
-        optimizer.begin_forward()
+        optimizer.passes.begin_forward()
         try:
             with self.watching_reads():
                 return super().forward(*inputs, **kwargs)
@@ -143,13 +254,12 @@ class HyTrainEngine(EngineBuild):
             OutOfStepError: the ranks have made different numbers of backward passes.
         """
         optimizer = self.open_optimizer()
-        optimizer.refuse_aborted()
+        optimizer.passes.refuse_aborted()
         steps = self.global_steps
         with optimizer.collectives.telling():
             super().step(lr_kwargs)
             if self._plan_watch is not None and self.global_steps != steps:
-                activations = 0 if self._accumulation is None else self._accumulation.host_bytes
-                self._plan_watch.after_step(optimizer.rank_state(activations))
+                self._plan_watch.after_step(optimizer.rank_state(self.batches.host_bytes))
 
     def zero_grad(self) -> None:
         """Drops the gradients of the step's micro-batches so far, in whichever stage.
@@ -199,43 +309,11 @@ class HyTrainEngine(EngineBuild):
             Exception: the model's. Its step has left nothing behind: weights and state are those of
                 the last one, and the next call begins a step of its own.
         """
-        optimizer = self.open_optimizer()
-        if self._accumulation is None:
-            self._accumulation = make_accumulation(
-                self.hytrain_config, cast(AccumulatingEngine, self), self._model, optimizer
-            )
-        shares = self.hytrain_config.batch_shares()
-        steps = int(self.gradient_accumulation_steps())
-        count = steps
-        if shares is not None:
-            if self._dealt is None:
-                self._dealt = DealtSizes(shares, optimizer.collectives.rank)
-            count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
-        most = count
-        if shares is not None and int(self.zero_optimization_stage()) == 3:
-            most = max(len(shares.micro_batches(each)) for each in range(len(shares.sizes)))
-        steps_before = self.micro_steps // steps
-        self._in_train_batch = True
-        try:
-            with optimizer.collectives.telling(), optimizer.summing_over_ranks():
-                loss = train_global_batch(
-                    cast(BatchEngine, self),
-                    data_iter,
-                    count,
-                    num_valid or valid_labels,
-                    optimizer.collectives.all_reduce,
-                    optimizer.pipeline.streams.device,
-                    self._accumulation,
-                    most - count,
-                )
-        finally:
-            self._in_train_batch = False
-        self.micro_steps = (steps_before + 1) * steps  # also where some were made by hand before
-        return loss
+        return self.batches.train(data_iter, num_valid or valid_labels)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
-        if self._in_forward and self.open_optimizer().is_by_layer:
+        if self._in_forward and self.open_optimizer().passes.open_step.by_layer:
             return None
         self._in_forward = True
         return super()._forward_prologue(inputs, kwargs)
@@ -248,13 +326,12 @@ class HyTrainEngine(EngineBuild):
     @contextmanager
     def watching_reads(self) -> Generator[None]:
         """Around a forward: where it is the first, what autograd saves of weights is seen."""
-        assert self._guards is not None
-        with self._guards.watching():
+        with self.guards.watching():
             yield
 
     def join_micro_batch(self) -> None:
         """Takes part in a micro-batch that other ranks have and this one has not; a collective."""
-        self.open_optimizer().join_micro_batch()
+        self.open_optimizer().passes.join_micro_batch()
 
     def give_up_forward(self) -> None:
         """A forward that has begun will not end."""
@@ -262,12 +339,12 @@ class HyTrainEngine(EngineBuild):
 
     def abandon_step(self) -> None:
         """Not all micro-batches of the step will come: nothing of those that came stays."""
-        self.open_optimizer().abandon_step()
+        self.open_optimizer().passes.abandon_step()
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""
-        shares = self.hytrain_config.batch_shares()
-        return int(super().train_batch_size()) if shares is None else shares.global_batch
+        samples = self.batches.samples
+        return int(super().train_batch_size()) if samples is None else samples
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took on this rank.
@@ -334,6 +411,192 @@ class HyTrainEngine(EngineBuild):
         """As nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
         return self.train(False)
 
+    # -- weights and state -----------------------------------------------------------------------
+
+    @contextmanager
+    def gathered_parameters(self) -> Generator[None]:
+        """All weights whole on every rank for the length of the block; a collective.
+
+        Under ZeRO-3 a rank has its shards only; below it this is :meth:`synchronize`. What is
+        written into parameters meanwhile is lost.
+        """
+        optimizer = self.open_optimizer()
+        optimizer.synchronize()
+        with optimizer.weights.gathered():
+            optimizer.pipeline.streams.synchronize()
+            yield
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict with the newest weights.
+
+        Under ZeRO-3 a collective: layer by layer the weights come to the host of rank 0; other
+        ranks get an empty dict.
+        """
+        optimizer = self.open_optimizer()
+        if not optimizer.weights.is_sharded or optimizer.weights.are_readable:
+            return super().module_state_dict(
+                destination, prefix, keep_vars, exclude_frozen_parameters
+            )
+        state = collect_module_state(
+            optimizer.kept,
+            lambda: module_tensors(self),
+            with_frozen=not exclude_frozen_parameters,
+        )
+        found = {} if destination is None else destination
+        found.update({prefix + name: tensor for name, tensor in state.items()})
+        return found
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, Any] | None:
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if self.open_optimizer().collectives.rank != 0:
+            return None
+        return OrderedDict((name, tensor.cpu()) for name, tensor in state.items())
+
+    def _get_param_fragment_func(self, param: nn.Parameter) -> torch.Tensor:
+        """What a checkpoint has of a frozen parameter that is whole on this rank: all of it."""
+        return param.detach().cpu()
+
+    def _get_shared_params(self) -> dict[str, str]:
+        """Tied parameters: name -> the name under which the tensor is stored."""
+        return shared_parameters(self._model)
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's, a collective; under ZeRO-3 the weights come together on rank 0.
+
+        Returns:
+            Whether a file was written: False under ZeRO-3 where
+            ``stage3_gather_16bit_weights_on_model_save`` is not set.
+        """
+        config: Any = self._config
+        is_sharded = self.open_optimizer().weights.is_sharded
+        if is_sharded and not config.zero_config.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "%s/%s is not written: set stage3_gather_16bit_weights_on_model_save",
+                save_dir,
+                save_filename,
+            )
+            return False
+        return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """False: what DeepSpeed does to modules and checkpoints under ZeRO-3 is done here."""
+        return False
+
+    def fp32_state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Master weights and moments as of the last step; a collective.
+
+        Returns:
+            On rank 0, parameter name (as in ``module.named_parameters()``) -> {"fp32", "exp_avg",
+            "exp_avg_sq"}, fp32 tensors of the parameter's shape on the CPU; on other ranks an
+            empty dict. Frozen parameters have none, tied ones appear once.
+        """
+        optimizer = self.open_optimizer()
+        optimizer.flush()
+        return gather_to_first(
+            optimizer.layer_states, optimizer.collectives, optimizer.pipeline.streams.device
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Literal[True]:
+        """Saves a universal checkpoint; a collective. Training goes on as if it had not been.
+
+        It takes its place when all of it is written. A checkpoint that was saved under the tag
+        before stays whole until then (there must be room for both), and is then removed; other
+        files that are beside it in the tag's folder stay.
+
+        Args:
+            save_dir: folder of checkpoints; made where missing; one that all hosts share.
+            tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
+            client_state: saved along, returned by :meth:`load_checkpoint`.
+            save_latest: whether loading without a tag shall find this one.
+            exclude_frozen_parameters: leave frozen weights out.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: a rank could not write, or was called with what cannot be saved;
+                raised on all. What is saved under the tag, and ``latest``, are unchanged.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        EngineCheckpoints(self).save(
+            str(save_dir),
+            name,
+            dict(client_state or {}),
+            latest=save_latest,
+            no_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads a universal checkpoint, saved with any number of ranks and any layout.
+
+        A collective. Gradients since the last step are forgotten, and the next micro-batch is the
+        first of a step. With ``load_module_only`` or without ``load_optimizer_states`` only
+        weights are loaded: master weights are the checkpoint's fp32 ones where it has them,
+        moments and step counts start at zero, hyper-parameters stay as they are.
+
+        Args:
+            load_dir: folder of checkpoints.
+            tag: which; default: the one that ``latest`` names, or ``latest_universal`` where that
+                one is DeepSpeed's own and was converted.
+            load_module_strict: refuse a checkpoint whose names differ from the model's; else what
+                both have is loaded. Parameters that it has nothing of keep weights and moments,
+                and a parameter group without any others its step count and hyper-parameters.
+            load_optimizer_states: moments, step counts and the parameter groups' hyper-parameters.
+            load_lr_scheduler_states: the LR scheduler's state.
+            load_module_only: weights only, and no counters or schedule either.
+            custom_load_fn: called as ``custom_load_fn(src=module state, dst=module)`` to load the
+                weights. The master weights then are the checkpoint's with
+                ``load_optimizer_states``, and what it left in the module without.
+
+        Returns:
+            (path of the model states' file, client state); (None, None) with a warning where no
+            tag is given and there is no ``latest``.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
+                on all ranks, before anything is touched.
+        """
+        with_optimizer = load_optimizer_states and not load_module_only
+        keys = ("module",) if load_module_only else ("module", *COUNTERS)
+        return EngineCheckpoints(self).load(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
+            module_only=load_module_only,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+        )
+
     # -- end -------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
@@ -345,32 +608,7 @@ class HyTrainEngine(EngineBuild):
         """
         optimizer = vars(self).get("optimizer")
         if isinstance(optimizer, HyTrainZeroOptimizer) and sys.exc_info()[1] is None:
-            optimizer.finish_weights()
+            optimizer.kept.finish_weights()
         self._added_hooks.remove()
-        if self._accumulation is not None:
-            self._accumulation.close()
+        self.batches.close()
         super().destroy()
-
-
-_built: weakref.WeakValueDictionary[int, HyTrainZeroOptimizer] = weakref.WeakValueDictionary()
-"""In the order of their engines."""
-_number = itertools.count()
-
-
-def _close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
-    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise.
-
-    One function for all engines: a process keeps what it calls at its end, and builds many.
-    """
-    number = next(_number)
-    if number == 0:
-        atexit.register(_close_all)
-    _built[number] = optimizer
-
-
-def _close_all() -> None:
-    # The last one first; one that cannot be closed does not keep the others from it.
-    with ExitStack() as stack:
-        for optimizer in list(_built.values()):
-            stack.callback(optimizer.destroy)
-            stack.callback(optimizer.collectives.leave)

@@ -21,8 +21,9 @@ from hytrain.checkpoint.gather import (
     gather_everywhere,
     list_parameters,
 )
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
+from hytrain.optimizer.gradient_access import GradientAccess
+from hytrain.optimizer.kept_state import KeptState
 
 _NAMES = (
     "_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad",
@@ -60,19 +61,23 @@ class StateAccess(_Unpickled):
     updates that have begun; they are made in step() then.
     """
 
-    def __init__(self, optimizer: HyTrainZeroOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, kept: KeptState, gradients: GradientAccess, parameters: Iterable[nn.Parameter]
+    ) -> None:
         """
         Args:
-            optimizer: whose state it is.
+            kept: the optimizer's state.
+            gradients: of a step that is not final.
             parameters: all of the model; of those that are not trained there is no state to tell.
         """
-        self._optimizer = optimizer
+        self._kept = kept
+        self._gradients = gradients
         self._places: dict[int, ParameterPlace] = {}
         self._parameters = list(parameters)
         for parameter in self._parameters:
             # DeepSpeed asks it where a parameter has a ds_id (ZeRO-3).
             vars(parameter)["_z3_optimizer"] = self
-        for place in list_parameters(optimizer.layer_states):
+        for place in list_parameters(kept.layers):
             parameter = place.slot.parameter
             self._places[id(parameter)] = place
             if place.layer.storage.is_sharded:
@@ -107,8 +112,8 @@ class StateAccess(_Unpickled):
             return None
         what = "reading master weights or moments"
         kind = _kind(optim_state_key)
-        self._optimizer.settle_state(what)
-        self._optimizer.collectives.meet(what)
+        self._kept.settle(what)
+        self._kept.collectives.meet(what)
         piece = self._piece(place)
         return self._whole(place, None if piece is None else place.state(kind, piece))
 
@@ -125,7 +130,7 @@ class StateAccess(_Unpickled):
             return
         kind = _kind(optim_state_key)
         _check_size(value, place.numel)
-        self._optimizer.settle_state("writing master weights or moments")
+        self._kept.settle("writing master weights or moments")
         flat = value.detach().reshape(-1)
         piece = self._piece(place)
         if piece is not None:
@@ -134,7 +139,7 @@ class StateAccess(_Unpickled):
             # A resident training copy is whole on every rank, and so is the value.
             whole = Piece(0, 0, place.numel)
             self._publish(place, piece if place.layer.storage.is_sharded else whole, flat)
-        self._optimizer.pipeline.streams.synchronize()
+        self._kept.pipeline.streams.synchronize()
 
     def get_local_fp32_param(
         self, param: torch.Tensor, optim_state_key: str | None = None
@@ -144,9 +149,9 @@ class StateAccess(_Unpickled):
         if place is None:
             return None
         kind = _kind(optim_state_key)
-        self._optimizer.settle_state("reading master weights or moments")
+        self._kept.settle("reading master weights or moments")
         piece = self._piece(place)
-        device = self._optimizer.pipeline.streams.device
+        device = self._kept.pipeline.streams.device
         if piece is None:
             return torch.empty(0, device=device)
         return place.state(kind, piece).to(device, copy=True)
@@ -160,7 +165,7 @@ class StateAccess(_Unpickled):
             return
         kind, piece = _kind(optim_state_key), self._piece(place)
         _check_size(value, 0 if piece is None else piece.end - piece.begin)
-        self._optimizer.settle_state("writing master weights or moments")
+        self._kept.settle("writing master weights or moments")
         if piece is None:
             return
         place.state(kind, piece).copy_(value.detach().reshape(-1))
@@ -168,7 +173,7 @@ class StateAccess(_Unpickled):
             whole = torch.empty(place.numel)
             whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
             self._publish(place, piece, whole)
-        self._optimizer.pipeline.streams.synchronize()
+        self._kept.pipeline.streams.synchronize()
 
     def _publish(self, place: ParameterPlace, piece: Piece | None, flat: torch.Tensor) -> None:
         """The training copy follows at once: an update that is taken back restores it from here."""
@@ -199,7 +204,7 @@ class StateAccess(_Unpickled):
         if place is None:
             return None
         mine = self._read_gradient(place)
-        device = self._optimizer.pipeline.streams.device
+        device = self._kept.pipeline.streams.device
         return torch.empty(0, device=device) if mine is None else mine
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
@@ -240,31 +245,30 @@ class StateAccess(_Unpickled):
         self.set_fp32_grad_for_param(value, param)
 
     def _take_gradients_back(self, what: str) -> None:
-        optimizer = self._optimizer
-        optimizer.take_back(what)
-        if not optimizer.has_gradients:
+        self._gradients.take_back(what)
+        if not self._gradients.exist:
             raise ConfigError(
                 f"{what}, but there is none: gradients are there between a backward and step() "
                 "only; call it before step(), or register a hook on the parameter"
             )
-        optimizer.collectives.meet(what)
+        self._kept.collectives.meet(what)
 
     def _read_gradient(self, place: ParameterPlace) -> torch.Tensor | None:
         self._take_gradients_back("reading a gradient")
-        shard = self._optimizer.read_gradient(place.layer)
+        shard = self._gradients.read_gradient(place.layer)
         piece = self._piece(place)
         if piece is None:
             return None
-        scale = self._optimizer.settings.unscale
+        scale = self._gradients.unscale
         return self._part(place, piece, shard).float().mul_(scale)
 
     def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
         self._take_gradients_back("writing a gradient")
-        shard = self._optimizer.own_gradient(place.layer)
+        shard = self._gradients.own_gradient(place.layer)
         piece = self._piece(place)
         if piece is not None:
             mine = flat[piece.begin : piece.end].to(shard.device, torch.float32)
-            self._part(place, piece, shard).copy_(mine / self._optimizer.settings.unscale)
+            self._part(place, piece, shard).copy_(mine / self._gradients.unscale)
 
     @staticmethod
     def _part(place: ParameterPlace, piece: Piece, shard: torch.Tensor) -> torch.Tensor:
@@ -272,13 +276,10 @@ class StateAccess(_Unpickled):
         return shard[at + piece.begin : at + piece.end]
 
     def _piece(self, place: ParameterPlace) -> Piece | None:
-        return place.piece_of(self._optimizer.collectives.rank)
+        return place.piece_of(self._kept.collectives.rank)
 
     def _whole(self, place: ParameterPlace, mine: torch.Tensor | None) -> torch.Tensor:
-        optimizer = self._optimizer
-        return gather_everywhere(
-            place, mine, optimizer.collectives, optimizer.pipeline.streams.device
-        )
+        return gather_everywhere(place, mine, self._kept.collectives, self._kept.device)
 
 
 def _kind(optim_state_key: str | None) -> str:

@@ -1,37 +1,134 @@
-"""The optimizer that DeepSpeed's engine talks to.
+"""The optimizer that DeepSpeed's engine talks to: the order of a step, and names that others read.
 
-It holds no algorithm of its own: gradients come from the collector, updates run in the pipeline,
-the norm decides; this class keeps the order of a step. What DeepSpeed reads is its base class's.
+It holds no algorithm of its own. :class:`PassTracker` follows the passes, its
+:class:`GradientCollector` takes gradients over, and updates run in the pipeline;
+:class:`GradientAccess` is for what happens to gradients before step(), :class:`KeptState` for what
+outlives a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
-from hytrain.engine.kept_state import KeptState
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.engine.deepspeed_internals import ZeROOptimizer
 from hytrain.engine.plan_watch import RankState
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.norm import Outcome
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optimizer.engine_view import EngineView, StepSettings
+from hytrain.optimizer.gradient_access import GradientAccess
+from hytrain.optimizer.gradients import GradientCollector
+from hytrain.optimizer.hyper import HyperParameters
+from hytrain.optimizer.kept_state import KeptState
+from hytrain.optimizer.pass_tracker import PassTracker
+from hytrain.optimizer.state_dict import load_state_dict, state_dict
 from hytrain.optimizer.statistics import StatisticsRecorder, StepStatistics
+from hytrain.placement.manager import PlacementManager
+from hytrain.zero3.weight_passes import WeightPasses
 
 
-class HyTrainZeroOptimizer(KeptState):
+class HyTrainZeroOptimizer(ZeROOptimizer):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
+    # What DeepSpeed's engine reads of a ZeRO optimizer.
+    custom_loss_scaler = False
+    external_loss_scale = None
+    torch_autocast_gradscaler = None
+    dynamic_loss_scale = False
+    loss_scaler = None
     overflow = False
     """Whether the last step was skipped."""
     _global_grad_norm: float | torch.Tensor | None = None
 
-    @cached_property
-    def statistics(self) -> StatisticsRecorder:
-        """What the steps have taken."""
-        return StatisticsRecorder()
+    def __init__(
+        self,
+        hyper: HyperParameters,
+        pipeline: UpdatePipeline,
+        collectives: ShardCollectives,
+        settings: StepSettings,
+        engine: EngineView,
+        placement: PlacementManager,
+        weights: WeightPasses,
+    ) -> None:
+        """
+        Args:
+            hyper: the user's Adam or AdamW as steps read it.
+            pipeline: the update pipeline over this rank's layers.
+            collectives: the ranks that share the state.
+            settings: see :class:`StepSettings`.
+            engine: see :class:`EngineView`.
+            placement: measures steps and moves layers.
+            weights: makes the training copy ready for forward and backward.
+        """
+        super().__init__()
+        self.optimizer = hyper.optimizer
+        self.pipeline = pipeline
+        self.collectives = collectives
+        self.settings = settings
+        self.placement = placement
+        self.weights = weights
+        self.statistics = StatisticsRecorder()
+        self.passes = PassTracker(
+            pipeline, collectives, hyper, settings, engine, placement, weights, self
+        )
+        self.gradients = GradientAccess(self.passes)
+        self.kept = KeptState(self.passes, hyper, self.gradients.take_back)
+        self._hyper = hyper
+        self._closed = False
 
-    # -- step ----------------------------------------------------------------------------------
+    # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
+
+    def backward_prologue(self) -> None:
+        """The engine's forward output receives its gradient: a backward has begun."""
+        self.passes.backward_prologue()
+
+    def enter_backward(self) -> None:
+        """DeepSpeed's mark that a backward runs: one, however many forwards' outputs announce it.
+
+        Of two forwards and one loss DeepSpeed would count two, and leave one; of two forwards and
+        then two backwards it would queue one end.
+        """
+        if self._backward_active_depth == 0:
+            self._backward_hook_state.post_backward_callback_queued = False
+            super().enter_backward()
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """engine.backward() is about to run; there is no loss scale."""
+        self.passes.announce_backward()
+        return value
+
+    def backward_epilogue(self, **kwargs: Any) -> None:
+        """See :meth:`PassTracker.backward_epilogue`."""
+        del kwargs
+        self.passes.backward_epilogue()
+
+    @property
+    def is_backward_marked(self) -> bool:
+        """Whether DeepSpeed takes a backward for running."""
+        return self._backward_active_depth > 0
+
+    def clear_backward_marks(self) -> None:
+        """DeepSpeed would take an aborted backward's depth and callback for the next one's."""
+        self._backward_active_depth = 0
+        self.clear_backward_seen_flag()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Nothing: layers are reduced as they become final, the rest in step()."""
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Nothing: see above."""
+        del pipeline_parallel
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing: step() completes whatever the backward passes left."""
+
+    # -- step ------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Makes the update of all gradients since the last step final, or skips it.
@@ -41,6 +138,7 @@ class HyTrainZeroOptimizer(KeptState):
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
+            AbortedStepError: the last step failed midway.
             UnsupportedError: a closure is given, or parameter groups are not those that the engine
                 was built with, or ask for what the kernels do not have; nothing was changed.
             WorkerError: the update worker failed.
@@ -49,56 +147,44 @@ class HyTrainZeroOptimizer(KeptState):
             raise UnsupportedError(
                 "step(closure) is not supported: call engine.backward, then step"
             )
-        self._check_open()
-        self.refuse_aborted()
-        self._groups.check(self.param_groups)
-        if self._was_dropped:
-            self._skip_dropped()
+        passes, collector = self.passes, self.collector
+        passes.check_open()
+        passes.refuse_aborted()
+        self._hyper.check()
+        if passes.open_step.skip_dropped():
+            self._skip()
             return
-        if not self._step_begun:
-            self._begin_step()
-        if not self.collector.open and not self._was_reduced:
+        if not passes.open_step.begun:
+            passes.begin_update()
+        if not collector.open and not passes.open_step.was_reduced:
             # No backward on this rank: it takes part in the others' collectives with zeros.
             self.pipeline.wait_all()
-            self._meet_in_backward()
-            self.collector.begin(early=False)
-        self.collector.complete(consume=True)
-        self._send_held()
+            passes.meet_in_backward()
+            collector.begin(early=False)
+        collector.complete(consume=True)
+        passes.send_held()
         self.collectives.meet("the end of a step")
         self.pipeline.launch_outcome()
-        self.placement.end_backward(self.collector.num_firings)
+        self.placement.end_backward(collector.num_firings)
         self.weights.forget()
-        outcome = self.pipeline.finish_step(self._read_hyper())
-        self._step_begun = False
-        self._was_reduced = False
-        self.has_gradients = False
+        outcome = self.pipeline.finish_step(self._hyper.read())
+        passes.open_step.end()
         self._record(outcome)
         if not self.settings.overlap_forward:
             self.synchronize()
 
-    def _skip_dropped(self) -> None:
+    def _skip(self) -> None:
         """There is nothing to update with, on any rank."""
-        self._was_dropped = False
         self.overflow = True
         self._global_grad_norm = 0.0
         vars(self.optimizer)["_opt_called"] = True
-
-    def _send_held(self) -> None:
-        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
-        for gradient in self.collector.layers:
-            state = self.pipeline.layers[gradient.layout.index]
-            if not state.sent:
-                held, gradient.held = gradient.held, None
-                assert held is not None
-                with self.pipeline.reducing():
-                    self._send(state, held)
 
     def _record(self, outcome: Outcome | None) -> None:
         self.overflow = outcome is not None and outcome.skip
         # torch's schedulers look for it: the basic optimizer's own step is never called.
         vars(self.optimizer)["_opt_called"] = True
         if not self.overflow:
-            self.steps = [step + 1 for step in self.steps]
+            self._hyper.count_step()
         self._global_grad_norm = (
             self.pipeline.norm.norm_tensor() if outcome is None else outcome.norm
         )
@@ -110,14 +196,25 @@ class HyTrainZeroOptimizer(KeptState):
         )
         self.placement.end_step(outcome, worker)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :meth:`GradientAccess.drop`."""
+        del set_to_none
+        self.gradients.drop()
+
+    def summing_over_ranks(self) -> AbstractContextManager[None]:
+        """See :meth:`PassTracker.summing_over_ranks`."""
+        return self.passes.summing_over_ranks()
+
+    # -- placement -------------------------------------------------------------------------------
+
     def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
         """Places layers by hand, between two steps; see :class:`PlacementManager`.
 
         Raises:
             ConfigError: a step is under way, or the number is not in [0, 1] or does not fit.
         """
-        self._check_open()
-        if self._step_begun or any(state.sent for state in self.pipeline.layers):
+        self.passes.check_open()
+        if self._is_under_way:
             raise ConfigError("layers are re-placed between steps only: call this after step()")
         self.placement.set_gpu_fraction(value)
 
@@ -127,8 +224,95 @@ class HyTrainZeroOptimizer(KeptState):
         Returns:
             What was done and what can be done, for people.
         """
-        may_move = not self._step_begun and not any(s.sent for s in self.pipeline.layers)
-        return self.placement.make_gpu_room(may_move=may_move)
+        return self.placement.make_gpu_room(may_move=not self._is_under_way)
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self.passes.open_step.begun or any(state.sent for state in self.layer_states)
+
+    # -- parameter groups and state --------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that each parameter group has made; skipped ones do not count."""
+        return self._hyper.steps
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The basic optimizer's own list: schedulers write there.
+
+        Raises:
+            UnsupportedError: the list is replaced by groups of other parameters.
+        """
+        return self._hyper.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._hyper.groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: memory for the state is laid out and shared among ranks when it is built.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        del param_group
+        raise UnsupportedError(
+            "add_param_group was called, but the optimizer's state is laid out when the engine is "
+            "built: pass all parameters that will ever be trained, in their groups, to "
+            "hytrain.initialize (model_parameters or optimizer), or build a new engine"
+        )
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Empty: the state is in the layers (see ``engine.fp32_state_dict``)."""
+        return self.optimizer.state
+
+    @property
+    def bit16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The trained parameters of each group; DeepSpeed's checkpoints list shapes by it."""
+        trained = {id(slot.parameter) for layer in self.layer_states for slot in layer.layout.slots}
+        return [[p for p in group["params"] if id(p) in trained] for group in self.param_groups]
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """As :attr:`bit16_groups`: the name that DeepSpeed looks for first, in every stage."""
+        return self.bit16_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :func:`hytrain.optimizer.state_dict.state_dict`."""
+        return state_dict(self.kept)
+
+    def load_state_dict(
+        self, state_dict_list: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See :func:`hytrain.optimizer.state_dict.load_state_dict`."""
+        load_state_dict(self.kept, state_dict_list)
+
+    def synchronize(self) -> None:
+        """See :meth:`KeptState.synchronize`."""
+        self.kept.synchronize()
+
+    def flush(self) -> None:
+        """See :meth:`KeptState.flush`."""
+        self.kept.flush()
+
+    # -- what it is made of ----------------------------------------------------------------------
+
+    @property
+    def layer_states(self) -> list[LayerState]:
+        """The layers in forward order."""
+        return self.pipeline.layers
+
+    @property
+    def collector(self) -> GradientCollector:
+        """Takes gradients over from autograd."""
+        return self.passes.collector
+
+    @property
+    def dp_process_group(self) -> Any:
+        """The ranks that share the state."""
+        return self.collectives.group
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took; see :class:`~hytrain.optimizer.statistics.StepStatistics`."""
@@ -153,16 +337,12 @@ class HyTrainZeroOptimizer(KeptState):
             is_settled=not controller.is_moving,
         )
 
-    # -- end -----------------------------------------------------------------------------------
-
     def destroy(self) -> None:
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self.collector.remove_hooks()
-        self.collector.discard()
-        self.weights.forget()
+        self.passes.close()
         self.pipeline.close()
         self.weights.close()
         self.collectives.close()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hytrain.config import HyTrainConfig
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import HyTrainError, UnsupportedError
 from hytrain.layer_major.activation_offload import OffloadedActivations
 from hytrain.layer_major.activations import ActivationStore, KeptActivations
@@ -75,19 +74,19 @@ class LayerMajor:
         self,
         engine: AccumulatingEngine,
         model: nn.Module,
-        optimizer: HyTrainZeroOptimizer,
+        passes: LayerPasses,
         store: ActivationStore,
     ) -> None:
         """
         Args:
             engine: computes one micro-batch after another, where it comes to that.
             model: the user's.
-            optimizer: of the engine.
+            passes: of the engine's optimizer.
             store: keeps the blocks' inputs.
         """
         self._engine = engine
         self._model = model
-        self._passes = LayerPasses(optimizer)
+        self._passes = passes
         self._store = store
         self._calls = BlockCalls(self._passes.blocks, self._passes.names)
         self._switches = TrainingSwitches(model)
@@ -245,12 +244,12 @@ def make_accumulation(
     config: HyTrainConfig,
     engine: AccumulatingEngine,
     model: nn.Module,
-    optimizer: HyTrainZeroOptimizer,
+    passes: LayerPasses,
+    device: torch.device,
 ) -> MicroBatchMajor | LayerMajor:
     """What the configuration asks for."""
     if config.accumulation == "micro_batch_major":
         return MicroBatchMajor(engine, model)
-    device = optimizer.pipeline.streams.device
     offloads = config.activations == "offload"
     store = OffloadedActivations(device) if offloads else KeptActivations()
-    return LayerMajor(engine, model, optimizer, store)
+    return LayerMajor(engine, model, passes, store)

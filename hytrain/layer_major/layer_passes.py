@@ -1,20 +1,26 @@
-"""What an optimizer does while all micro-batches of a step go through the layers together."""
+"""A step's micro-batches, layer by layer, as the optimizer sees them: one forward, one backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.layer_major.graph_cut import NotLayerMajor
+from hytrain.optimizer.pass_tracker import PassTracker
 
 
 class LayerPasses:
     """Tells an optimizer where such a step has got to; the owner of a ``LayerMajorStep``."""
 
-    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, passes: PassTracker, make_gpu_room: Callable[[], str]) -> None:
+        """
+        Args:
+            passes: of the optimizer.
+            make_gpu_room: called where the device's memory is used up; says what was done.
+        """
+        self._passes = passes
+        self.make_gpu_room = make_gpu_room
         # Under ZeRO-3 with those in which nothing is trained: each is gathered once a pass.
-        layers = [layer for layer in optimizer.weights.layers if layer.block is not None]
+        layers = [layer for layer in passes.weights.layers if layer.block is not None]
         self.blocks = [layer.block for layer in layers if layer.block is not None]
         self.names = [layer.name for layer in layers]
         self._trained = [layer.trained for layer in layers]
@@ -23,60 +29,78 @@ class LayerPasses:
 
     def begin_layers(self) -> None:
         """Several forwards begin, which go through the layers together."""
-        self._optimizer.begin_layers()
+        self._passes.begin_forward()
+        self._passes.open_step.enter_layers()
+        if self._passes.weights.active is not None:
+            self._passes.weights.active.begin("layers")
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""
-        self._optimizer.turn_back(micro_batches)
+        if self._passes.weights.active is not None:
+            self._passes.weights.active.turn()
+        self._turn(micro_batches)
+
+    def _turn(self, micro_batches: int) -> None:
+        self._passes.timer.end_forward()
+        if self.is_first:
+            self._passes.timer.invalidate()  # layers leave at other times
+        self._passes.begin_backward(by_layer=micro_batches)
 
     def block_done(self, block: int) -> None:
         """All micro-batches are back at the block of that number, and through it."""
         state = self._trained[block]
         if state is not None:
-            self._optimizer.collector.layer_done(state.index)
+            self._passes.collector.layer_done(state.index)
 
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""
-        self._optimizer.end_layers()
+        self.leave()
+        self._passes.end_backward()
 
     # -- for who runs it -------------------------------------------------------------------------
 
     @property
     def can_begin(self) -> bool:
         """Nothing is kept for the next step, and none is under way."""
-        return self._optimizer.is_between_steps
+        return self._passes.is_between_steps
 
     @property
     def is_first(self) -> bool:
-        """No step of this manner has been made."""
-        return not self._optimizer.collector.knows(by_layer=True)
+        """No step has been computed layer by layer."""
+        return not self._passes.collector.knows(by_layer=True)
 
     @property
     def has_sent(self) -> bool:
         """The update of some layers has begun."""
-        return any(state.sent for state in self._optimizer.layer_states)
+        return any(state.sent for state in self._passes.pipeline.layers)
 
     @property
     def needs_all(self) -> bool:
-        """Whether ranks without samples take part, and all compute in one manner (ZeRO-3)."""
-        optimizer = self._optimizer
-        return optimizer.weights.active is not None and optimizer.collectives.world_size > 1
+        """Whether ranks without samples take part, and all compute in one mode (ZeRO-3)."""
+        return self._passes.weights.active is not None and self._passes.collectives.world_size > 1
 
     def join(self) -> None:
-        """Takes part in a step that other ranks compute layer by layer (ZeRO-3).
+        """Takes part, with no samples, in a step that other ranks compute layer by layer (ZeRO-3).
 
         Raises:
             NotLayerMajor: they cannot.
         """
-        if not self._optimizer.join_layers():
+        schedule = self._passes.weights.active
+        assert schedule is not None
+        self._passes.begin_forward()
+        self._passes.open_step.enter_layers()
+        done = schedule.follow("layers", lambda: self._turn(0))
+        self.leave()
+        if not done:
             raise NotLayerMajor("other ranks cannot compute it so")
+        self._passes.end_backward()
 
     def join_plain_forward(self) -> None:
         """Takes part in a forward without gradients that other ranks make (ZeRO-3)."""
-        self._optimizer.join_forward()
+        self._passes.join_forward()
 
     def agree(self, check: Callable[[], None]) -> None:
-        """A check that all ranks must pass, where they cannot differ in their manner (ZeRO-3).
+        """A check that all ranks must pass, where they cannot differ in their mode (ZeRO-3).
 
         Raises:
             NotLayerMajor: it fails here or elsewhere.
@@ -86,25 +110,23 @@ class LayerPasses:
             check()
         except NotLayerMajor as error:
             failure = error
-        if self._optimizer.weights.is_sharded:
-            anywhere = self._optimizer.collectives.maximum([int(failure is not None)])[0]
+        if self._passes.weights.is_sharded:
+            anywhere = self._passes.collectives.maximum([int(failure is not None)])[0]
             if anywhere and failure is None:
                 failure = NotLayerMajor("another rank cannot compute it so")
         if failure is not None:
             raise failure
 
     def fail(self) -> None:
-        """The model's first step cannot be computed so, on this rank or the whole job."""
-        self._optimizer.fail_layers()
+        """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
+        if self._passes.weights.active is not None:
+            self._passes.weights.active.fail()
 
     def leave(self) -> None:
         """What follows is one forward or backward at a time; what is open counts as aborted."""
-        self._optimizer.leave_layers()
+        self._passes.open_step.leave_layers()
 
     def drop(self) -> None:
         """Nothing of what was begun counts: the step's micro-batches are computed anew."""
-        self._optimizer.drop_layers()
-
-    def make_gpu_room(self) -> str:
-        """See :meth:`HyTrainZeroOptimizer.make_gpu_room`."""
-        return self._optimizer.make_gpu_room()
+        self._passes.timer.invalidate()
+        self._passes.discard_gradients()

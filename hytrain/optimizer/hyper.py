@@ -135,3 +135,42 @@ class HyperReader:
             decoupled_decay=bool(group.get("decoupled_weight_decay", self.decoupled)),
             bias_correction=bool(group.get("bias_correction", True)),
         )
+
+
+class HyperParameters:
+    """The user's parameter groups, as every step reads them, and the steps that they have made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reader: HyperReader) -> None:
+        """
+        Args:
+            optimizer: the user's; its ``param_groups`` are read every step.
+            reader: see :class:`HyperReader`.
+        """
+        self.optimizer = optimizer
+        self.steps = [0] * len(optimizer.param_groups)
+        """Steps that each parameter group has made; skipped ones do not count."""
+        self._reader = reader
+        self._built = BuiltGroups(optimizer.param_groups)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The user's own list: schedulers write there."""
+        return self.optimizer.param_groups
+
+    @groups.setter
+    def groups(self, groups: list[dict[str, Any]]) -> None:
+        self._built.check(groups)
+        self.optimizer.param_groups = groups
+
+    def check(self) -> None:
+        """See :meth:`BuiltGroups.check`."""
+        self._built.check(self.groups)
+
+    def read(self) -> tuple[AdamHyper, ...]:
+        """The hyper-parameters of the step that comes; see :meth:`HyperReader.read`."""
+        self._built.check_number(self.groups)
+        return self._reader.read(self.groups, [step + 1 for step in self.steps])
+
+    def count_step(self) -> None:
+        """Every group has made a step."""
+        self.steps = [step + 1 for step in self.steps]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.kept_state import KeptState
+from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.zero3.layer_weights import LayerWeights
 
 _ONLY_SHARDS = (
@@ -21,9 +22,10 @@ _ONLY_SHARDS = (
 class PassGuide:
     """Told of every use of weights by :class:`~hytrain.zero3.forward_hooks.LayerGuards`."""
 
-    def __init__(self, optimizer: HyTrainZeroOptimizer) -> None:
-        self._optimizer = optimizer
-        self._weights = optimizer.weights
+    def __init__(self, passes: PassTracker, kept: KeptState) -> None:
+        self._passes = passes
+        self._kept = kept
+        self._weights = passes.weights
 
     @property
     def layers(self) -> Sequence[LayerWeights]:
@@ -37,35 +39,35 @@ class PassGuide:
 
     def begin_forward(self) -> None:
         """The model's forward begins, and is about to enter its modules."""
-        optimizer, schedule = self._optimizer, self._weights.active
-        optimizer.begin_forward()
-        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+        passes, schedule = self._passes, self._weights.active
+        passes.begin_forward()
+        if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self._weights.forbid_reads()
-            for state in optimizer.layer_states:
+            for state in passes.pipeline.layers:
                 if state.sent:  # what is gathered ahead must not be what a later step would make it
-                    optimizer.before_use(state)
+                    passes.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        optimizer, schedule = self._optimizer, self._weights.active
-        if schedule is not None and not optimizer.is_by_layer and not optimizer.is_in_graph:
+        passes, schedule = self._passes, self._weights.active
+        if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
             schedule.end()
         # Whatever was not used is made ready now: every rank gathers every layer, in one order,
         # and reads of parameters between forward and backward see the newest weights.
-        for state in optimizer.layer_states:
+        for state in passes.pipeline.layers:
             if state.sent or not state.waited:
-                optimizer.before_use(state)
-        optimizer.end_forward()
+                passes.before_use(state)
+        passes.end_forward()
 
     def before_use(self, state: LayerState) -> None:
         """Trained weights are about to be read."""
-        self._optimizer.before_use(state)
+        self._passes.before_use(state)
 
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
-        optimizer, schedule = self._optimizer, self._weights.active
+        passes, schedule = self._passes, self._weights.active
         for layer in layers:
             state = layer.trained
             for part in layer.sharded:
@@ -74,16 +76,16 @@ class PassGuide:
                 if schedule is not None:
                     schedule.use(layer.index)
                 continue
-            if state.sent and not optimizer.collector.in_backward:
-                optimizer.before_use(state)  # withdraws
+            if state.sent and not passes.collector.in_backward:
+                passes.before_use(state)  # withdraws
             if schedule is not None:
-                optimizer.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+                passes.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
                 schedule.use(state.index)
-                optimizer.timer.wait_ends(state.index)
+                passes.timer.wait_ends(state.index)
             elif not state.waited:
-                optimizer.before_use(state)
+                passes.before_use(state)
         if layers[0].trained is not None:  # the time of others counts as the layer's before them
-            optimizer.timer.enter(layers[0].index)
+            passes.timer.enter(layers[0].index)
 
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""
@@ -103,16 +105,16 @@ class PassGuide:
         there before the first use that no hook tells of.
         """
         schedule = self._weights.active
-        if schedule is not None and schedule.holds and not self._optimizer.collector.in_backward:
-            self._optimizer.begin_unannounced()
+        if schedule is not None and schedule.holds and not self._passes.collector.in_backward:
+            self._passes.begin_unannounced()
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
         schedule = self._weights.active
         if schedule is None:
             return
-        if not self._optimizer.collector.in_backward:
-            self._optimizer.begin_unannounced()
+        if not self._passes.collector.in_backward:
+            self._passes.begin_unannounced()
         for layer in layers:
             schedule.use(layer.index)
             for part in layer.sharded:  # until it is given up
@@ -134,10 +136,10 @@ class PassGuide:
             UnsupportedError: a backward is running, and their update has begun.
             ConfigError: between backward and step, where updates are committed directly.
         """
-        optimizer, schedule = self._optimizer, self._weights.active
+        passes, schedule = self._passes, self._weights.active
         state = layer.resident
         assert state is not None
-        if state.sent and optimizer.is_in_graph:
+        if state.sent and passes.is_in_graph:
             raise UnsupportedError(
                 f"weights of layer '{layer.name}' are read in a backward that has given the layer "
                 "its last gradient: its update has begun and overwrites them. Read them before "
@@ -147,7 +149,7 @@ class PassGuide:
             schedule.hold(layer.index)
         else:
             self._weights.gatherer.start_held()  # all ranks have begun these before
-            optimizer.before_use(state)
+            passes.before_use(state)
 
     def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
         """The user's code is about to read weights outside of the modules that own them (ZeRO-3).
@@ -167,7 +169,7 @@ class PassGuide:
                 "there then. Call that module's own forward, or give the extension weight.view_as("
                 "weight), which is noticed"
             )
-        if self._optimizer.is_in_graph:
+        if self._passes.is_in_graph:
             if is_live:
                 return
             raise UnsupportedError(
@@ -191,4 +193,4 @@ class PassGuide:
         """
         if not self._weights.are_readable:
             raise UnsupportedError(_ONLY_SHARDS)
-        self._optimizer.synchronize()
+        self._kept.synchronize()

@@ -55,7 +55,7 @@ SETTLE_SECONDS = 6.0
 
 
 _IMPORTED = (
-    "hytrain.engine",
+    "hytrain.engine.engine",
     "hytrain.engine.build_optimizer",
     # DeepSpeed's first engine imports it, and torch's compiler with it: three seconds a rank.
     "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -157,7 +157,7 @@ def gradients_are_the_whole_batch(case: Shares) -> None:
     found: dict[int, torch.Tensor] = {}
     with built(make_model("llama"), config) as engine:
         states = engine.optimizer.layer_states
-        engine.optimizer.on_reduced_gradient = lambda state, shard: found.__setitem__(
+        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
             state.index, shard.clone()
         )
         engine.train_batch(batches(shares, rank, data))
@@ -204,7 +204,7 @@ def what_was_left_by_hand_is_averaged(stage: int, accumulation: str) -> None:
     data = [collate(dataset(12)[2 * number : 2 * number + 2]) for number in range(6)]
     found: dict[int, torch.Tensor] = {}
     with built(make_model("llama"), config) as engine:
-        engine.optimizer.on_reduced_gradient = lambda state, shard: found.__setitem__(
+        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
             state.index, shard.clone()
         )
         engine.set_gradient_accumulation_boundary(False)

@@ -37,7 +37,7 @@ def _train(
     gradients: list[dict[int, Any]] = []
     losses: list[float] = []
     with built(model, config) as engine:
-        engine.optimizer.on_reduced_gradient = lambda state, shard: gradients[-1].__setitem__(
+        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: gradients[-1].__setitem__(
             state.index, shard.detach().clone()
         )
         iterator = batches(shares, rank, dataset(STEPS * shares.global_batch))
@@ -46,7 +46,7 @@ def _train(
         for _ in range(STEPS):
             gradients.append({})
             losses.append(float(engine.train_batch(iterator)))
-        refusal = vars(engine._accumulation).get("refusal")
+        refusal = vars(engine.batches.accumulation).get("refusal")
     return losses, gradients, refusal
 
 
@@ -164,7 +164,7 @@ def other_models(kind: str, sizes: tuple[int, ...]) -> None:
                 numbers = [10 * step + 5 * rank + n for n in range(sizes[rank])]
                 batches_of = iter([make_batch(kind, number) for number in numbers])
                 losses.append(float(engine.train_batch(batches_of, num_valid=lambda _: 1)))
-            assert vars(engine._accumulation)["refusal"] is None
+            assert vars(engine.batches.accumulation)["refusal"] is None
             outcomes.append((losses, engine.fp32_state_dict()))
     (losses, ours), (expected_losses, theirs) = outcomes
     is_tied = kind in ("gpt2", "borrowing")

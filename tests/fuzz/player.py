@@ -232,7 +232,7 @@ class Player:
         self._engine_context = built(model, config, **keywords)
         self.engine = self._engine_context.__enter__()
         self._stack.callback(self.engine.destroy)
-        self.engine.optimizer.on_reduced_gradient = self._observe
+        self.engine.optimizer.passes.on_reduced_gradient = self._observe
         states: list[LayerState] = self.engine.optimizer.layer_states
         layout = Layout(
             [(state.begin, state.end) for state in states],

@@ -25,7 +25,7 @@ def _python(*arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["hytrain", "hytrain.tools.cli", "hytrain.config", "hytrain.profile"]
+    "module", ["hytrain", "hytrain.tools.cli", "hytrain.config", "hytrain.tools.profiler"]
 )
 def test_the_import_is_light(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'deepspeed', 'torch'}} & set(sys.modules)))"

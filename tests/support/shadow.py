@@ -35,7 +35,7 @@ class Shadow:
         self.last: dict[int, torch.Tensor] = {}
         """The reduced gradients of the last step."""
         self.coefficient = 1.0
-        engine.optimizer.on_reduced_gradient = self._observe
+        engine.optimizer.passes.on_reduced_gradient = self._observe
 
     def _observe(self, state: LayerState, gradient: torch.Tensor) -> None:
         self.gradients[state.index] = gradient.detach().cpu().clone()

@@ -216,7 +216,7 @@ def test_damage_after_the_check_is_no_data_either(
 ) -> None:
     engine.load_checkpoint(folder)
     saved = snapshot(engine)
-    forget = engine.optimizer.forget_gradients
+    forget = engine.optimizer.kept.forget_gradients
     tag = folder / TAG
     places = {EXP_AVG: "param", MODEL: "frozen.weight"}
     begin = {name: _elements(tag / name, key) for name, key in places.items()}
@@ -227,13 +227,13 @@ def test_damage_after_the_check_is_no_data_either(
             file.seek(begin[name] + 5)
             file.write(b"damaged")
 
-    monkeypatch.setattr(engine.optimizer, "forget_gradients", lambda: damage(MODEL))
+    monkeypatch.setattr(engine.optimizer.kept, "forget_gradients", lambda: damage(MODEL))
     content = (tag / MODEL).read_bytes()
     engine.load_checkpoint(folder)  # uses what it has checked
     assert content != (tag / MODEL).read_bytes()
     assert_same(snapshot(engine), saved)
     (tag / MODEL).write_bytes(content)
-    monkeypatch.setattr(engine.optimizer, "forget_gradients", lambda: damage(EXP_AVG))
+    monkeypatch.setattr(engine.optimizer.kept, "forget_gradients", lambda: damage(EXP_AVG))
     with pytest.raises(CheckpointError, match=f"failed half-way.*{re.escape(str(EXP_AVG))}"):
         engine.load_checkpoint(folder)  # reads it again
     monkeypatch.undo()

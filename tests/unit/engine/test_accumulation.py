@@ -174,7 +174,7 @@ def test_discarded_gradients_are_gone(gpu_fraction: float) -> None:
         shadow = Shadow(engine)
         for step in range(4):
             backward(engine, 50 + step)
-            engine.optimizer.discard_gradients()
+            engine.optimizer.passes.discard_gradients()
             shadow.assert_copy_is_current()
             expected = twin.gradients(engine, [inputs(step)])
             backward(engine, step)

@@ -77,7 +77,7 @@ def test_refused_and_exact_once_undone(gpu_fraction: float, name: str, when: str
         groups[:] = saved
         shadow.check()
         if when == "before_backward":
-            engine.optimizer.discard_gradients()
+            engine.optimizer.passes.discard_gradients()
             shadow.gradients.clear()
             backward(engine, 3)
         shadow.step()

@@ -169,7 +169,7 @@ def test_every_block_is_entered_with_its_newest_weights(clipping: float) -> None
 
 def test_waits_are_counted_to_who_made_the_weights() -> None:
     with built(make_model("mlp"), make_config()) as engine:
-        timer = engine.optimizer.timer
+        timer = engine.optimizer.passes.timer
         waits: list[bool] = []
         begins = timer.wait_begins
 

@@ -1,7 +1,9 @@
-"""Forward and backward passes as the optimizer sees them: which gradients count, and for what.
+"""Forward and backward passes between two steps: which gradients count, and for what.
 
-All micro-batches of a step layer by layer are in :mod:`hytrain.engine.layer_major_passes`; what a
-step does with the gradients is in :mod:`hytrain.engine.zero_optimizer`.
+Hooks and DeepSpeed's engine tell of the passes; layers' gradients go to the update pipeline as they
+become final. All micro-batches of a step layer by layer are in
+:mod:`hytrain.layer_major.layer_passes`; the order of a step is in
+:mod:`hytrain.engine.zero_optimizer`.
 """
 
 from __future__ import annotations
@@ -9,76 +11,79 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.engine.deepspeed_interface import DeepSpeedInterface
-from hytrain.engine.engine_view import EngineView, StepSettings
 from hytrain.errors import AbortedBackwardError, AbortedStepError, EngineClosedError
 from hytrain.model.layer_state import LayerState
 from hytrain.model.storage import ResidentStorage
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import call_at_end, graph_task
+from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.firing_order import late_policy
 from hytrain.optimizer.gradients import GradientCollector
-from hytrain.optimizer.hyper import HyperReader
+from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.step_state import StepState
 from hytrain.placement.manager import PlacementManager
 from hytrain.zero3.weight_passes import WeightPasses
 
 logger = logging.getLogger(__name__)
 
 
-class PassTracker(DeepSpeedInterface):
+class BackwardMarks(Protocol):
+    """DeepSpeed's own marks of a backward that runs, on its optimizer."""
+
+    @property
+    def is_backward_marked(self) -> bool:
+        """Whether DeepSpeed takes a backward for running."""
+        ...
+
+    def clear_backward_marks(self) -> None:
+        """DeepSpeed would take an aborted backward's marks for the next one's."""
+        ...
+
+
+class PassTracker:
     """Follows the passes between two steps, and hands gradients on as they become final."""
 
     def __init__(
         self,
-        basic_optimizer: torch.optim.Optimizer,
         pipeline: UpdatePipeline,
         collectives: ShardCollectives,
-        hyper: HyperReader,
+        hyper: HyperParameters,
         settings: StepSettings,
         engine: EngineView,
         placement: PlacementManager,
         weights: WeightPasses,
+        marks: BackwardMarks,
     ) -> None:
         """
         Args:
-            basic_optimizer: the user's Adam or AdamW; its ``param_groups`` are read every step.
             pipeline: the update pipeline over this rank's layers.
             collectives: the ranks that share the state.
-            hyper: reader of hyper-parameters.
+            hyper: the user's parameter groups, and the steps that they have made.
             settings: see :class:`StepSettings`.
             engine: see :class:`EngineView`.
             placement: measures steps and moves layers.
             weights: makes the training copy ready for forward and backward.
+            marks: see :class:`BackwardMarks`.
         """
-        super().__init__(basic_optimizer, pipeline, collectives)
+        self.pipeline = pipeline
+        self.collectives = collectives
         self.settings = settings
-        self.placement = placement
         self.weights = weights
         self.timer = placement.timer
+        self.open_step = StepState()
+        self._placement = placement
         self._hyper = hyper
         self._engine = engine
-        self.steps = [0] * len(basic_optimizer.param_groups)
-        """Steps that each parameter group has made; skipped ones do not count."""
-        self._step_begun = False
-        self._is_reducing = False  # the current backward hands layers on as they become final
-        self._was_reduced = False  # one of the backward passes since the last step did
-        self.sums_over_ranks = False
-        """Gradients of this step are not averaged over ranks; see :meth:`summing_over_ranks`."""
-        self._was_aborted = False  # the last backward did not finish, and no other has begun since
-        self.has_gradients = False
-        """A backward has begun since the last step, and what it left was not discarded."""
-        self._was_dropped = False  # zero_grad() has discarded it, and no other has begun since
-        self._graph_task = -1  # the autograd graph task of the current backward; -1: not known
-        self._is_announced = False  # engine.backward() runs it: it is a micro-batch's
+        self._marks = marks
         self._has_warned_of_moves = False
-        self._by_layer = False  # a step's micro-batches go through the layers together
-        self._closed = False
+        self.is_closed = False
+        """Every pass is refused."""
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
         """Observer of every final reduced gradient shard, for tests and tools."""
         layers = pipeline.layers
@@ -108,110 +113,91 @@ class PassTracker(DeepSpeedInterface):
 
         What the user has left for it by hand counts as it would in any other step.
         """
-        self._clean_up_aborted()
-        self._was_aborted = False  # a step is begun; a rank without samples makes no backward
+        self.clean_up_aborted()
+        self.open_step.begin_batch()
         if not self.is_between_steps and self.settings.unscale != 1.0:
-            self._end_micro_batch()
-            for state in self.pipeline.layers:
-                if state.sent:
-                    self._withdraw(state)
+            self.end_micro_batch()
+            self.withdraw_all()
             self.collector.scale(self.settings.unscale)
-        self.sums_over_ranks = True
-        try:
+        with self.open_step.summing_over_ranks():
             yield
-        finally:
-            self.sums_over_ranks = False
 
     # -- backward ------------------------------------------------------------------------------
 
     def backward_prologue(self) -> None:
         """The engine's forward output receives its gradient: a backward has begun."""
-        if self.collector.in_backward and self._graph_task not in (-1, graph_task()):
+        if self.collector.in_backward and self.open_step.graph_task not in (-1, graph_task()):
             self._drop_aborted()
-        self._begin_backward()
-        self._graph_task = graph_task()
+        self.begin_backward()
+        self.open_step.enter_graph(graph_task())
 
-    def enter_backward(self) -> None:
-        """DeepSpeed's mark that a backward runs: one, however many forwards' outputs announce it.
-
-        Of two forwards and one loss DeepSpeed would count two, and leave one; of two forwards and
-        then two backwards it would queue one end.
-        """
-        if self._backward_active_depth == 0:
-            self._backward_hook_state.post_backward_callback_queued = False
-            super().enter_backward()
-
-    def scale_if_loss(self, value: Any) -> Any:
-        """engine.backward() is about to run; there is no loss scale."""
-        self._clean_up_aborted()
-        self._begin_backward()
-        self._is_announced = True
-        return value
+    def announce_backward(self) -> None:
+        """engine.backward() is about to run."""
+        self.clean_up_aborted()
+        self.begin_backward()
+        self.open_step.announce()
 
     def begin_unannounced(self) -> None:
         """A backward that went past the engine, seen in a hook. Its end must be seen too."""
-        self._begin_backward()
+        self.begin_backward()
         call_at_end(self.backward_epilogue)
 
-    def _begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
-        self._check_open()
+    def begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
+        """A backward begins; nothing where one has begun already.
+
+        Args:
+            by_layer: micro-batches that go back through the layers together; None: it is one's.
+            follows: this rank only takes part in the gathers of the other ranks' backward.
+        """
+        self.check_open()
         collector = self.collector
         if collector.in_backward:
             return  # announced twice: by engine.backward and by the output's hook
-        self._end_micro_batch()
-        for state in self.pipeline.layers:
-            if state.sent:
-                self._withdraw(state)
+        self.end_micro_batch()
+        self.withdraw_all()
         # Layers that no forward has waited for: their last gradient must have left before the
         # next one takes its place, and other ranks gather them now.
         self.pipeline.wait_all()
-        self._graph_task = -1
-        self._is_announced = False
-        self._was_aborted = False
-        self._was_dropped = False
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
-        self._is_reducing = self._engine.is_reducing() and (
+        reduces = self._engine.is_reducing() and (
             is_boundary or (self.settings.reduce_every_backward and is_shared)
         )
-        if self._is_reducing and is_boundary:
-            self._begin_step(by_layer=by_layer is not None)
-            self.placement.begin_backward()
-        self._was_reduced |= self._is_reducing
-        self.has_gradients = True
-        if self._is_reducing:
-            self._meet_in_backward()
-        collector.begin(early=self._is_reducing, by_layer=by_layer)
+        if reduces and is_boundary:
+            self.begin_update(by_layer=by_layer is not None)
+            self._placement.begin_backward()
+        self.open_step.begin_backward(reduces=reduces)
+        if reduces:
+            self.meet_in_backward()
+        collector.begin(early=reduces, by_layer=by_layer)
         if self.weights.active is not None and not follows and by_layer is None:
             self.weights.active.begin("backward")
 
-    def _meet_in_backward(self) -> None:
+    def meet_in_backward(self) -> None:
         # In train_batch ranks reduce once a step, however many micro-batches they have.
-        if self.settings.reduce_every_backward and not self.sums_over_ranks:
+        if self.settings.reduce_every_backward and not self.open_step.sums_over_ranks:
             self.collectives.meet("the reduction of a backward pass's gradients")
 
-    def _begin_step(self, *, by_layer: bool = False) -> None:
-        """Snapshots the hyper-parameters that this step's updates begin with."""
+    def begin_update(self, *, by_layer: bool = False) -> None:
+        """Reads the hyper-parameters that this step's updates begin with."""
         if self.pipeline.norm.settings.direct:
-            self._groups.check(self.param_groups)  # in step() it would be too late
+            self._hyper.check()  # in step() it would be too late
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
-            1.0 if self.sums_over_ranks else self.settings.unscale,
-            self._read_hyper(),
+            1.0 if self.open_step.sums_over_ranks else self.settings.unscale,
+            self._hyper.read(),
             hold=self._may_recall and not self.collector.knows(by_layer=by_layer),
         )
-        self._step_begun = True
+        self.open_step.begin_update()
 
-    def _read_hyper(self) -> tuple[Any, ...]:
-        self._groups.check_number(self.param_groups)
-        return self._hyper.read(self.param_groups, [step + 1 for step in self.steps])
-
-    def _end_micro_batch(self) -> None:
+    def end_micro_batch(self) -> None:
         """A backward that was not followed by a step is over.
 
         What it began to reduce it must reduce whole: the other ranks do.
         """
-        self.collector.complete(consume=self._is_reducing and self.collectives.world_size > 1)
+        self.collector.complete(
+            consume=self.open_step.is_reducing and self.collectives.world_size > 1
+        )
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
@@ -219,21 +205,20 @@ class PassTracker(DeepSpeedInterface):
         if self.weights.active is not None:
             self.weights.active.end()
 
-    def backward_epilogue(self, **kwargs: Any) -> None:
+    def backward_epilogue(self) -> None:
         """DeepSpeed's end of backward: several ranks reduce now what they have left out.
 
         The others wait in these reductions. Whatever this rank does next, before step(), may be a
         collective in which it would wait for them: the user's own, or a read of state.
         """
-        del kwargs
         self.end_backward()
         # torch.autograd.grad on an output looks the same from here, and nothing fires in it: more
         # gradients of this micro-batch may come.
-        may_be_over = self._is_announced or self.collector.has_fired
+        may_be_over = self.open_step.is_announced or self.collector.has_fired
         # In train_batch nothing comes between, and a rank without samples does it in step().
-        is_own_affair = self.collectives.world_size == 1 or self.sums_over_ranks
-        if self._is_reducing and may_be_over and not is_own_affair:
-            self._end_micro_batch()
+        is_own_affair = self.collectives.world_size == 1 or self.open_step.sums_over_ranks
+        if self.open_step.is_reducing and may_be_over and not is_own_affair:
+            self.end_micro_batch()
 
     def _consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
@@ -255,19 +240,29 @@ class PassTracker(DeepSpeedInterface):
                 self._consume_part(gradient)
             shard, gradient.held = gradient.held, None
             assert shard is not None
-            if self._step_begun:
-                self._send(state, shard, squares)
+            if self.open_step.begun:
+                self.send(state, shard, squares)
             else:
                 gradient.held = shard
-        if self._step_begun:
-            self.placement.gradient(state.index)
+        if self.open_step.begun:
+            self._placement.gradient(state.index)
 
-    def _send(
+    def send(
         self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
         self.pipeline.send(state, shard, squares)
+
+    def send_held(self) -> None:
+        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
+        for gradient in self.collector.layers:
+            state = self.pipeline.layers[gradient.layout.index]
+            if not state.sent:
+                held, gradient.held = gradient.held, None
+                assert held is not None
+                with self.pipeline.reducing():
+                    self.send(state, held)
 
     @property
     def _may_recall(self) -> bool:
@@ -279,19 +274,25 @@ class PassTracker(DeepSpeedInterface):
         state = self.pipeline.layers[gradient.layout.index]
         if state.sent:
             self.timer.invalidate()
-            self._withdraw(state)
+            self.withdraw(state)
 
-    def _withdraw(self, state: LayerState) -> None:
+    def withdraw(self, state: LayerState) -> None:
         self.collector.layers[state.index].held = self.pipeline.withdraw(state)
+
+    def withdraw_all(self) -> None:
+        """Takes back every update that has begun: weights are those of the last step."""
+        for state in self.pipeline.layers:
+            if state.sent:
+                self.withdraw(state)
 
     # -- forward -------------------------------------------------------------------------------
 
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
-        self._clean_up_aborted()
+        self.clean_up_aborted()
         if state.sent and not self.collector.in_backward:
             self.timer.invalidate()
-            self._withdraw(state)
+            self.withdraw(state)
         self.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
         self.pipeline.wait(state)
         self.timer.wait_ends(state.index)
@@ -303,10 +304,10 @@ class PassTracker(DeepSpeedInterface):
 
     def begin_forward(self) -> None:
         """The model's forward begins: an aborted backward is cleaned up."""
-        self._check_open()
-        if self._by_layer:
+        self.check_open()
+        if self.open_step.by_layer:
             return  # one of several, which count as one
-        self._clean_up_aborted()
+        self.clean_up_aborted()
         if torch.is_grad_enabled() and not self.is_in_graph:
             self._restore_views()
         self.timer.begin_forward()
@@ -332,15 +333,10 @@ class PassTracker(DeepSpeedInterface):
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        if not self._by_layer:
+        if not self.open_step.by_layer:
             self.timer.end_forward()
 
     # -- between steps, and beside other ranks' passes ------------------------------------------
-
-    @property
-    def is_by_layer(self) -> bool:
-        """Several forwards, or the backward passes of several micro-batches, count as one."""
-        return self._by_layer
 
     @property
     def is_between_steps(self) -> bool:
@@ -354,7 +350,7 @@ class PassTracker(DeepSpeedInterface):
         if schedule is None:
             return
         self.join_forward("train")
-        self._begin_backward(follows=True)
+        self.begin_backward(follows=True)
         schedule.follow("backward")
         self.end_backward()
 
@@ -366,14 +362,14 @@ class PassTracker(DeepSpeedInterface):
             for state in self.pipeline.layers:
                 self.before_use(state)
 
-    def _clean_up_aborted(self) -> None:
+    def clean_up_aborted(self) -> None:
         """Drops what a backward left that an exception of the user's model or hooks has ended.
 
         It never said that it was over; but it is, where no autograd graph is being run.
         """
-        if self._by_layer:
+        if self.open_step.by_layer:
             return  # between two of the graphs that make one backward
-        is_open = self.collector.in_backward or self._backward_active_depth > 0
+        is_open = self.collector.in_backward or self._marks.is_backward_marked
         if is_open and graph_task() == -1:
             self._drop_aborted()
 
@@ -390,7 +386,7 @@ class PassTracker(DeepSpeedInterface):
             "micro-batches, are discarded; the next micro-batch is the first of a step"
         )
         self.discard_gradients()
-        self._was_aborted = True
+        self.open_step.abort()
         # Or the step would be taken early, without what was discarded, and so would all later ones.
         self._engine.begin_window()
 
@@ -400,14 +396,8 @@ class PassTracker(DeepSpeedInterface):
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
         """
-        self._clean_up_aborted()
-        if self._was_aborted:
-            raise AbortedBackwardError(
-                "the last micro-batch did not finish, so there is no step to take: its gradients, "
-                "and those of the step's earlier ones, were discarded; weights and optimizer "
-                "state are those of the last step. Repeat the step from the forward of its first "
-                "micro-batch"
-            )
+        self.clean_up_aborted()
+        self.open_step.refuse_aborted()
 
     def abandon_step(self) -> None:
         """Not all micro-batches of the step will come: nothing of those that came stays."""
@@ -416,7 +406,7 @@ class PassTracker(DeepSpeedInterface):
             self.timer.invalidate()
             self.discard_gradients()
             # step() by hand would make one of zeros: decay and momentum act.
-            self._was_aborted = True
+            self.open_step.abort()
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""
@@ -425,16 +415,25 @@ class PassTracker(DeepSpeedInterface):
                 self.pipeline.discard(state)
         self.collector.discard()
         self.weights.forget()
-        # DeepSpeed would take an aborted backward's depth and callback for the next one's.
-        self._backward_active_depth = 0
-        self.clear_backward_seen_flag()
-        self._was_aborted = False
-        self.has_gradients = False
-        self._step_begun = False
-        self._was_reduced = False
+        self._marks.clear_backward_marks()
+        self.open_step.discard()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def close(self) -> None:
+        """Detaches from the model; every later pass is refused."""
+        self.is_closed = True
+        self.collector.remove_hooks()
+        self.collector.discard()
+        self.weights.forget()
+
+    def check_open(self) -> None:
+        """The engine can be used.
+
+        Raises:
+            EngineClosedError: it was destroyed.
+            AbortedStepError: its last step failed midway.
+            WorkerError: so did its update worker.
+        """
+        if self.is_closed:
             raise EngineClosedError(
                 "the engine was used after destroy(): build a new one with hytrain.initialize"
             )

@@ -1,0 +1,33 @@
+"""Optimizers that nobody has destroyed are closed before the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import weakref
+from contextlib import ExitStack
+
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+
+_built: weakref.WeakValueDictionary[int, HyTrainZeroOptimizer] = weakref.WeakValueDictionary()
+"""In the order of their engines."""
+_number = itertools.count()
+
+
+def close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
+    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise.
+
+    One function for all engines: a process keeps what it calls at its end, and builds many.
+    """
+    number = next(_number)
+    if number == 0:
+        atexit.register(_close_all)
+    _built[number] = optimizer
+
+
+def _close_all() -> None:
+    # The last one first; one that cannot be closed does not keep the others from it.
+    with ExitStack() as stack:
+        for optimizer in list(_built.values()):
+            stack.callback(optimizer.destroy)
+            stack.callback(optimizer.collectives.leave)

@@ -1,0 +1,106 @@
+"""``engine.train_batch``: one step over a global batch that the ranks share, equally or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from hytrain.config import HyTrainConfig
+from hytrain.layer_major.accumulation import (
+    AccumulatingEngine,
+    LayerMajor,
+    MicroBatchMajor,
+    make_accumulation,
+)
+from hytrain.layer_major.layer_passes import LayerPasses
+from hytrain.optimizer.batches import DealtSizes
+from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch
+
+if TYPE_CHECKING:
+    from hytrain.engine.engine import HyTrainEngine
+
+
+class BatchTraining:
+    """Steps over a global batch: this rank's micro-batches, and how they are run."""
+
+    def __init__(self, engine: HyTrainEngine, config: HyTrainConfig) -> None:
+        """
+        Args:
+            engine: it may still be under construction.
+            config: its "hytrain" section.
+        """
+        self._engine = engine
+        self._shares = config.batch_shares()
+        self._config = config
+        self._dealt: DealtSizes | None = None
+        self.accumulation: MicroBatchMajor | LayerMajor | None = None
+        """How micro-batches are computed; None before the first step."""
+        self.is_running = False
+        """A step is under way."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that activations have taken."""
+        return 0 if self.accumulation is None else self.accumulation.host_bytes
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of a step, all ranks together; None where every rank has as many."""
+        return None if self._shares is None else self._shares.global_batch
+
+    def train(self, data_iter: Iterator[Any], num_valid: NumValid) -> torch.Tensor:
+        """One step; see :meth:`HyTrainEngine.train_batch`."""
+        engine = self._engine
+        optimizer = engine.open_optimizer()
+        if self.accumulation is None:
+            self.accumulation = self._make_accumulation()
+        steps = int(engine.gradient_accumulation_steps())
+        count = most = steps
+        if self._shares is not None:
+            if self._dealt is None:
+                self._dealt = DealtSizes(self._shares, optimizer.collectives.rank)
+            count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
+            most = self._most_micro_batches(count)
+        steps_before = engine.micro_steps // steps
+        self.is_running = True
+        try:
+            with optimizer.collectives.telling(), optimizer.summing_over_ranks():
+                loss = train_global_batch(
+                    cast(BatchEngine, engine),
+                    data_iter,
+                    count,
+                    num_valid,
+                    optimizer.collectives.all_reduce,
+                    optimizer.pipeline.streams.device,
+                    self.accumulation,
+                    most - count,
+                )
+        finally:
+            self.is_running = False
+        # Also where some were made by hand before.
+        engine.micro_steps = (steps_before + 1) * steps
+        return loss
+
+    def _make_accumulation(self) -> MicroBatchMajor | LayerMajor:
+        engine: Any = self._engine
+        optimizer = self._engine.open_optimizer()
+        return make_accumulation(
+            self._config,
+            cast(AccumulatingEngine, engine),
+            engine.module,
+            LayerPasses(optimizer.passes, optimizer.make_gpu_room),
+            optimizer.pipeline.streams.device,
+        )
+
+    def _most_micro_batches(self, own: int) -> int:
+        """Of any rank under ZeRO-3, where all take part in all of them; else this rank's own."""
+        if self._shares is None or int(self._engine.zero_optimization_stage()) != 3:
+            return own
+        return max(len(self._shares.micro_batches(rank)) for rank in range(len(self._shares.sizes)))
+
+    def close(self) -> None:
+        """Gives the memory of activations back."""
+        if self.accumulation is not None:
+            self.accumulation.close()

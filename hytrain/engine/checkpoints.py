@@ -1,0 +1,150 @@
+"""What DeepSpeed's engine saves and loads, as universal checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hytrain.checkpoint.commit import unusable_tag
+from hytrain.checkpoint.engine_state import (
+    begin_window,
+    client_state_of,
+    pack_model_states,
+    restore_engine,
+    stored_decisions,
+    taken_keys,
+)
+from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
+from hytrain.checkpoint.tags import find_tag
+from hytrain.checkpoint.writer import write_checkpoint
+from hytrain.comm.exchange import raise_together
+from hytrain.engine.module_weights import module_tensors
+
+if TYPE_CHECKING:
+    from hytrain.engine.engine import HyTrainEngine
+
+
+class EngineCheckpoints:
+    """Saves and loads an engine; see :meth:`HyTrainEngine.save_checkpoint` and its counterpart."""
+
+    def __init__(self, engine: HyTrainEngine) -> None:
+        self._engine: Any = engine  # with DeepSpeed's private names
+        self._optimizer = engine.open_optimizer()
+
+    def save(
+        self,
+        folder: str,
+        tag: str,
+        client_state: dict[str, Any],
+        *,
+        latest: bool,
+        no_frozen: bool,
+    ) -> None:
+        """Saves a checkpoint; a collective.
+
+        Args:
+            folder: of checkpoints.
+            tag: the checkpoint's name.
+            client_state: saved along.
+            latest: whether loading without a tag shall find this one.
+            no_frozen: leave frozen weights out.
+
+        Raises:
+            CheckpointError: a rank could not write, or was called with what cannot be saved.
+        """
+        optimizer = self._optimizer
+        # A rank may have been given something else than the others, which would wait for it.
+        no_folder = None if folder else "save_dir is empty: pass the folder to save in"
+        refusal = no_folder or unusable_tag(tag) or taken_keys(client_state)
+        raise_together(refusal, optimizer.collectives)
+        self._engine._checkpoint_tag_validation(tag)
+        # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
+        module = (
+            self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
+            if optimizer.weights.is_sharded
+            else None
+        )
+        write_checkpoint(
+            Path(folder),
+            tag,
+            optimizer.kept,
+            lambda: self._model_states(client_state, no_frozen, module),
+            save_latest=latest,
+        )
+
+    def load(
+        self,
+        folder: Path,
+        tag: str | None,
+        request: LoadRequest,
+        *,
+        module_only: bool,
+        with_optimizer: bool,
+        with_scheduler: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads a checkpoint; a collective.
+
+        Args:
+            folder: of checkpoints.
+            tag: which; None: the latest.
+            request: what of it.
+            module_only: weights only, and no counters or schedule either.
+            with_optimizer: the caller wants the optimizer's state, wherever it comes from.
+            with_scheduler: the LR scheduler's state.
+
+        Returns:
+            See :meth:`HyTrainEngine.load_checkpoint`.
+        """
+        engine, optimizer = self._engine, self._optimizer
+        name = find_tag(folder, tag, optimizer.collectives)
+        if name is None:
+            return None, None
+        stored = read_checkpoint(
+            folder / name,
+            optimizer.kept,
+            engine.module,
+            lambda: module_tensors(engine),
+            request,
+        )
+        begin_window(engine)
+        if not module_only:
+            restore_engine(engine, stored, with_scheduler=with_scheduler)
+            optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
+        client_state = client_state_of(
+            stored,
+            module_only=module_only,
+            with_optimizer=with_optimizer,
+            with_scheduler=with_scheduler,
+        )
+        return str(engine._get_ckpt_name(str(folder), name)), client_state
+
+    def _model_states(
+        self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if module is None:
+            module = self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
+            common = self._engine._common_checkpoint_state(
+                module, True, save_frozen_param=not no_frozen
+            )
+        else:
+            # DeepSpeed would take frozen weights from the parameters, which are not there.
+            common = self._engine._common_checkpoint_state(module, True, save_frozen_param=False)
+            if not no_frozen:
+                common.update(self._frozen_weights(module))
+        return pack_model_states(common, client_state, self._optimizer.placement.decisions)
+
+    def _frozen_weights(self, module: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What DeepSpeed's checkpoints have of weights that no optimizer has, by name."""
+        weights: dict[str, torch.Tensor] = {
+            name: module[name]
+            for name in self._engine._get_zero_frozen_param_attributes(
+                self._engine._get_param_shape_func
+            )
+        }
+        return {
+            "frozen_param_shapes": {name: tensor.shape for name, tensor in weights.items()},
+            "frozen_param_fragments": {name: tensor.cpu() for name, tensor in weights.items()},
+        }

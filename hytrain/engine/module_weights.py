@@ -1,0 +1,37 @@
+"""The module's weights, wherever the ranks keep them: names, and DeepSpeed's keys of ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hytrain.zero3.plan import GatherSettings
+
+if TYPE_CHECKING:
+    from hytrain.engine.engine import HyTrainEngine
+
+
+def module_tensors(engine: HyTrainEngine) -> Mapping[str, Any]:
+    """The module's state dict as it is, with nothing waited for: for names and shapes."""
+    module: Any = engine.module
+    with engine.guards.reading_names():
+        return module.state_dict(keep_vars=True)
+
+
+def gather_settings(engine: HyTrainEngine) -> GatherSettings:
+    """DeepSpeed's keys of ZeRO-3."""
+    config: Any = vars(engine)["_config"]
+    zero = config.zero_config
+    return GatherSettings(
+        prefetch=int(zero.prefetch_bucket_size),
+        max_live=int(zero.max_live_parameters),
+        max_reuse=int(zero.max_reuse_distance),
+        persistence=int(zero.param_persistence_threshold),
+        max_persistent=int(zero.model_persistence_threshold),
+    )
+
+
+def offloads_weights(engine: HyTrainEngine) -> bool:
+    """Whether the training copy is kept in host memory."""
+    offload: Any = engine.zero_offload_param()
+    return offload is not None and bool(offload.device == "cpu")

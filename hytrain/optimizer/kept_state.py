@@ -1,0 +1,127 @@
+"""Weights and optimizer state between steps: made current, handed out, replaced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from hytrain.errors import HyTrainError
+from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.hyper import HyperParameters
+from hytrain.optimizer.pass_tracker import PassTracker
+
+logger = logging.getLogger(__name__)
+
+
+class KeptState:
+    """What of an optimizer outlives a step; what checkpoints read and write."""
+
+    def __init__(
+        self,
+        passes: PassTracker,
+        hyper: HyperParameters,
+        settle: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            passes: between the steps.
+            hyper: parameter groups and step counts.
+            settle: takes back updates that have begun, for what is named.
+        """
+        self._passes = passes
+        self._settle = settle
+        self.hyper = hyper
+        self.pipeline = passes.pipeline
+        self.weights = passes.weights
+        self.collectives = passes.collectives
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """The layers in forward order."""
+        return self.pipeline.layers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the training copy is."""
+        return self.pipeline.streams.device
+
+    def synchronize(self) -> None:
+        """All weights are the newest: what was previewed but not stepped is withdrawn."""
+        self._passes.check_open()
+        for state in self.pipeline.layers:
+            self._passes.before_use(state)
+        self.pipeline.cpu.wait_all()
+        self.pipeline.streams.synchronize()
+
+    def finish_weights(self) -> None:
+        """Before the end: weights that stay the model's are those of the last step.
+
+        A collective, where some are not yet. That it fails is only warned of.
+        """
+        if self._passes.is_closed:
+            return
+        kept = [state for state in self.pipeline.layers if not state.storage.is_sharded]
+        if all(state.waited and not state.sent for state in kept):
+            return
+        try:
+            self.synchronize()
+        except HyTrainError as error:
+            logger.warning("the model's weights are not those of the last step: %s", error)
+
+    def flush(self) -> None:
+        """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
+        self.synchronize()
+        self.pipeline.flush()
+
+    def forget_gradients(self) -> None:
+        """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
+        if self.pipeline.norm.settings.direct:
+            # Updates are committed as they arrive; what they wrote is about to be replaced.
+            self.pipeline.cpu.wait_all()
+            for layer in self.layers:
+                if layer.sent:
+                    layer.sent = False
+                    layer.gradient = None
+                    layer.waited = True
+        self._passes.discard_gradients()
+        self.pipeline.is_torn = False  # all of it is replaced
+        self.flush()
+
+    def publish_masters(self) -> None:
+        """The training copy becomes the master weights', on all ranks; a collective."""
+        pipeline = self.pipeline
+        with torch.no_grad():
+            for layer in pipeline.layers:
+                for start, weights in layer.storage.shard_slices(layer.begin, layer.end):
+                    at = start - layer.begin
+                    weights.copy_(layer.master[at : at + weights.numel()])
+        # The gather runs beside the compute stream and does not wait for these copies.
+        pipeline.streams.synchronize()
+        for layer in pipeline.layers:
+            layer.waited = False
+            layer.gather_due = not layer.storage.is_sharded
+            layer.storage.mark_overwritten()
+        for weights in self.weights.layers:
+            if weights.frozen is not None:
+                weights.frozen.storage.mark_overwritten()
+        pipeline.wait_all()
+        pipeline.streams.synchronize()
+
+    def settle(self, what: str) -> None:
+        """Master weights and moments of this rank become those of the last step.
+
+        Not a collective: other ranks' updates are not waited for.
+
+        Args:
+            what: wants that; for the message.
+
+        Raises:
+            ConfigError: a backward is running, or updates are committed directly.
+        """
+        self._settle(what)
+        # A new copy that is still on its way would overwrite what is written now.
+        self.pipeline.cpu.wait_copies()
+        self.pipeline.cpu.commit_pending()
+        self.pipeline.streams.synchronize()

@@ -1,0 +1,104 @@
+"""``optimizer.state_dict()`` and ``load_state_dict()``: one rank's part of the state, in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hytrain.comm.exchange import raise_together
+from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.kept_state import KeptState
+
+_FORMAT = "hytrain_state"
+_VERSION = 1
+_KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def state_dict(state: KeptState) -> dict[str, Any]:
+    """This rank's part of the state, as DeepSpeed's ZeRO optimizers give it.
+
+    ``engine.save_checkpoint`` is the better way: what it saves can be loaded on another number
+    of ranks, in another layout, and has the rest of the engine.
+
+    Returns:
+        Hyper-parameters, step counts, and for each layer this rank's fp32 master weights and
+        moments. The tensors are the optimizer's own, as with torch: save or copy them before
+        training goes on.
+
+    Raises:
+        ConfigError: a backward is running, or updates are committed directly and have begun.
+    """
+    state.settle("state_dict()")
+    index, groups = 0, list[dict[str, Any]]()
+    for group in state.hyper.groups:
+        numbers = list(range(index, index + len(group["params"])))
+        index += len(numbers)
+        values = {key: copy.deepcopy(v) for key, v in group.items() if key != "params"}
+        groups.append({**values, "params": numbers})
+    return {
+        _FORMAT: _VERSION,
+        "param_groups": groups,
+        "steps": list(state.hyper.steps),
+        "layers": [_pack(layer) for layer in state.layers],
+    }
+
+
+def load_state_dict(
+    state: KeptState, given: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> None:
+    """Restores what :func:`state_dict` gave on this rank of a job of the same layout.
+
+    A collective. The training copy becomes the master weights'; gradients since the last step
+    are forgotten.
+
+    Args:
+        given: this rank's, or a sequence with that of every rank, as DeepSpeed takes it.
+
+    Raises:
+        CheckpointError: it is something else, or another layout's, on whichever rank; nothing
+            was touched.
+    """
+    found = given
+    if not isinstance(found, Mapping):
+        found = found[state.collectives.rank] if len(found) == state.collectives.world_size else {}
+    failure = _why_not(state, found)
+    raise_together(failure, state.collectives)
+    state.forget_gradients()
+    for layer, stored in zip(state.layers, found["layers"], strict=True):
+        for tensor, kind in zip(_tensors(layer), _KINDS, strict=True):
+            tensor.copy_(stored[kind])
+    state.hyper.steps = [int(step) for step in found["steps"]]
+    for group, saved in zip(state.hyper.groups, found["param_groups"], strict=True):
+        group.update({key: copy.deepcopy(v) for key, v in saved.items() if key != "params"})
+    state.publish_masters()
+
+
+def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
+    """What keeps a state from being loaded; None: nothing."""
+    mine = [(layer.name, layer.begin, layer.end) for layer in state.layers]
+    sizes = [len(group["params"]) for group in state.hyper.groups]
+    if found.get(_FORMAT) != _VERSION:
+        seen = "it was not made by the state_dict() of this optimizer, on as many ranks"
+    elif [(x["name"], x["begin"], x["end"]) for x in found["layers"]] != mine:
+        seen = "its layers or shards are others than this rank's"
+    elif [len(group["params"]) for group in found["param_groups"]] != sizes:
+        seen = "its parameter groups are others"
+    else:
+        return None
+    return (
+        f"the state cannot be loaded: {seen}. optimizer.load_state_dict takes what this rank's "
+        "optimizer.state_dict() gave with the same model, groups, ranks and shards; use "
+        "engine.save_checkpoint and engine.load_checkpoint to resume in any other layout"
+    )
+
+
+def _tensors(layer: LayerState) -> tuple[torch.Tensor, ...]:
+    return layer.master, layer.exp_avg, layer.exp_avg_sq
+
+
+def _pack(layer: LayerState) -> dict[str, Any]:
+    place = {"name": layer.name, "begin": layer.begin, "end": layer.end}
+    return {**place, **dict(zip(_KINDS, _tensors(layer), strict=True))}
