@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.layer_major.accumulation import (
     AccumulatingEngine,
     LayerMajor,
@@ -18,20 +20,24 @@ from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.optimizer.batches import DealtSizes
 from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch
 
-if TYPE_CHECKING:
-    from hytrain.engine.engine import HyTrainEngine
-
 
 class BatchTraining:
     """Steps over a global batch: this rank's micro-batches, and how they are run."""
 
-    def __init__(self, engine: HyTrainEngine, config: HyTrainConfig) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: HyTrainConfig,
+        optimizer: Callable[[], HyTrainZeroOptimizer],
+    ) -> None:
         """
         Args:
             engine: it may still be under construction.
             config: its "hytrain" section.
+            optimizer: the engine's, once it is built.
         """
         self._engine = engine
+        self._optimizer = optimizer
         self._shares = config.batch_shares()
         self._config = config
         self._dealt: DealtSizes | None = None
@@ -53,7 +59,7 @@ class BatchTraining:
     def train(self, data_iter: Iterator[Any], num_valid: NumValid) -> torch.Tensor:
         """One step; see :meth:`HyTrainEngine.train_batch`."""
         engine = self._engine
-        optimizer = engine.open_optimizer()
+        optimizer = self._optimizer()
         if self.accumulation is None:
             self.accumulation = self._make_accumulation()
         steps = int(engine.gradient_accumulation_steps())
@@ -85,7 +91,7 @@ class BatchTraining:
 
     def _make_accumulation(self) -> MicroBatchMajor | LayerMajor:
         engine: Any = self._engine
-        optimizer = self._engine.open_optimizer()
+        optimizer = self._optimizer()
         return make_accumulation(
             self._config,
             cast(AccumulatingEngine, engine),

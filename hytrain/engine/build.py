@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import torch
 
 from hytrain.checkpoint.engine_state import begin_window
+from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build_optimizer import BuildSettings
 from hytrain.engine.build_weights import WeightSettings
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.module_weights import gather_settings, offloads_weights
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.norm import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
 
-if TYPE_CHECKING:
-    from hytrain.engine.engine import HyTrainEngine
 
+def engine_view(
+    engine: DeepSpeedEngine, batches: BatchTraining, optimizer: Callable[[], HyTrainZeroOptimizer]
+) -> EngineView:
+    """What the optimizer asks of the engine while it trains.
 
-def engine_view(engine: HyTrainEngine) -> EngineView:
-    """What the optimizer asks of the engine while it trains."""
+    Args:
+        engine: it may still be under construction.
+        batches: the engine's steps over a global batch.
+        optimizer: the engine's, once it is built.
+    """
     internals: Any = engine
     return EngineView(
         is_boundary=lambda: bool(internals.is_gradient_accumulation_boundary()),
@@ -29,16 +38,16 @@ def engine_view(engine: HyTrainEngine) -> EngineView:
             # Ranks may have different numbers of micro-batches: they reduce once a step.
             # Where weights are gathered they all take part in all of them.
             and (
-                not engine.batches.is_running
+                not batches.is_running
                 or internals.is_gradient_accumulation_boundary()
-                or engine.open_optimizer().weights.is_sharded
+                or optimizer().weights.is_sharded
             )
         ),
         begin_window=lambda: begin_window(engine),
     )
 
 
-def build_settings(engine: HyTrainEngine, host: HostShare) -> BuildSettings:
+def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
     """What the configuration says of the optimizer that is built."""
     internals: Any = engine
     model_dtype, accumulation_dtype = internals.get_data_types()

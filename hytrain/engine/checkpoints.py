@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,18 +21,28 @@ from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import raise_together
-from hytrain.engine.module_weights import module_tensors
-
-if TYPE_CHECKING:
-    from hytrain.engine.engine import HyTrainEngine
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 
 
 class EngineCheckpoints:
     """Saves and loads an engine; see :meth:`HyTrainEngine.save_checkpoint` and its counterpart."""
 
-    def __init__(self, engine: HyTrainEngine) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        optimizer: HyTrainZeroOptimizer,
+        module_tensors: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """
+        Args:
+            engine: whose module, counters and schedule are saved.
+            optimizer: of the engine.
+            module_tensors: the module's state dict, without waiting for anything.
+        """
         self._engine: Any = engine  # with DeepSpeed's private names
-        self._optimizer = engine.open_optimizer()
+        self._optimizer = optimizer
+        self._module_tensors = module_tensors
 
     def save(
         self,
@@ -106,7 +116,7 @@ class EngineCheckpoints:
             folder / name,
             optimizer.kept,
             engine.module,
-            lambda: module_tensors(engine),
+            self._module_tensors,
             request,
         )
         begin_window(engine)

@@ -68,7 +68,7 @@ class HyTrainEngine(DeepSpeedEngine):
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
-        object.__setattr__(self, "batches", BatchTraining(self, section))
+        object.__setattr__(self, "batches", BatchTraining(self, section, self.open_optimizer))
         hooks = AddedHooks(kwargs["model"])
         object.__setattr__(self, "_added_hooks", hooks)
         try:
@@ -172,7 +172,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 self.hytrain_config,
                 build_settings(self, share_host(collectives)),
                 collectives,
-                engine_view(self),
+                engine_view(self, self.batches, self.open_optimizer),
             )
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -205,6 +205,12 @@ class HyTrainEngine(DeepSpeedEngine):
         if not isinstance(optimizer, HyTrainZeroOptimizer):
             raise EngineClosedError("the engine is not fully built")
         return optimizer
+
+    def _module_tensors(self) -> Mapping[str, Any]:
+        return module_tensors(self._model, self.guards)
+
+    def _checkpoints(self) -> EngineCheckpoints:
+        return EngineCheckpoints(self, self.open_optimizer(), self._module_tensors)
 
     @property
     def guards(self) -> LayerGuards:
@@ -445,7 +451,7 @@ class HyTrainEngine(DeepSpeedEngine):
             )
         state = collect_module_state(
             optimizer.kept,
-            lambda: module_tensors(self),
+            self._module_tensors,
             with_frozen=not exclude_frozen_parameters,
         )
         found = {} if destination is None else destination
@@ -538,7 +544,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 raised on all. What is saved under the tag, and ``latest``, are unchanged.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        EngineCheckpoints(self).save(
+        self._checkpoints().save(
             str(save_dir),
             name,
             dict(client_state or {}),
@@ -588,7 +594,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         with_optimizer = load_optimizer_states and not load_module_only
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
-        return EngineCheckpoints(self).load(
+        return self._checkpoints().load(
             Path(load_dir),
             None if tag is None else str(tag),
             LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),

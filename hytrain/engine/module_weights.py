@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.zero3.forward_hooks import LayerGuards
 from hytrain.zero3.plan import GatherSettings
 
-if TYPE_CHECKING:
-    from hytrain.engine.engine import HyTrainEngine
 
-
-def module_tensors(engine: HyTrainEngine) -> Mapping[str, Any]:
+def module_tensors(module: nn.Module, guards: LayerGuards) -> Mapping[str, Any]:
     """The module's state dict as it is, with nothing waited for: for names and shapes."""
-    module: Any = engine.module
-    with engine.guards.reading_names():
+    with guards.reading_names():
         return module.state_dict(keep_vars=True)
 
 
-def gather_settings(engine: HyTrainEngine) -> GatherSettings:
+def gather_settings(engine: DeepSpeedEngine) -> GatherSettings:
     """DeepSpeed's keys of ZeRO-3."""
     config: Any = vars(engine)["_config"]
     zero = config.zero_config
@@ -31,7 +31,7 @@ def gather_settings(engine: HyTrainEngine) -> GatherSettings:
     )
 
 
-def offloads_weights(engine: HyTrainEngine) -> bool:
+def offloads_weights(engine: DeepSpeedEngine) -> bool:
     """Whether the training copy is kept in host memory."""
     offload: Any = engine.zero_offload_param()
     return offload is not None and bool(offload.device == "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ class KeptState:
         """
         self._passes = passes
         self._settle = settle
+        self._process = os.getpid()
         self.hyper = hyper
         self.pipeline = passes.pipeline
         self.weights = passes.weights
@@ -60,7 +62,8 @@ class KeptState:
 
         A collective, where some are not yet. That it fails is only warned of.
         """
-        if self._passes.is_closed:
+        # A forked child has none of the threads that updates would be waited for.
+        if self._passes.is_closed or os.getpid() != self._process:
             return
         kept = [state for state in self.pipeline.layers if not state.storage.is_sharded]
         if all(state.waited and not state.sent for state in kept):

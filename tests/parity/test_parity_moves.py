@@ -33,7 +33,9 @@ def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], N
 
     def disturb(engine: Any) -> None:
         optimizer = engine.optimizer
-        between = not optimizer.passes.open_step.begun and not any(s.sent for s in optimizer.layer_states)
+        between = not optimizer.passes.open_step.begun and not any(
+            s.sent for s in optimizer.layer_states
+        )
         if between and not optimizer.collector.in_backward and rng.random() < share:
             before = optimizer.pipeline.num_gpu_layers
             engine.set_gpu_fraction(rng.random())

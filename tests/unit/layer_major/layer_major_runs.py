@@ -75,9 +75,9 @@ def train(
     gradients: list[dict[int, torch.Tensor]] = []
     losses: list[float] = []
     with built(model, made, **keywords) as engine:
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: gradients[-1].__setitem__(
-            state.index, shard.detach().clone()
-        )
+        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: gradients[
+            -1
+        ].__setitem__(state.index, shard.detach().clone())
         if watch is not None:
             watch(engine)
         for step in range(steps):
