@@ -1,0 +1,68 @@
+"""What the folders promise: one class over DeepSpeed's each, one owner of the open step's flags."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hytrain
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine, ZeROOptimizer
+from hytrain.engine.engine import HyTrainEngine
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+
+PACKAGE = Path(hytrain.__file__).parent
+KNOWS_DEEPSPEED = ("api.py", "engine/deepspeed_internals.py", "checkpoint/universal.py")
+"""All but the first and the last, which take its public names, is internal to engine/."""
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(HyTrainEngine, DeepSpeedEngine), (HyTrainZeroOptimizer, ZeROOptimizer)]
+)
+def test_one_class_of_ours_is_above_deepspeeds(ours: type, theirs: type) -> None:
+    assert ours.__bases__ == (theirs,)
+
+
+def _imports_deepspeed(source: str) -> bool:
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        if any(name.split(".")[0] == "deepspeed" for name in names):
+            return True
+    return False
+
+
+def test_few_files_import_deepspeed() -> None:
+    assert _imports_deepspeed("from deepspeed.runtime import engine")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.parts[-1] != "tools" and "tools" not in path.relative_to(PACKAGE).parts
+        if _imports_deepspeed(path.read_text())
+    }
+    assert found <= set(KNOWS_DEEPSPEED)
+
+
+def _assigned(source: str, owner: str) -> list[str]:
+    """Attributes of ``....owner`` that are assigned."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets += [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        for target in targets:
+            value = target.value if isinstance(target, ast.Attribute) else None
+            if isinstance(value, ast.Attribute) and value.attr == owner:
+                found.append(ast.unparse(target))
+    return found
+
+
+def test_the_open_step_is_changed_by_its_own_methods_only() -> None:
+    assert _assigned("self.open_step.begun = True", "open_step") == ["self.open_step.begun"]
+    guilty = {
+        str(path): found
+        for path in PACKAGE.rglob("*.py")
+        if (found := _assigned(path.read_text(), "open_step"))
+    }
+    assert not guilty
