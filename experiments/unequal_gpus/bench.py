@@ -38,9 +38,9 @@ from hytrain.hardware.host_share import share_host
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.measured_model import MakeBatch, MeasuredModel
 from hytrain.tools.profiler.ranks import Ranks as ProfileRanks
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
-from hytrain.tools.profiler.subject import MakeBatch, Subject
 
 RATE_SECONDS = 0.1
 """Of each measurement of a rate: shorter than by default, for time on GPUs is short."""
@@ -189,7 +189,7 @@ class Bench:
             "seconds": time.perf_counter() - begin,
         }
 
-    def _subject(self) -> Subject:
+    def _subject(self) -> MeasuredModel:
         config = model_config(self.workload.model, self.workload.seq)
 
         def build(num_layers: int | None, seq_len: int) -> tuple[torch.nn.Module, MakeBatch]:
@@ -205,7 +205,7 @@ class Bench:
 
             return model, make_batch
 
-        return Subject(name=self.workload.model, build=build, seq_len=self.workload.seq)
+        return MeasuredModel(name=self.workload.model, build=build, seq_len=self.workload.seq)
 
     def plan(self, profile: ProfileFile, folder: Path) -> Json:
         """The plan and what it is compared with; the first rank writes plan.json.

@@ -128,7 +128,7 @@ class ShardCollectives:
             self._gate = None
 
     @contextmanager
-    def telling(self) -> Generator[None]:
+    def reporting_failures(self) -> Generator[None]:
         """What the block raises is told to the other ranks, which wait for this one in a step."""
         try:
             yield

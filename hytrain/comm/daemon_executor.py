@@ -22,7 +22,7 @@ class Ended(threading.Event):
             self.error = None  # its traceback leads here: a cycle would keep all frames' tensors
 
 
-class Lane:
+class DaemonExecutor:
     """A thread that does one thing after another.
 
     Not of concurrent.futures: the interpreter would wait for its threads at the end.

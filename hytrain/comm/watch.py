@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hytrain.comm import last_words
-from hytrain.comm.daemon_executor import Lane
+from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.deadlock import never_comes, standings_of
 from hytrain.comm.ending import Ending
 from hytrain.comm.processes import Process
@@ -133,7 +133,7 @@ class RankWatch:
         self._can_interrupt = can_interrupt
         self._mark = mark
         self._marked_at: float | None = None
-        self._lane = Lane()
+        self._lane = DaemonExecutor()
         self._process = os.getpid()
         self._history = History()
         self._waits_since: float | None = None

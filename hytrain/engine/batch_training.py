@@ -72,7 +72,7 @@ class BatchTraining:
         steps_before = engine.micro_steps // steps
         self.is_running = True
         try:
-            with optimizer.collectives.telling(), optimizer.summing_over_ranks():
+            with optimizer.collectives.reporting_failures(), optimizer.summing_over_ranks():
                 loss = train_global_batch(
                     cast(BatchEngine, engine),
                     data_iter,
@@ -96,7 +96,7 @@ class BatchTraining:
             self._config,
             cast(AccumulatingEngine, engine),
             engine.module,
-            LayerPasses(optimizer.passes, optimizer.make_gpu_room),
+            LayerPasses(optimizer.passes, optimizer.free_gpu_memory),
             optimizer.pipeline.streams.device,
         )
 

@@ -27,7 +27,7 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
-from hytrain.engine.hook_snapshot import AddedHooks
+from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
@@ -55,7 +55,7 @@ class HyTrainEngine(DeepSpeedEngine):
     batches: BatchTraining
     """Steps over a global batch; see :meth:`train_batch`."""
     _guards: LayerGuards | None
-    _added_hooks: AddedHooks
+    _added_hooks: HookSnapshot
     _collectives: ShardCollectives | None = None
     _plan_watch: PlanWatch | None = None
     _in_forward = False
@@ -69,7 +69,7 @@ class HyTrainEngine(DeepSpeedEngine):
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
         object.__setattr__(self, "batches", BatchTraining(self, section, self.open_optimizer))
-        hooks = AddedHooks(kwargs["model"])
+        hooks = HookSnapshot(kwargs["model"])
         object.__setattr__(self, "_added_hooks", hooks)
         try:
             self._build(*args, **kwargs)
@@ -165,7 +165,7 @@ class HyTrainEngine(DeepSpeedEngine):
         collectives.start_watch()
         device = torch.device(cast(Any, self.device))
         collectives.start_gate(device, is_wanted=self.hytrain_config.wait_in_stream)
-        with collectives.telling():
+        with collectives.reporting_failures():
             return build_optimizer(
                 self._model,
                 optimizer,
@@ -238,7 +238,7 @@ class HyTrainEngine(DeepSpeedEngine):
             with self.watching_reads():
                 return super().forward(*inputs, **kwargs)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(f"{error}\n{optimizer.make_gpu_room()}") from error
+            raise torch.OutOfMemoryError(f"{error}\n{optimizer.free_gpu_memory()}") from error
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's; several ranks are told of an exception, as they wait for this one.
@@ -247,7 +247,7 @@ class HyTrainEngine(DeepSpeedEngine):
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
         """
-        with self.open_optimizer().collectives.telling():
+        with self.open_optimizer().collectives.reporting_failures():
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -262,7 +262,7 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         optimizer.passes.refuse_aborted()
         steps = self.global_steps
-        with optimizer.collectives.telling():
+        with optimizer.collectives.reporting_failures():
             super().step(lr_kwargs)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batches.host_bytes))
@@ -279,7 +279,7 @@ class HyTrainEngine(DeepSpeedEngine):
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             super().zero_grad()
         optimizer = self.open_optimizer()
-        with optimizer.collectives.telling():
+        with optimizer.collectives.reporting_failures():
             optimizer.zero_grad()
 
     def train_batch(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class AddedHooks:
+class HookSnapshot:
     """The hooks that a model and its modules get while something is built around them.
 
     DeepSpeed's engine does not remove its own: a second engine's would come on top of them, and

@@ -245,7 +245,7 @@ class StateAccess(_Unpickled):
         self.set_fp32_grad_for_param(value, param)
 
     def _take_gradients_back(self, what: str) -> None:
-        self._gradients.take_back(what)
+        self._gradients.withdraw_updates(what)
         if not self._gradients.exist:
             raise ConfigError(
                 f"{what}, but there is none: gradients are there between a backward and step() "

@@ -78,7 +78,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             pipeline, collectives, hyper, settings, engine, placement, weights, self
         )
         self.gradients = GradientAccess(self.passes)
-        self.kept = KeptState(self.passes, hyper, self.gradients.take_back)
+        self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
         self._hyper = hyper
         self._closed = False
 
@@ -218,13 +218,13 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             raise ConfigError("layers are re-placed between steps only: call this after step()")
         self.placement.set_gpu_fraction(value)
 
-    def make_gpu_room(self) -> str:
+    def free_gpu_memory(self) -> str:
         """The user's forward found no room on the device: state moves to the host, if it may.
 
         Returns:
             What was done and what can be done, for people.
         """
-        return self.placement.make_gpu_room(may_move=not self._is_under_way)
+        return self.placement.free_gpu_memory(may_move=not self._is_under_way)
 
     @property
     def _is_under_way(self) -> bool:

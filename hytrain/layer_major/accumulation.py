@@ -18,7 +18,7 @@ from hytrain.layer_major.block_calls import BlockCalls
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.layer_major.step import LayerMajorStep, Work
-from hytrain.layer_major.validation import Trial
+from hytrain.layer_major.validation import Validation
 from hytrain.model.model_switches import TrainingSwitches
 from hytrain.optimizer.global_batch import BatchEngine, MicroBatches, micro_batch_major
 from hytrain.optimizer.randomness import MicroBatchRandomness
@@ -130,9 +130,9 @@ class LayerMajor:
             self._refuse(reason)
             return mean
 
-    def _begin_trial(self, share: MicroBatches, randomness: MicroBatchRandomness) -> Trial:
+    def _begin_trial(self, share: MicroBatches, randomness: MicroBatchRandomness) -> Validation:
         """One plain forward after another, for their losses; an error of the user's shows here."""
-        trial = Trial(self._model, self._calls.blocks, self._calls.names)
+        trial = Validation(self._model, self._calls.blocks, self._calls.names)
         mean = share.mean()
         with torch.no_grad():
             for _ in range(share.absent):
@@ -152,7 +152,7 @@ class LayerMajor:
         share: MicroBatches,
         mean: torch.Tensor,
         randomness: MicroBatchRandomness,
-        trial: Trial | None,
+        trial: Validation | None,
     ) -> LayerMajorStep:
         def work(number: int) -> Work:
             return Work(
@@ -170,7 +170,7 @@ class LayerMajor:
             trial,
         )
 
-    def _try(self, run: Callable[[], None], trial: Trial | None) -> str | None:
+    def _try(self, run: Callable[[], None], trial: Validation | None) -> str | None:
         """Runs the step; returns why it cannot be run so, with everything as before it."""
         self._engine.set_gradient_accumulation_boundary(True)
         try:
@@ -182,7 +182,7 @@ class LayerMajor:
             reason = str(error)
         except torch.OutOfMemoryError as error:
             self._give_up()
-            room = self._passes.make_gpu_room()
+            room = self._passes.free_gpu_memory()
             raise torch.OutOfMemoryError(f"{error}\n{room}") from error
         except HyTrainError:
             self._give_up()

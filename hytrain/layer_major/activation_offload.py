@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hytrain.layer_major.activations import HeldTensor, Kept, check_unchanged
-from hytrain.layer_major.copy_streams import CopyLane, Ticket, make_lane
+from hytrain.layer_major.copy_streams import CopyStream, Ticket, make_copy_stream
 from hytrain.layer_major.host_slots import HostSlot, HostSlots
 
 LEAVING = 2
@@ -81,8 +81,8 @@ class OffloadedActivations:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.to_host: CopyLane = make_lane(device)
-        self.to_device: CopyLane = make_lane(device)
+        self.to_host: CopyStream = make_copy_stream(device)
+        self.to_device: CopyStream = make_copy_stream(device)
         self._slots = HostSlots(device)
         self._held: dict[int, Offloaded] = {}
         self._leaving: deque[Offloaded] = deque()

@@ -26,7 +26,7 @@ class Ticket(Protocol):
         ...
 
 
-class CopyLane(Protocol):
+class CopyStream(Protocol):
     """Copies in the order they are given."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
@@ -49,7 +49,7 @@ class _StreamTicket:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class StreamLane:
+class DeviceCopyStream:
     """A stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
-        """See :class:`CopyLane`."""
+        """See :class:`CopyStream`."""
         # The source may still be computed, and the target's memory still be in use.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if isinstance(after, _StreamTicket):
@@ -69,7 +69,7 @@ class StreamLane:
         return _StreamTicket(event)
 
     def close(self) -> None:
-        """See :class:`CopyLane`."""
+        """See :class:`CopyStream`."""
         self._stream.synchronize()
 
 
@@ -87,7 +87,7 @@ class _ThreadTicket:
 _Job = tuple[torch.Tensor, torch.Tensor, "Ticket | None", _ThreadTicket]
 
 
-class ThreadLane:
+class ThreadCopyStream:
     """A thread of its own, on a machine without a GPU."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class ThreadLane:
         self._thread.start()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
-        """See :class:`CopyLane`."""
+        """See :class:`CopyStream`."""
         ticket = _ThreadTicket()
         self._jobs.put((target, source, after, ticket))
         return ticket
@@ -128,11 +128,11 @@ class ThreadLane:
             ticket.done.set()
 
     def close(self) -> None:
-        """See :class:`CopyLane`."""
+        """See :class:`CopyStream`."""
         self._jobs.put(None)
         self._thread.join()
 
 
-def make_lane(device: torch.device) -> CopyLane:
+def make_copy_stream(device: torch.device) -> CopyStream:
     """A lane of the device."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+    return DeviceCopyStream(device) if device.type == "cuda" else ThreadCopyStream()

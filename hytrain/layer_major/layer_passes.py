@@ -11,14 +11,14 @@ from hytrain.optimizer.pass_tracker import PassTracker
 class LayerPasses:
     """Tells an optimizer where such a step has got to; the owner of a ``LayerMajorStep``."""
 
-    def __init__(self, passes: PassTracker, make_gpu_room: Callable[[], str]) -> None:
+    def __init__(self, passes: PassTracker, free_gpu_memory: Callable[[], str]) -> None:
         """
         Args:
             passes: of the optimizer.
-            make_gpu_room: called where the device's memory is used up; says what was done.
+            free_gpu_memory: called where the device's memory is used up; says what was done.
         """
         self._passes = passes
-        self.make_gpu_room = make_gpu_room
+        self.free_gpu_memory = free_gpu_memory
         # Under ZeRO-3 with those in which nothing is trained: each is gathered once a pass.
         layers = [layer for layer in passes.weights.layers if layer.block is not None]
         self.blocks = [layer.block for layer in layers if layer.block is not None]

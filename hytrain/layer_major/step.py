@@ -32,7 +32,7 @@ from hytrain.layer_major.graph_cut import (
 from hytrain.layer_major.suspended_forward import BlockCall, SuspendedForward
 from hytrain.layer_major.tensor_tree import leaves, map_leaves, snapshot, was_changed
 from hytrain.layer_major.thread_context import Autocast, warning_filters_kept
-from hytrain.layer_major.validation import Trial
+from hytrain.layer_major.validation import Validation
 from hytrain.optimizer.randomness import MicroBatchRandomness, State
 
 PREFETCHED = 2
@@ -109,7 +109,7 @@ class LayerMajorStep:
         store: ActivationStore,
         randomness: MicroBatchRandomness,
         device: torch.device,
-        trial: Trial | None = None,
+        trial: Validation | None = None,
     ) -> None:
         """
         Args:

@@ -14,7 +14,7 @@ _TOLERANCE = 1e-3
 """Of the sum of absolute values. Kernels that add up in any order stay far below it."""
 
 
-class Trial:
+class Validation:
     """Compares a step's losses with those of plain forwards, and its second passes with its first.
 
     Nothing here waits for the device before :meth:`check`.

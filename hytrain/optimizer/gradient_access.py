@@ -32,7 +32,7 @@ class GradientAccess:
         """Whether a backward has begun since the last step, and what it left was not discarded."""
         return self._passes.open_step.has_gradients
 
-    def take_back(self, what: str) -> None:
+    def withdraw_updates(self, what: str) -> None:
         """Withdraws updates that have begun: weights and state are those of the last step.
 
         Not a collective, but all ranks have sent the same layers.
@@ -64,8 +64,8 @@ class GradientAccess:
     def read_gradient(self, state: LayerState) -> torch.Tensor:
         """A copy of this rank's shard of a layer's gradient, as step() would apply it.
 
-        A collective, after :meth:`take_back`. Summed over micro-batches and ranks, not averaged
-        over ranks, not clipped.
+        A collective, after :meth:`withdraw_updates`. Summed over micro-batches and ranks, not
+        averaged over ranks, not clipped.
         """
         gradient = self._collector.layers[state.index]
         shard = gradient.held if gradient.closed else self._reduce(state)
@@ -76,7 +76,7 @@ class GradientAccess:
     def own_gradient(self, state: LayerState) -> torch.Tensor:
         """This rank's shard of a layer's gradient, to be written into; see :meth:`read_gradient`.
 
-        A collective, after :meth:`take_back`.
+        A collective, after :meth:`withdraw_updates`.
         """
         gradient = self._collector.layers[state.index]
         if not gradient.closed:
@@ -115,7 +115,7 @@ class GradientAccess:
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self.take_back("zero_grad()")
+        self.withdraw_updates("zero_grad()")
         if not self.exist:
             return  # they were an aborted backward's
         self._passes.collectives.meet("zero_grad() with gradients of a step")

@@ -203,7 +203,7 @@ class PlacementManager:
         controller.order(self._steps, number, f"gpu_fraction {value} was set")
         controller.act(self._steps, at_once=True)
 
-    def make_gpu_room(self, *, may_move: bool) -> str:
+    def free_gpu_memory(self, *, may_move: bool) -> str:
         """An allocation of the user's has failed on the device; nobody can undo that one.
 
         Args:

@@ -12,9 +12,9 @@ from torch import nn
 from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.ranks import ProfileRunError, Ranks
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
-from hytrain.tools.profiler.subject import Subject
 
 WIDTH = 16
 
@@ -48,7 +48,7 @@ def _options() -> ProfileOptions:
 
 def _profile(build: Any) -> ProfileFile:
     ranks = Ranks()
-    subject = Subject("linear", build, seq_len=1, dtype=torch.float32)
+    subject = MeasuredModel("linear", build, seq_len=1, dtype=torch.float32)
     return profile_ranks(subject, torch.device("cpu"), _options(), ranks=ranks)
 
 
@@ -60,7 +60,7 @@ def profile_alone() -> int:
     """One rank measures while the other does something else."""
     if dist.get_rank() == 1:
         return 0
-    subject = Subject("linear", _build, seq_len=1, dtype=torch.float32)
+    subject = MeasuredModel("linear", _build, seq_len=1, dtype=torch.float32)
     options = ProfileOptions(
         layer=LayerOptions(micro_batches=(1,), seconds=0.5),
         rate_seconds=0.01,

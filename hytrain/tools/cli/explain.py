@@ -174,7 +174,7 @@ def _draw(arguments: argparse.Namespace, rows: Any, costs: Any, title: str) -> N
 
 def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) -> int:
     from hytrain.config import SECTION, HyTrainConfig
-    from hytrain.tools.explain import outlook
+    from hytrain.tools.explain import config_estimate as outlook
     from hytrain.tools.explain.config_words import config_words
     from hytrain.tools.explain.training_form import read_form
 
@@ -237,7 +237,7 @@ def _check_ranks(arguments: argparse.Namespace, fractions: Sequence[float] | Non
 
 
 def _rates(arguments: argparse.Namespace) -> Any:
-    from hytrain.tools.explain.outlook import Rates
+    from hytrain.tools.explain.config_estimate import Rates
 
     values = vars(arguments)
     return Rates(**{name: values[name] for name in _RATES if values[name] is not None})

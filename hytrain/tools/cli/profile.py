@@ -109,11 +109,11 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.kernels.host_memory import taking_host_memory
     from hytrain.tools.profiler.launch import joined, limit_memory, local_device
     from hytrain.tools.profiler.layer_profile import LayerOptions
+    from hytrain.tools.profiler.measured_model import read_subject
     from hytrain.tools.profiler.profile_report import profile_table
     from hytrain.tools.profiler.progress import NoProgress, progress_on
     from hytrain.tools.profiler.ranks import Ranks
     from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
-    from hytrain.tools.profiler.subject import read_subject
 
     options = ProfileOptions(
         layer=LayerOptions(

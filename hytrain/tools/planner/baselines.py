@@ -15,7 +15,7 @@ import numpy as np
 
 from hytrain.formats.policies import MANNERS, Accumulation, Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.loads import (
+from hytrain.tools.planner.cost_model import (
     Collectives,
     Columns,
     Load,

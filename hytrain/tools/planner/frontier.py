@@ -9,7 +9,7 @@ which offloaded activations draw some. A choice of loads on a host therefore hol
 
 so each load comes down to three numbers: samples, a = g - draw, d = g + c. A table over (samples,
 sum of a) has the largest sum of d (host_table.py); hosts are then independent, and what they
-hold for each number of samples adds up (cover.py).
+hold for each number of samples adds up (min_plus.py).
 
 With ``offload_param`` a unit that a GPU keeps takes something of the host, too: its weights. Then g
 counts in a by the part that it does not take, and there is a second limit, of weights alone.
@@ -27,12 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hytrain.tools.planner.catalogue import Catalogue
+from hytrain.tools.planner.candidate_loads import CandidateLoads
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cover import Steps, cheapest, least_costs
+from hytrain.tools.planner.cost_model import Collectives, Load, host_budgets
 from hytrain.tools.planner.host_table import HostTable
-from hytrain.tools.planner.loads import Collectives, Load, host_budgets
-from hytrain.tools.planner.offers import Grid, Offers, offers
+from hytrain.tools.planner.min_plus import StepFunction, cheapest, least_costs
+from hytrain.tools.planner.pareto_set import Grid, ParetoSet, offers
 from hytrain.tools.planner.problem import PlanProblem
 
 
@@ -53,7 +53,7 @@ class Frontier:
         # kept is by the first one's number: to compare profiles takes long.
         hosts: dict[Host, int] = {}
         ranks: dict[tuple[int, GpuProfile], int] = {}
-        self.kinds: list[Catalogue] = []
+        self.kinds: list[CandidateLoads] = []
         # For each host its kind, and those of its ranks.
         self._hosts: list[tuple[int, tuple[int, ...]]] = []
         for host in problem.cluster.hosts:
@@ -62,7 +62,7 @@ class Frontier:
             for gpu in host.gpus:
                 own = ranks.setdefault((kind, gpu), len(ranks))
                 if own == len(self.kinds):
-                    self.kinds.append(Catalogue(problem, host, gpu, collectives, worst))
+                    self.kinds.append(CandidateLoads(problem, host, gpu, collectives, worst))
                 members.append(own)
             self._hosts.append((kind, tuple(members)))
         num_ranks = problem.cluster.num_ranks
@@ -70,7 +70,7 @@ class Frontier:
         self._units = -(-units // num_ranks) * num_ranks
 
     @property
-    def catalogues(self) -> list[Catalogue]:
+    def catalogues(self) -> list[CandidateLoads]:
         """The loads of each rank."""
         return [self.kinds[kind] for _, kinds in self._hosts for kind in kinds]
 
@@ -107,7 +107,7 @@ class Frontier:
         most = -float(least_costs(members, demand)[demand])
         return max(0.0, most / grid.units)
 
-    def _members(self, tables: dict[int, HostTable]) -> tuple[list[Steps], int]:
+    def _members(self, tables: dict[int, HostTable]) -> tuple[list[StepFunction], int]:
         """What each host offers beyond what it must compute, and the samples that are left."""
         steps = {kind: table.steps() for kind, table in tables.items()}
         left = self.problem.batch - sum(tables[kind].least for kind, _ in self._hosts)
@@ -117,7 +117,7 @@ class Frontier:
         most = self._units // self.problem.cluster.num_ranks if self.even else self._units
         return Grid(self._units, most, outer)
 
-    def _offers(self, step: float, grid: Grid) -> list[Offers] | None:
+    def _offers(self, step: float, grid: Grid) -> list[ParetoSet] | None:
         """Of each kind of rank, those with as many samples as the others may leave for it.
 
         None where a rank can do nothing in time, or all together cannot do the batch.
@@ -128,7 +128,7 @@ class Frontier:
         least = self._least(most)
         if least is None:
             return None
-        offered: list[Offers] = []
+        offered: list[ParetoSet] = []
         for kind, own in zip(self.kinds, least, strict=True):
             offered.append(offers(self.problem, kind, step, grid, own))
         if not all(len(offer.amounts) for offer in offered):

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hytrain.tools.planner.cover import Ints, Steps
-from hytrain.tools.planner.loads import Load
-from hytrain.tools.planner.offers import Grid, Offers
+from hytrain.tools.planner.cost_model import Load
+from hytrain.tools.planner.min_plus import Ints, StepFunction
+from hytrain.tools.planner.pareto_set import Grid, ParetoSet
 
 _Table = npt.NDArray[np.signedinteger[Any]]
 
 _NEVER = -(2**40)
 # Columns of a host's table.
 _MOST_COLUMNS = 512
-# Offers are tried one by one in tables of so many cells, several at once in smaller ones.
+# Pareto sets are tried one by one in tables of so many cells, several at once in smaller ones.
 _ONE_BY_ONE = 2**12
 # Cells of a table with as many offers as are tried at once.
 _AT_ONCE = 2**16
@@ -41,7 +41,7 @@ class HostTable:
     """
 
     def __init__(
-        self, members: Sequence[Offers], limit: int, grid: Grid, rows: range, host_most: int
+        self, members: Sequence[ParetoSet], limit: int, grid: Grid, rows: range, host_most: int
     ) -> None:
         """
         Args:
@@ -113,12 +113,12 @@ class HostTable:
         result[result < 0] = never
         return result
 
-    def steps(self) -> Steps:
+    def steps(self) -> StepFunction:
         """(samples more than ``least``, less than nothing by what is held); labels are samples."""
         best = self._best.max(axis=1)
         more = np.flatnonzero(best > _NEVER // 2)
-        steps = Steps.pareto(more, -best[more].astype(np.float64))
-        return Steps(steps.amounts, steps.costs, more[steps.labels] + self.least)
+        steps = StepFunction.pareto(more, -best[more].astype(np.float64))
+        return StepFunction(steps.amounts, steps.costs, more[steps.labels] + self.least)
 
     def trace(self, samples: int) -> list[Load]:
         """What each rank takes, for a label of :meth:`steps`."""
@@ -164,7 +164,7 @@ def _add_at_once(result: _Table, padded: _Table, tops: Ints, lefts: Ints, holds:
         np.maximum(result, candidates.max(axis=0), out=result)
 
 
-def _rows(members: Sequence[Offers], rows: range) -> list[range]:
+def _rows(members: Sequence[ParetoSet], rows: range) -> list[range]:
     """Samples that the first 0, 1, 2, ... ranks may have to compute.
 
     At least what the later ones cannot, at most what they can.

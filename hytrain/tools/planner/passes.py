@@ -1,4 +1,4 @@
-"""Passes of micro-batches through a layer: their seconds on one rank. loads.py has the formulas.
+"""Passes of micro-batches through a layer: their seconds on one rank. cost_model.py has the formulas.
 
 Where weights are kept in host memory (``offload_param``), each gather of a layer begins with a copy
 of this rank's part of it, on the same stream: a *fetch*, as long as the rank's shard is large. How

@@ -4,9 +4,9 @@ The step's length T is bisected. Whether a T is possible is asked of frontier.py
 the outer one proves that no plan is faster than ``lower_bound``, the inner one finds loads, for
 which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap:
 it is at most that share longer than the best. Both are worked out for even shards, whose
-collectives are faster, and for unequal ones; then polish.py moves single samples. The step that the
-plan promises is that of steps.py; where it is not close to the bound, plans of fewer policies are
-searched as well, refine.py makes the best of each choice better, and the shortest promise is taken.
+collectives are faster, and for unequal ones; then rebalance_samples.py moves single samples. The step that the
+plan promises is that of step_simulator.py; where it is not close to the bound, plans of fewer policies are
+searched as well, local_search.py makes the best of each choice better, and the shortest promise is taken.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import replace
 from hytrain.formats.policies import MANNERS, Activations
 from hytrain.tools.planner.baselines import best_manner, samples_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.frontier import Frontier
-from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.tools.planner.polish import polish
+from hytrain.tools.planner.infeasibility import missing
+from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.refine import refine, unevenly
+from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
-from hytrain.tools.planner.shortage import missing
 from hytrain.tools.uneven.solver import Infeasible
 
 # Steps between the bound and the plan that are tried for loads that suit whole layers better.
@@ -95,7 +95,7 @@ def _of_any_manner(problem: PlanProblem) -> Plan | Infeasible:
     bound = search.bound
     plans = [] if simple is None else [simple]
     if search.trail:
-        found = polish(problem, min(search.trail, key=lambda each: each.step))
+        found = rebalance_samples(problem, min(search.trail, key=lambda each: each.step))
         plans.append(to_plan(problem, found, found.step))
     if not plans:
         return missing(problem, search.frontiers[-1], is_bounded=math.isfinite(bound))
@@ -120,7 +120,7 @@ def _others(problem: PlanProblem, search: _Search, best: Plan) -> list[Plan]:
         found = _Search(own, most).trail
         trail += found
         if found:
-            trail.append(polish(own, min(found, key=lambda each: each.step)))
+            trail.append(rebalance_samples(own, min(found, key=lambda each: each.step)))
     distinct = {(one.loads, one.shares): one for one in trail if one.step <= most}
     nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_OTHERS]
     plans = [(to_plan(problem, one, one.step), one) for one in nearest]
@@ -131,7 +131,7 @@ def _others(problem: PlanProblem, search: _Search, best: Plan) -> list[Plan]:
         starts.setdefault(tuple(rank.activations for rank in plan.ranks), one)
     first = list(starts.values())[:_MOST_REFINED]
     first += [unevenly(problem, one) for one in first if one.even and len(one.loads) > 1]
-    refined = [refine(problem, one) for one in first]
+    refined = [local_search(problem, one) for one in first]
     return [
         *(plan for plan, _ in plans),
         *(to_plan(problem, found, found.step) for found in refined),

@@ -1,9 +1,9 @@
 """What a plan is made from: the cluster, the model, the batch. Plain data.
 
-The problem is larger than Cephalo's (uneven.py), since optimizer state may live on the host and be
+The problem is larger than Cephalo's (solver.py), since optimizer state may live on the host and be
 updated there. For each rank a plan decides the samples b of the global batch, the micro-batch m,
 the shard s of the state, how many of the L layers are updated on the GPU (K), and what becomes of
-activations between forward and backward. loads.py has the times and the memory.
+activations between forward and backward. cost_model.py has the times and the memory.
 """
 
 from __future__ import annotations

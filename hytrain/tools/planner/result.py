@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hytrain.formats.policies import LAYER_MAJOR, Accumulation, Activations
 from hytrain.tools.planner.allocation import Share, allocate
-from hytrain.tools.planner.loads import (
+from hytrain.tools.planner.cost_model import (
     Lines,
     Load,
     gpu_bytes,
@@ -18,7 +18,7 @@ from hytrain.tools.planner.loads import (
     traffic,
 )
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 from hytrain.tools.uneven.solver import Infeasible
 
 TOLERANCE = 1e-4
@@ -78,10 +78,10 @@ class Plan:
 
     Attributes:
         ranks: in rank order.
-        step_seconds: by the lines of loads.py, by which it was chosen.
+        step_seconds: by the lines of cost_model.py, by which it was chosen.
         lower_bound: no plan has a shorter step by these lines, which are of unclipped steps.
         even: whether all shards are equal.
-        unclipped_seconds: a step that is not clipped, by the finer model of steps.py.
+        unclipped_seconds: a step that is not clipped, by the finer model of step_simulator.py.
         clipped_seconds: one that is.
         clipped_share: that was planned for.
         other_manner: what it was chosen over; None where there was no choice, or each rank has its
@@ -184,12 +184,12 @@ def _host_seconds(
 
 
 def line_step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> float:
-    """Seconds of a step by the lines of loads.py."""
+    """Seconds of a step by the lines of cost_model.py."""
     own = max(line.longest for line in _lines(problem, loads, shares))
     return max(own, *_host_seconds(problem, loads, shares))
 
 
-def _more_gpu_layers(problem: PlanProblem, found: Found, steps: Steps) -> tuple[Share, ...]:
+def _more_gpu_layers(problem: PlanProblem, found: Found, steps: StepSimulator) -> tuple[Share, ...]:
     """The shares with as many more GPU layers as gain by the finer model and have room."""
     most: list[int] = []
     for work, share in zip(found.loads, found.shares, strict=True):
@@ -213,9 +213,9 @@ def _limit(seconds: dict[str, float], fetching: float) -> str:
 
 def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     """What was found, predicted by the finer model, and with the GPU layers that this asks for."""
-    steps = Steps(problem, found.loads, found.shares, even=found.even)
+    steps = StepSimulator(problem, found.loads, found.shares, even=found.even)
     shares = _more_gpu_layers(problem, found, steps)
-    steps = Steps(problem, found.loads, shares, even=found.even)
+    steps = StepSimulator(problem, found.loads, shares, even=found.even)
     own, shared = _lines(problem, found.loads, shares), _host_seconds(problem, found.loads, shares)
     ranks: list[RankPlan] = []
     rows = zip(problem.cluster.ranks, found.loads, shares, own, shared, strict=True)

@@ -20,8 +20,8 @@ from hytrain.tools.profiler.layer_samples import (
     complete,
     set_once,
 )
+from hytrain.tools.profiler.measured_model import Copy, MeasuredModel
 from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
-from hytrain.tools.profiler.subject import Copy, Subject
 
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
@@ -32,7 +32,7 @@ _SIZE_SECONDS = 3.0
 class LayerBench:
     """A copy of the model with hooks, on a device; within ``with``, its blocks may recompute."""
 
-    def __init__(self, subject: Subject, model: Copy, device: torch.device) -> None:
+    def __init__(self, subject: MeasuredModel, model: Copy, device: torch.device) -> None:
         self._subject = subject
         self._model = model
         self._device = device

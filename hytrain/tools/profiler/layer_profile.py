@@ -26,7 +26,7 @@ from hytrain.hardware.gpu_memory import usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
-from hytrain.tools.profiler.subject import Subject
+from hytrain.tools.profiler.measured_model import MeasuredModel
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LayerProfile:
 
 
 def profile_layer(
-    subject: Subject,
+    subject: MeasuredModel,
     device: torch.device,
     options: LayerOptions,
     *,
@@ -109,7 +109,7 @@ def profile_layer(
 
 
 def _profile_copy(
-    subject: Subject,
+    subject: MeasuredModel,
     device: torch.device,
     options: LayerOptions,
     on_size: Callable[[int, float], None],
@@ -131,7 +131,7 @@ def _profile_copy(
 class _Sizes:
     """Which sizes are measured, and what was found."""
 
-    def __init__(self, subject: Subject, bench: LayerBench, device: torch.device) -> None:
+    def __init__(self, subject: MeasuredModel, bench: LayerBench, device: torch.device) -> None:
         self._subject = subject
         self._bench = bench
         self._device = device

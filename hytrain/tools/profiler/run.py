@@ -36,9 +36,9 @@ from hytrain.placement.calibration import (
 )
 from hytrain.tools.profiler import collective_profile, rates
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
 from hytrain.tools.profiler.progress import NoProgress, Progress
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.subject import Subject, SubjectSizes
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _PACKAGES = ("hytrain", "torch", "deepspeed", "transformers", "triton")
@@ -104,7 +104,7 @@ class _Measured:
 
 
 def profile_ranks(
-    subject: Subject,
+    subject: MeasuredModel,
     device: torch.device,
     options: ProfileOptions,
     *,
@@ -201,7 +201,7 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
 
 
 def _measure(
-    subject: Subject,
+    subject: MeasuredModel,
     device: torch.device,
     options: ProfileOptions,
     ranks: Ranks,
@@ -340,7 +340,7 @@ def slowest(ranks: Sequence[Sequence[_Sample]], kind: type[_Sample]) -> tuple[_S
     return tuple(joined)
 
 
-def _model(subject: Subject, sizes: SubjectSizes, boundary_bytes: int) -> ProfiledModel:
+def _model(subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int) -> ProfiledModel:
     return ProfiledModel.model_validate(
         {
             "name": subject.name,

@@ -1,4 +1,4 @@
-"""The slow twin of uneven.py: every batch and every micro-batch size of every GPU in turn."""
+"""The slow twin of solver.py: every batch and every micro-batch size of every GPU in turn."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ O(N B^3)) has faults that are not repeated here:
 
 This solver tries times: those that a GPU can take are finitely many. For one of them, a GPU with
 micro-batches of m covers some number of samples at the cost C(m); the least memory at which all
-together cover the batch is a sum of step functions (cover.py). The least time at which that is
+together cover the batch is a sum of step functions (min_plus.py). The least time at which that is
 within the budget is the optimum. Times in ms, memory in GiB.
 """
 
@@ -37,8 +37,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.formats.plan_errors import PlanError
-from hytrain.tools.planner.cover import Floats, Ints, Steps, cheapest, least_cost
 from hytrain.tools.planner.curves import Curve
+from hytrain.tools.planner.min_plus import Floats, Ints, StepFunction, cheapest, least_cost
 from hytrain.tools.planner.shards import water_fill
 
 _GIB = 1024**3
@@ -206,7 +206,7 @@ class _Options:
     starts: Ints
     times: Floats
 
-    def steps(self, time: float, batch: int, idle: float | None) -> Steps:
+    def steps(self, time: float, batch: int, idle: float | None) -> StepFunction:
         """(samples, memory) within a time; labels are micro-batch sizes."""
         sizes, memory, amounts = self.sizes, self.memory, self.sizes
         if len(sizes):
@@ -218,9 +218,9 @@ class _Options:
             sizes, amounts = np.append(sizes, 0), np.append(amounts, 0)
             memory = np.append(memory, idle)
         if not len(sizes):
-            return Steps(sizes, memory, sizes)
-        steps = Steps.pareto(amounts, memory)
-        return Steps(steps.amounts, steps.costs, sizes[steps.labels])
+            return StepFunction(sizes, memory, sizes)
+        steps = StepFunction.pareto(amounts, memory)
+        return StepFunction(steps.amounts, steps.costs, sizes[steps.labels])
 
 
 def _options(problem: UnevenProblem, gpu: UnevenGpu) -> _Options:
@@ -252,7 +252,7 @@ class _Solver:
         self._options = [_options(problem, gpu) for gpu in types]
         self.probes = 0
 
-    def members(self, time: float) -> list[Steps]:
+    def members(self, time: float) -> list[StepFunction]:
         idle = [gpu.idle_memory if self._problem.allow_idle else None for gpu in self._gpus]
         steps = [
             options.steps(time, self._problem.batch, least)

@@ -18,13 +18,13 @@ from torch import nn
 from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
 from hytrain.tools.explain.training_form import TrainingForm
-from hytrain.tools.planner.loads import Collectives, Load, gpu_bytes, host_bytes, load
+from hytrain.tools.planner.cost_model import Collectives, Load, gpu_bytes, host_bytes, load
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.profiler.language_model import build_language_model, read_config
+from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.model_shape import read_model_shape
 from hytrain.tools.profiler.model_sizes import read_model_sizes
-from hytrain.tools.profiler.subject import Subject
 from hytrain.zero3.plan import gather_settings, most_live
 
 LLAMA: dict[str, Any] = {
@@ -128,7 +128,7 @@ def _shape(config_file: Path, kind: str) -> ProfiledModel:
     def build(num_layers: int | None, seq_len: int) -> Any:
         return _build(config_file, kind), dict
 
-    sizes = Subject("small", build, seq_len=8).sizes()
+    sizes = MeasuredModel("small", build, seq_len=8).sizes()
     return ProfiledModel(
         name="small", seq_len=8, dtype="fp32", boundary_bytes=4 * 8 * 64, **asdict(sizes)
     )

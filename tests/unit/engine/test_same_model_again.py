@@ -17,7 +17,7 @@ from training import backward
 import hytrain
 from hytrain.engine import build_optimizer as build
 from hytrain.engine import engine as engine_module
-from hytrain.engine.hook_snapshot import AddedHooks
+from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.placement import memory_probe
 from hytrain.placement.errors import MemoryBudgetError
 
@@ -121,7 +121,7 @@ def test_only_what_came_in_between_is_removed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     calls: list[str] = []
     model.register_forward_hook(lambda *_: calls.append("before"))
-    added = AddedHooks(model)
+    added = HookSnapshot(model)
     model[0].register_forward_pre_hook(
         lambda *_, **__: calls.append("between"), with_kwargs=True, prepend=True
     )

@@ -11,7 +11,7 @@ from support.engines import environment
 from hytrain.errors import HyTrainError
 from hytrain.layer_major.activation_offload import LEAVING, Offloaded, OffloadedActivations
 from hytrain.layer_major.activations import Kept, KeptActivations
-from hytrain.layer_major.copy_streams import ThreadLane
+from hytrain.layer_major.copy_streams import ThreadCopyStream
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.testing.faults import DELAYS_VARIABLE
 
@@ -125,7 +125,7 @@ def test_kept_activations_notice_writes() -> None:
 
 
 def test_a_copy_that_fails_is_raised_where_it_is_waited_for() -> None:
-    lane = ThreadLane()
+    lane = ThreadCopyStream()
     ticket = lane.copy(torch.zeros(3), torch.zeros(4), None)
     with pytest.raises(HyTrainError, match="copy of an activation failed"):
         ticket.wait()

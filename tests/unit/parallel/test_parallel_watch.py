@@ -16,7 +16,7 @@ import pytest
 
 from hytrain.comm import last_words, watch
 from hytrain.comm import rank_status as bulletin
-from hytrain.comm.daemon_executor import Lane
+from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.watch import RankWatch
 from hytrain.errors import OutOfStepError, RankFailedError
 
@@ -342,7 +342,7 @@ def test_an_error_of_a_lane_is_freed_with_all_frames_at_once() -> None:
     def fail() -> None:
         raise Mine
 
-    lane = Lane()
+    lane = DaemonExecutor()
     gc.disable()
     try:
         ended = lane.submit(fail)
@@ -359,7 +359,7 @@ def test_an_error_of_a_lane_is_freed_with_all_frames_at_once() -> None:
 
 
 def test_a_lane_keeps_the_order_and_nothing_else() -> None:
-    lane = Lane()
+    lane = DaemonExecutor()
     order: list[int] = []
     ended = [lane.submit(lambda n=n: order.append(n)) for n in range(100)]
     assert ended[-1].wait(5)

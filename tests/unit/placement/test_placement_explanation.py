@@ -22,12 +22,7 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 from hytrain.tools.explain.chart import draw_chart
-from hytrain.tools.explain.config_words import config_words
-from hytrain.tools.explain.explanation import explain_run, explained, run_json
-from hytrain.tools.explain.explanation_rows import candidate_rows, closed_form_layers, layer_groups
-from hytrain.tools.explain.explanation_tables import candidates_text, costs_text
-from hytrain.tools.explain.history import read_history
-from hytrain.tools.explain.outlook import (
+from hytrain.tools.explain.config_estimate import (
     ModelSizes,
     Rates,
     estimate_costs,
@@ -36,6 +31,11 @@ from hytrain.tools.explain.outlook import (
     memory_limits,
     model_json,
 )
+from hytrain.tools.explain.config_words import config_words
+from hytrain.tools.explain.explanation import explain_run, explained, run_json
+from hytrain.tools.explain.explanation_rows import candidate_rows, closed_form_layers, layer_groups
+from hytrain.tools.explain.explanation_tables import candidates_text, costs_text
+from hytrain.tools.explain.history import read_history
 from hytrain.tools.explain.training_form import read_form
 
 GIB = 1024**3

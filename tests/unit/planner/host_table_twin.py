@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hytrain.tools.planner.offers import Grid, Offers
+from hytrain.tools.planner.pareto_set import Grid, ParetoSet
 
 NEVER = -(2**40)
 
 
 def held_by_samples(
-    members: Sequence[Offers], limit: int, grid: Grid, batch: int, host_most: int
+    members: Sequence[ParetoSet], limit: int, grid: Grid, batch: int, host_most: int
 ) -> dict[int, int]:
     """The most units that are held with at least so many samples, for all that are possible."""
     lowest = [min(0, int(offer.keeps.min())) for offer in members]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.problem import Model, PlanProblem
 
 PARAMETERS = 1_000_000_000

@@ -1,4 +1,4 @@
-"""The slow twin of planner/steps.py: a job's steps in one time, event by event."""
+"""The slow twin of tools/planner/step_simulator.py: a job's steps in one time, event by event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TwinRank:
-    """Seconds, as steps.py describes a rank's."""
+    """Seconds, as step_simulator.py describes a rank's."""
 
     first: float
     middle: float

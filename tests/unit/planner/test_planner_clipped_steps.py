@@ -10,16 +10,16 @@ import pytest
 from steps_twin import TwinRank, train
 
 from hytrain.formats.plan_errors import PlanError
-from hytrain.tools.planner import steps as planner_steps
+from hytrain.tools.planner import step_simulator as planner_steps
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, Load, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Collectives, Load, load
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 
 ITEMSIZE = 2
 ROUNDS = 5
@@ -41,7 +41,7 @@ def gpu(rng: random.Random) -> GpuProfile:
     )
 
 
-def random_steps(rng: random.Random, num_ranks: int, num_layers: int) -> Steps:
+def random_steps(rng: random.Random, num_ranks: int, num_layers: int) -> StepSimulator:
     """Ranks with shards, samples, micro-batches, GPU layers and rates of their own; some idle."""
     host = Host(
         name="h",
@@ -61,10 +61,12 @@ def random_steps(rng: random.Random, num_ranks: int, num_layers: int) -> Steps:
         loads.append(load(problem, one, collectives, batch, min(batch, 2), "store"))
     weights = [rng.uniform(0.1, 1.0) for _ in loads]
     shares = [Share(each / sum(weights), rng.randint(0, num_layers)) for each in weights]
-    return Steps(problem, loads, shares, even=True)
+    return StepSimulator(problem, loads, shares, even=True)
 
 
-def cases(seed: int, number: int, most_ranks: int = 4, most_layers: int = 26) -> list[Steps]:
+def cases(
+    seed: int, number: int, most_ranks: int = 4, most_layers: int = 26
+) -> list[StepSimulator]:
     rng = random.Random(seed)
     return [
         random_steps(rng, rng.randint(1, most_ranks), rng.randint(1, most_layers))
@@ -72,7 +74,7 @@ def cases(seed: int, number: int, most_ranks: int = 4, most_layers: int = 26) ->
     ]
 
 
-def twins(steps: Steps) -> list[TwinRank]:
+def twins(steps: StepSimulator) -> list[TwinRank]:
     return [
         TwinRank(
             first=rank.first,
@@ -88,7 +90,7 @@ def twins(steps: Steps) -> list[TwinRank]:
     ]
 
 
-def twin_steps(steps: Steps, clipped: list[bool]) -> list[float]:
+def twin_steps(steps: StepSimulator, clipped: list[bool]) -> list[float]:
     times = steps._collectives
     found = train(twins(steps), steps._num_layers, times.gather, times.scatter, clipped)
     return [step.seconds for step in found]
@@ -216,13 +218,13 @@ def planned(problem: PlanProblem) -> Plan:
     return plan
 
 
-def steps_of(problem: PlanProblem) -> Steps:
+def steps_of(problem: PlanProblem) -> StepSimulator:
     collectives = Collectives.of(problem, even=True)
     loads = [
         load(problem, one, collectives, batch, 8, "store")
         for (_, one), batch in zip(problem.cluster.ranks, (32, 16), strict=True)
     ]
-    return Steps(problem, loads, [Share(0.5, 0)] * 2, even=True)
+    return StepSimulator(problem, loads, [Share(0.5, 0)] * 2, even=True)
 
 
 def test_more_layers_are_updated_on_the_gpu_where_more_steps_are_clipped() -> None:

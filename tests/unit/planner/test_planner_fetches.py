@@ -14,8 +14,7 @@ from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.baselines import even_split
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import (
+from hytrain.tools.planner.cost_model import (
     Columns,
     Load,
     cpu_capacity,
@@ -27,6 +26,7 @@ from hytrain.tools.planner.loads import (
     load,
     traffic,
 )
+from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.passes import (
     Collectives,
     fetch_lines,
@@ -38,7 +38,7 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
@@ -272,7 +272,7 @@ def test_all_ranks_wait_for_the_longest_fetch() -> None:
 
     def step(*fractions: float) -> float:
         shares = [Share(fraction, 0) for fraction in fractions]
-        return Steps(two, works, shares, even=False).seconds()
+        return StepSimulator(two, works, shares, even=False).seconds()
 
     # As by hand above: half the layer, and all of it, which the other rank waits for. The last
     # gradient leaves for the host, and the next forward waits for its update.
@@ -289,7 +289,7 @@ def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
     given_problem = problem(rounds=4 if policy == "recompute" else None)
     for batch in (4, 8):
         work = load(given_problem, GPU, FREE, batch, batch // 4, policy)
-        step = Steps(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
+        step = StepSimulator(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
         # The last gradient's way to the host, all of it and its first chunk.
         assert step == pytest.approx(seconds(given_problem, work, 2 * GB) + 0.020 + CHUNK)
 
@@ -300,7 +300,7 @@ def test_gpu_updates_are_on_the_host_before_they_are_fetched() -> None:
     work = load(given_problem, GPU, FREE, 1, 1, "keep")
 
     def step(gpu_layers: int, whole: PlanProblem) -> float:
-        return Steps(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()
+        return StepSimulator(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()
 
     resident = replace(given_problem, offload_param=False)
     update = 0.2e9 / 1e11

@@ -11,8 +11,8 @@ from support.plan_profiles import a_device, a_host, a_model
 from hytrain.formats.plan_errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Load, gpu_bytes, host_bytes, lines, load, traffic
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Load, gpu_bytes, host_bytes, lines, load, traffic
 from hytrain.tools.planner.passes import Collectives, fetch_seconds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem

@@ -10,8 +10,7 @@ import pytest
 from hytrain.formats.plan_errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import (
+from hytrain.tools.planner.cost_model import (
     Collectives,
     Load,
     gpu_bytes,
@@ -19,6 +18,7 @@ from hytrain.tools.planner.loads import (
     load,
     shard_that_fits,
 )
+from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
 GB = 10**9

@@ -14,13 +14,13 @@ from hytrain.formats.plan_errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Collectives, load
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
@@ -345,7 +345,7 @@ def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
             load(given_problem, one, Collectives(0.0, 0.0), batch, size, "keep")
             for (_, one), batch, size in rows
         ]
-        return Steps(given_problem, works, [share, share], even=True).seconds()
+        return StepSimulator(given_problem, works, [share, share], even=True).seconds()
 
     together = step((16, 8), 4, 2)
     assert step((16, 8), 16, 2) == pytest.approx(together)
@@ -367,7 +367,7 @@ def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
             load(given_problem, one, Collectives(0.0, 0.0), batch, size, "recompute")
             for (_, one), batch, size in rows
         ]
-        return Steps(given_problem, works, [share, share], even=True).seconds()
+        return StepSimulator(given_problem, works, [share, share], even=True).seconds()
 
     together = step(4, 2)
     assert step(8, 4) == pytest.approx(together)

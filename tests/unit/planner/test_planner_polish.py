@@ -11,14 +11,14 @@ from planner_clusters import plan_problems
 
 from hytrain.tools.planner import plan as plan_module
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.local_search import local_search
 from hytrain.tools.planner.plan import make_plan
-from hytrain.tools.planner.polish import polish
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.refine import refine
+from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import Found, Plan, to_plan
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 
 PARAMETERS = 3 * 10**9
 FREE = Table(((1.0, 0.0),))
@@ -82,7 +82,7 @@ def test_it_finds_the_best_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     best = [best_of_all(problem) for problem in problems]
     polished = [step(problem) / least for problem, least in zip(problems, best, strict=True)]
     assert max(polished) < 1.0 + 1e-4
-    monkeypatch.setattr(plan_module, "polish", lambda _problem, found: found)
+    monkeypatch.setattr(plan_module, "rebalance_samples", lambda _problem, found: found)
     raw = [step(problem) / least for problem, least in zip(problems, best, strict=True)]
     assert max(raw) > 1.004, "there is nothing to gain in these cases"
 
@@ -107,7 +107,7 @@ def _changes(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=12))
 def test_never_worse(random_problem: PlanProblem) -> None:
-    for before, after in _changes(random_problem, polish):
+    for before, after in _changes(random_problem, rebalance_samples):
         assert after.step <= before.step
         assert after.even == before.even
         assert sum(work.batch for work in after.loads) == random_problem.batch
@@ -120,7 +120,7 @@ def test_never_worse(random_problem: PlanProblem) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=8))
 def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
-    for before, after in _changes(random_problem, refine):
+    for before, after in _changes(random_problem, local_search):
         plans = [to_plan(random_problem, found, found.step) for found in (before, after)]
         walked = [
             max(found.step, _walked(random_problem, found).seconds()) for found in (before, after)
@@ -139,5 +139,5 @@ def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanPro
             assert by_host[host.name] <= host.memory_bytes * (1.0 + 1e-9) + 1.0
 
 
-def _walked(problem: PlanProblem, found: Found) -> Steps:
-    return Steps(problem, found.loads, found.shares, even=found.even)
+def _walked(problem: PlanProblem, found: Found) -> StepSimulator:
+    return StepSimulator(problem, found.loads, found.shares, even=found.even)

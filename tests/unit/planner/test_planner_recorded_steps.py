@@ -6,9 +6,9 @@ import pytest
 from recorded_h200 import RECORDED, Recorded, profile_of
 
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.loads import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 
 
 def predicted(recorded: Recorded) -> float:
@@ -31,7 +31,7 @@ def predicted(recorded: Recorded) -> float:
     ]
     fractions = recorded.fractions or (0.5, 0.5)
     shares = [Share(*pair) for pair in zip(fractions, recorded.gpu_layers, strict=True)]
-    return Steps(problem, loads, shares, even=even).seconds()
+    return StepSimulator(problem, loads, shares, even=even).seconds()
 
 
 @pytest.mark.parametrize("case", RECORDED)

@@ -14,14 +14,22 @@ from hypothesis import strategies as st
 from planner_clusters import plan_problems
 
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner import baselines, catalogue, frontier, host_table, plan
-from hytrain.tools.planner.catalogue import Batches, Catalogue
+from hytrain.tools.planner import (
+    baselines,
+    frontier,
+    host_table,
+    plan,
+)
+from hytrain.tools.planner import (
+    candidate_loads as catalogue,
+)
+from hytrain.tools.planner.candidate_loads import Batches, CandidateLoads
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.frontier import Frontier
 from hytrain.tools.planner.host_table import HostTable
-from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
-from hytrain.tools.planner.offers import Grid, Offers
+from hytrain.tools.planner.pareto_set import Grid, ParetoSet
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
@@ -72,14 +80,14 @@ def _problem(batch: int, **changes: Any) -> PlanProblem:
 
 
 @st.composite
-def _offers(draw: st.DrawFn) -> Offers:
+def _offers(draw: st.DrawFn) -> ParetoSet:
     number = draw(st.integers(1, 5))
 
     def column(least: int, most: int) -> Any:
         values = draw(st.lists(st.integers(least, most), min_size=number, max_size=number))
         return np.array(values, dtype=np.intp)
 
-    return Offers(column(0, 6), column(-4, 8), column(0, 9), np.arange(number), ())
+    return ParetoSet(column(0, 6), column(-4, 8), column(0, 9), np.arange(number), ())
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,7 +102,7 @@ def _offers(draw: st.DrawFn) -> Offers:
     is_small=st.booleans(),
 )
 def test_a_host_holds_as_much_by_the_rows_that_are_left_open(
-    members: list[Offers],
+    members: list[ParetoSet],
     limit: int,
     host_most: int,
     others: int,
@@ -127,7 +135,7 @@ def test_a_catalogue_has_the_loads_that_were_listed(random: PlanProblem, share: 
     listed = _listed(random, gpu, collectives)
     longest = max((work.compute for work in listed), default=1.0)
     step = share * longest
-    rank = Catalogue(random, host, gpu, collectives, step)
+    rank = CandidateLoads(random, host, gpu, collectives, step)
     in_time = [work for work in listed if work.compute <= step and work.room >= 0.0]
     copied = min(step * gpu.copy_rate, step * host.bandwidth / 2.0, host.memory_bytes)
     able = [work for work in in_time if work.offloaded <= copied]
@@ -228,7 +236,7 @@ class _Work:
             self.loads += 1
             return load(*arguments)
 
-        def counted_table(members: Sequence[Offers], *arguments: Any) -> HostTable:
+        def counted_table(members: Sequence[ParetoSet], *arguments: Any) -> HostTable:
             table = HostTable(members, *arguments)
             self.cells += table.num_cells
             return table

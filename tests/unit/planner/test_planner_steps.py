@@ -13,10 +13,10 @@ from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, Load, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.loads import Collectives, Load, load
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 
 LAYERS = 12
 
@@ -58,7 +58,7 @@ def works(given: PlanProblem, *batches: int, micro: int = 1) -> list[Load]:
 
 
 def step(given: PlanProblem, loads: list[Load], *shares: Share) -> float:
-    return Steps(given, loads, shares, even=True).seconds()
+    return StepSimulator(given, loads, shares, even=True).seconds()
 
 
 # No round numbers: where a gradient becomes final in the very moment in which the worker has time,
@@ -151,19 +151,19 @@ def test_more_gpu_layers_are_taken_where_the_worker_is_late() -> None:
     given = problem(gpu(2.0), gpu(2.0), rate=5e8)
     loads = works(given, 1, 1)
     shares = [Share(0.5, 0), Share(0.5, 0)]
-    steps = Steps(given, loads, shares, even=True)
+    steps = StepSimulator(given, loads, shares, even=True)
     numbers = steps.worthwhile_layers([LAYERS, 3])
     assert numbers[0] > numbers[1] == 3
     assert steps.seconds(numbers) < steps.seconds()
     # Nobody is late: nothing is gained.
     quick = problem(*[gpu(20.0, copy_rate=1e13)] * 2, rate=1e12)
-    steps = Steps(quick, works(quick, 1, 1), shares, even=True)
+    steps = StepSimulator(quick, works(quick, 1, 1), shares, even=True)
     assert steps.worthwhile_layers([LAYERS, LAYERS]) == [0, 0]
 
 
 def test_fewest_of_equally_good_numbers_of_gpu_layers_are_best() -> None:
     given = problem(gpu(2.0, update_rate=1e13), rate=5e8)
-    steps = Steps(given, works(given, 1), [Share(1.0, 0)], even=True)
+    steps = StepSimulator(given, works(given, 1), [Share(1.0, 0)], even=True)
     (number,) = steps.worthwhile_layers([LAYERS])
     best = min(steps.seconds([other]) for other in range(LAYERS + 1))
     assert steps.seconds([number]) <= best * 1.004
@@ -175,7 +175,7 @@ def test_equal_ranks_are_walked_once_and_come_out_alike() -> None:
     given = problem(*[gpu(rng.choice((1.0, 3.0))) for _ in range(8)])
     loads = works(given, *[2] * 8)
     shares = [Share(0.125, 4)] * 8
-    one_by_one = Steps(given, loads, shares, even=True)
+    one_by_one = StepSimulator(given, loads, shares, even=True)
     doubled = replace(given, cluster=replace(given.cluster, hosts=given.cluster.hosts * 2))
-    again = Steps(doubled, loads * 2, shares * 2, even=True)
+    again = StepSimulator(doubled, loads * 2, shares * 2, even=True)
     assert again.seconds() == pytest.approx(one_by_one.seconds())

@@ -19,23 +19,25 @@ from hytrain.tools.planner.profile_problem import PlanOptions, gpu_profile
 from hytrain.tools.profiler.block_hooks import Recomputation
 from hytrain.tools.profiler.gradient_sink import GradientSink
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
 from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
-from hytrain.tools.profiler.subject import Subject, read_subject
 
 NUM_LAYERS = 8
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def subject_of(folder: Path, fields: dict[str, Any], seq_len: int, dtype: torch.dtype) -> Subject:
+def subject_of(
+    folder: Path, fields: dict[str, Any], seq_len: int, dtype: torch.dtype
+) -> MeasuredModel:
     described = LLAMA | {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 2048} | fields
     return read_subject(
         str(write_config(folder / "model", described)), seq_len=seq_len, dtype=dtype
     )
 
 
-def as_planned(subject: Subject, found: LayerProfile, itemsize: int) -> GpuProfile:
+def as_planned(subject: MeasuredModel, found: LayerProfile, itemsize: int) -> GpuProfile:
     """What the planner makes of a measured layer."""
     device = DeviceProfile(
         host="here",
@@ -68,7 +70,7 @@ def as_planned(subject: Subject, found: LayerProfile, itemsize: int) -> GpuProfi
 class Whole:
     """The whole model, its gradients taken over as training takes them."""
 
-    def __init__(self, subject: Subject, device: torch.device, *, recomputes: bool) -> None:
+    def __init__(self, subject: MeasuredModel, device: torch.device, *, recomputes: bool) -> None:
         self._subject = subject
         self._device = device
         self._copy = subject.copy(NUM_LAYERS, device)
@@ -107,7 +109,7 @@ class Whole:
 
 
 def assert_memory_agrees(
-    subject: Subject, device: torch.device, sizes: tuple[int, ...], itemsize: int
+    subject: MeasuredModel, device: torch.device, sizes: tuple[int, ...], itemsize: int
 ) -> None:
     found = profile_layer(subject, device, LayerOptions(micro_batches=sizes, seconds=2.0))
     planned = as_planned(subject, found, itemsize)

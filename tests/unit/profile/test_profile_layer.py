@@ -19,8 +19,8 @@ from hytrain.tools.profiler.layer_profile import (
     profile_layer,
     widest_middle,
 )
+from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
 from hytrain.tools.profiler.memory_meter import CpuMeter
-from hytrain.tools.profiler.subject import Subject, read_subject
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,8 @@ def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_bench, "_MOST_PASSES", 6)
 
 
-def subject_of(build: Callable[..., Any], seq_len: int = 4) -> Subject:
-    return Subject("paced", build, seq_len=seq_len, dtype=torch.float32)
+def subject_of(build: Callable[..., Any], seq_len: int = 4) -> MeasuredModel:
+    return MeasuredModel("paced", build, seq_len=seq_len, dtype=torch.float32)
 
 
 def profiled(build: Callable[..., Any], *sizes: int) -> LayerProfile:
@@ -129,14 +129,14 @@ def test_a_second_visit_counts_as_much_as_the_first(clock: FakeDevice) -> None:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
     from support.configs import write_llama
 
     path = write_llama(tmp_path_factory.mktemp("llama"))
     return read_subject(str(path), seq_len=16, dtype=torch.float32)
 
 
-def _allocated_by_forward(subject: Subject, depth: int, size: int) -> int:
+def _allocated_by_forward(subject: MeasuredModel, depth: int, size: int) -> int:
     """The slow twin: what a whole model's forward leaves, without a hook anywhere."""
     copy = subject.copy(depth, CPU)
     meter = CpuMeter([*copy.model.parameters(), *copy.model.buffers()])
@@ -148,7 +148,7 @@ def _allocated_by_forward(subject: Subject, depth: int, size: int) -> int:
     return meter.allocated()
 
 
-def test_kept_bytes_are_what_one_more_block_leaves(llama: Subject) -> None:
+def test_kept_bytes_are_what_one_more_block_leaves(llama: MeasuredModel) -> None:
     found = profile_layer(llama, CPU, LayerOptions(micro_batches=(1, 3)))
     for row in found.layer:
         more, less = (_allocated_by_forward(llama, depth, row.samples) for depth in (4, 3))
@@ -170,7 +170,7 @@ def test_a_linear_blocks_memory_is_counted_exactly(clock: FakeDevice, size: int)
     assert row.peak_bytes <= row.recompute_peak_bytes <= row.peak_bytes + activation
 
 
-def test_peaks_grow_with_the_batch_and_recomputation_keeps_less(llama: Subject) -> None:
+def test_peaks_grow_with_the_batch_and_recomputation_keeps_less(llama: MeasuredModel) -> None:
     found = profile_layer(llama, CPU, LayerOptions(micro_batches=(1, 2, 4)))
     first, _, last = found.layer
     assert last.peak_bytes > 2 * first.peak_bytes

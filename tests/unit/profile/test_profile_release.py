@@ -19,9 +19,9 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.tools.profiler.layer_profile import LayerOptions, profile_layer
+from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
-from hytrain.tools.profiler.subject import Copy, Subject, read_subject
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -68,7 +68,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     return Copies(monkeypatch)
 
 
-def llama(folder: Path) -> Subject:
+def llama(folder: Path) -> MeasuredModel:
     return read_subject(str(write_config(folder / "model", LLAMA)), seq_len=16, dtype=torch.float32)
 
 
@@ -103,14 +103,14 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def stack(fails_at: int, error: type[Exception]) -> Subject:
+def stack(fails_at: int, error: type[Exception]) -> MeasuredModel:
     def build(num_layers: int | None, seq_len: int) -> Any:
         return Stack(num_layers or 4, fails_at, error), make_batch
 
     def make_batch(size: int) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(size, WIDTH)}
 
-    return Subject("stack", build, seq_len=1, dtype=torch.float32)
+    return MeasuredModel("stack", build, seq_len=1, dtype=torch.float32)
 
 
 def test_a_profiled_copy(tmp_path: Path, copies: Copies) -> None:

@@ -14,12 +14,12 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.tools.profiler.language_model import build_language_model, read_config
-from hytrain.tools.profiler.subject import Subject, SubjectSizes, read_subject
+from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes, read_subject
 
 CPU = torch.device("cpu")
 
 
-def read(path: object, seq_len: int = 16) -> Subject:
+def read(path: object, seq_len: int = 16) -> MeasuredModel:
     return read_subject(str(path), seq_len=seq_len, dtype=torch.float32)
 
 
@@ -70,7 +70,7 @@ def test_the_dtype_and_device_are_defaults_only_while_building(tmp_path: Path) -
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers or 6)))
         return model, lambda size: {"input": torch.ones(size, 4)}
 
-    subject = Subject("given", build, seq_len=7, dtype=torch.bfloat16)
+    subject = MeasuredModel("given", build, seq_len=7, dtype=torch.bfloat16)
     assert subject.sizes().num_layers == 6
     copy = subject.copy(3, CPU)
     assert seen == [(None, 7, torch.bfloat16, "meta"), (3, 7, torch.bfloat16, "cpu")]
@@ -141,7 +141,7 @@ def test_blocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6))
         return model, lambda size: {"input": torch.ones(size, 4)}
 
-    sizes = Subject("uneven", build, seq_len=1).sizes()
+    sizes = MeasuredModel("uneven", build, seq_len=1).sizes()
     assert sizes.layer_parameters == round((20 + 20 + 30) / 3)
     assert "blocks of uneven have 20 to 30 parameters" in caplog.text
 
@@ -159,7 +159,7 @@ def test_weights_that_are_not_trained_are_counted_apart(
         lora(model)
         return model, lambda size: {"input_ids": torch.ones(size, seq_len, dtype=torch.long)}
 
-    subject = Subject("adapted", build, seq_len=1)
+    subject = MeasuredModel("adapted", build, seq_len=1)
     sizes = subject.sizes()
     model, _ = build(None, 1)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -195,7 +195,7 @@ def test_what_a_plan_does_not_know_of_frozen_weights_is_told(
         model.head.register_parameter("packed", nn.Parameter(packed, requires_grad=False))
         return model, dict
 
-    sizes = Subject("upper", build, seq_len=1).sizes()
+    sizes = MeasuredModel("upper", build, seq_len=1).sizes()
     assert sizes == SubjectSizes(2, 12, (20, 0), 8, (0, 10), 60)
     texts = [record.getMessage() for record in caplog.records]
     assert texts[0].startswith("blocks of upper have 4 to 20 parameters: a plan takes")
@@ -210,9 +210,9 @@ def test_a_model_that_reads_values_cannot_be_counted() -> None:
         return nn.Linear(int(torch.ones(1).item()), 4), dict
 
     with pytest.raises(ConfigError, match="cannot be made on the meta device"):
-        Subject("reads", build, seq_len=1).sizes()
+        MeasuredModel("reads", build, seq_len=1).sizes()
 
 
 def test_the_paced_model_of_the_tests_counts_right() -> None:
-    sizes = Subject("paced", paced_build(None, float, float), seq_len=1).sizes()
+    sizes = MeasuredModel("paced", paced_build(None, float, float), seq_len=1).sizes()
     assert (sizes.num_layers, sizes.layer_parameters, sizes.outside_parameters) == (5, 72, (72, 72))

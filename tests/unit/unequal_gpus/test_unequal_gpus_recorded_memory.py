@@ -10,7 +10,7 @@ import pytest
 
 from experiments.offload_step.records import OK, read_json
 from experiments.unequal_gpus import planning
-from hytrain.tools.planner.loads import Collectives, gpu_bytes, load
+from hytrain.tools.planner.cost_model import Collectives, gpu_bytes, load
 from hytrain.tools.planner.problem import PlanProblem
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"

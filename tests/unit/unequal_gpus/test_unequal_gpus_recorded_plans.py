@@ -68,5 +68,5 @@ def test_more_memory_makes_no_slower_plan(folder: str) -> None:
 def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = offload_problem(FOLDERS[1])
     refined = seconds(problem)
-    monkeypatch.setattr(plan_module, "refine", lambda _problem, found: found)
+    monkeypatch.setattr(plan_module, "local_search", lambda _problem, found: found)
     assert seconds(problem) > 1.05 * refined, "there is nothing to gain in this case"

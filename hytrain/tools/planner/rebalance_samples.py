@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.loads import Collectives, Load, fits_rounds, load
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
 
 _MOST_MOVES = 64
 
 
-def polish(problem: PlanProblem, found: Found) -> Found:
+def rebalance_samples(problem: PlanProblem, found: Found) -> Found:
     """The plan, or a faster one with the same shards' kind and activation policies.
 
     Args:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner.cover import Floats, Ints
-from hytrain.tools.planner.loads import Columns, Load
+from hytrain.tools.planner.cost_model import Columns, Load
+from hytrain.tools.planner.min_plus import Floats, Ints
 
 _ROUNDING = 1e-9
 
@@ -32,8 +32,8 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Menu:
-    """Some loads of a rank, in the order of catalogue.py.
+class LoadTable:
+    """Some loads of a rank, in the order of candidate_loads.py.
 
     Attributes:
         loads: as they would be carried out.
@@ -56,10 +56,10 @@ class Menu:
     @staticmethod
     def of(
         inner: Sequence[Load], outer: Sequence[Load], growth: Mapping[Activations, Growth]
-    ) -> Menu:
+    ) -> LoadTable:
         """Loads as they would be carried out, and each with the fewest samples."""
         policies = np.array([work.activations for work in inner])
-        return Menu(
+        return LoadTable(
             loads=tuple(inner),
             amounts=np.array([work.batch for work in inner], dtype=np.intp),
             fewest=np.array([work.batch for work in outer], dtype=np.intp),

@@ -16,9 +16,9 @@ import numpy as np
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cover import Floats
-from hytrain.tools.planner.loads import Collectives, Load, load
-from hytrain.tools.planner.menu import Growth, Menu
+from hytrain.tools.planner.cost_model import Collectives, Load, load
+from hytrain.tools.planner.load_table import Growth, LoadTable
+from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.passes import layer_passes, outside_seconds
 from hytrain.tools.planner.problem import PlanProblem
 
@@ -109,7 +109,7 @@ class _Shelf:
         return self.indices[:number]
 
 
-class Catalogue:
+class CandidateLoads:
     """All loads of a rank, but those that leave no room on the GPU or take too long."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Catalogue:
         return [*first, *self._ends.loads]
 
     @property
-    def longest(self) -> Menu:
+    def longest(self) -> LoadTable:
         """Those with the most samples of each policy and micro-batch."""
         return self._ends
 
@@ -185,14 +185,14 @@ class Catalogue:
         return most
 
     def _samples(self, shelf: _Shelf, index: int, step: float, *, outer: bool) -> int:
-        """What :meth:`Menu.samples` has for one load."""
+        """What :meth:`LoadTable.samples` has for one load."""
         _, most = shelf.batches.at(index)
         if not outer or index < shelf.batches.num_single:
             return most
         few = shelf.few(index)
         return min(most, few.batch + self._growth[shelf.policy].more(step - few.compute))
 
-    def menu(self, step: float, least: int, *, outer: bool) -> Menu:
+    def menu(self, step: float, least: int, *, outer: bool) -> LoadTable:
         """Loads of a step of so many seconds with at least so many samples, and maybe others."""
         wanted: list[range] = []
         for shelf, indices in zip(self._shelves, self._in_time(step, outer=outer), strict=True):
@@ -214,13 +214,13 @@ class Catalogue:
 
         return [shelf.fitting(fits, outer=outer) for shelf in self._shelves]
 
-    def _menu_of(self, chosen: Sequence[range]) -> Menu:
+    def _menu_of(self, chosen: Sequence[range]) -> LoadTable:
         inner, outer = [*self._idle], [*self._idle]
         for shelf, indices in zip(self._shelves, chosen, strict=True):
             for index in indices:
                 inner.append(shelf.full(index))
                 outer.append(shelf.few(index))
-        return Menu.of(inner, outer, self._growth)
+        return LoadTable.of(inner, outer, self._growth)
 
 
 def _has(made: range, wanted: range) -> bool:

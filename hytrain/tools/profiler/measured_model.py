@@ -94,7 +94,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class MeasuredModel:
     """A model that can be built with any number of layers.
 
     Attributes:
@@ -236,7 +236,7 @@ def read_subject(
     seq_len: int,
     dtype: torch.dtype = torch.bfloat16,
     block_class: str | None = None,
-) -> Subject:
+) -> MeasuredModel:
     """What ``--model`` names.
 
     Args:
@@ -251,11 +251,11 @@ def read_subject(
     """
     module, colon, function = model.rpartition(":")
     if colon and function.isidentifier():
-        return Subject(model, _read_function(module, function), seq_len, dtype, block_class)
+        return MeasuredModel(model, _read_function(module, function), seq_len, dtype, block_class)
     path = Path(model)
     build = _configured(read_config(path), path, seq_len)
     name = path.parent.name if path.name == "config.json" else path.stem
-    return Subject(name or model, build, seq_len, dtype, block_class)
+    return MeasuredModel(name or model, build, seq_len, dtype, block_class)
 
 
 def _configured(config: Any, path: Path, seq_len: int) -> Build:

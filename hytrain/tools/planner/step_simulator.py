@@ -1,4 +1,4 @@
-"""The steps of all ranks together, walked through: finer than the lines of loads.py.
+"""The steps of all ranks together, walked through: finer than the lines of cost_model.py.
 
 Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
 and the reduce-scatters of the layers above are through; its new weights are there when the slowest
@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.loads import Load
+from hytrain.tools.planner.cost_model import Load
 from hytrain.tools.planner.passes import (
     Collectives,
     fetch_seconds,
@@ -111,7 +111,7 @@ class _Walked:
     final: tuple[float, ...]
 
 
-class Steps:
+class StepSimulator:
     """The steps of a plan's ranks."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A plan made better by the finer model of steps.py: state, layers and samples moved.
+"""A plan made better by the finer model of step_simulator.py: state, layers and samples moved.
 
 The search (plan.py) goes by lines: a rank's CPU has the whole step but for an edge, whenever its
 gradients come. Many plans are equally good so, which are not when their steps are walked through:
@@ -20,11 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.loads import Collectives, Load, gpu_layers_that_fit, host_bytes, load
-from hytrain.tools.planner.polish import FastestLoads
+from hytrain.tools.planner.cost_model import (
+    Collectives,
+    Load,
+    gpu_layers_that_fit,
+    host_bytes,
+    load,
+)
 from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.rebalance_samples import FastestLoads
 from hytrain.tools.planner.result import Found, line_step, parts
-from hytrain.tools.planner.steps import Steps
+from hytrain.tools.planner.step_simulator import StepSimulator
 
 _MOVED = (0.16, 0.04, 0.01)
 """Of the model's state, from one kind of ranks to another."""
@@ -46,7 +52,7 @@ class _Work:
     seconds: float
 
 
-def refine(problem: PlanProblem, found: Found) -> Found:
+def local_search(problem: PlanProblem, found: Found) -> Found:
     """The plan, or one whose steps are shorter by the finer model.
 
     Args:
@@ -114,7 +120,7 @@ class _Refinement:
                 return None
         self._tries += 1
         least = line_step(problem, loads, shares)
-        walked = Steps(problem, loads, shares, even=self._even).seconds()
+        walked = StepSimulator(problem, loads, shares, even=self._even).seconds()
         return _Work(tuple(loads), tuple(shares), max(least, walked))
 
     def _changes(self, now: _Work) -> Iterator[tuple[list[Load], list[Share]]]:

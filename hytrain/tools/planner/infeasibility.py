@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.frontier import Frontier
-from hytrain.tools.planner.loads import Collectives, load
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.uneven.solver import Infeasible
 

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepFunction:
     """What one member offers: each step costs more than the one before, and gives more.
 
     Attributes:
@@ -33,21 +33,21 @@ class Steps:
     labels: Ints
 
     @staticmethod
-    def pareto(amounts: Ints, costs: Floats) -> Steps:
+    def pareto(amounts: Ints, costs: Floats) -> StepFunction:
         """The steps that no other beats; labels are positions in what was given."""
         order = np.lexsort((-amounts, costs))
         best = np.maximum.accumulate(amounts[order])
         is_new = np.concatenate([np.ones(1, dtype=np.bool_), best[1:] > best[:-1]])
         kept = order[is_new[: len(order)]]
-        return Steps(amounts[kept], costs[kept], kept)
+        return StepFunction(amounts[kept], costs[kept], kept)
 
 
-def least_cost(members: Sequence[Steps], demand: int) -> float:
+def least_cost(members: Sequence[StepFunction], demand: int) -> float:
     """The least cost of reaching the demand; infinite where they cannot."""
     return float(least_costs(members, demand)[demand])
 
 
-def least_costs(members: Sequence[Steps], demand: int) -> Floats:
+def least_costs(members: Sequence[StepFunction], demand: int) -> Floats:
     """The least cost of reaching each demand 0..demand."""
     cost = _nothing(demand)
     for steps in members:
@@ -57,7 +57,7 @@ def least_costs(members: Sequence[Steps], demand: int) -> Floats:
     return cost
 
 
-def cheapest(members: Sequence[Steps], demand: int) -> list[int]:
+def cheapest(members: Sequence[StepFunction], demand: int) -> list[int]:
     """The label of the step that each member uses where the cost is least.
 
     The demand must be within reach. The back-pointers of all members are kept: members x demand.
@@ -85,7 +85,7 @@ def _nothing(demand: int) -> Floats:
     return cost
 
 
-def _candidates(cost: Floats, steps: Steps, demand: int) -> Floats:
+def _candidates(cost: Floats, steps: StepFunction, demand: int) -> Floats:
     """Cost of each demand 0..demand, with each step: a row a step."""
     widest = int(min(steps.amounts[-1], demand))
     padded = np.concatenate([np.full(widest, cost[0]), cost])

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hytrain.tools.planner.catalogue import Catalogue
+from hytrain.tools.planner.candidate_loads import CandidateLoads
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cover import Floats, Ints
-from hytrain.tools.planner.loads import (
+from hytrain.tools.planner.cost_model import (
     Columns,
     Load,
     cpu_capacity,
@@ -20,6 +19,7 @@ from hytrain.tools.planner.loads import (
     host_budgets,
     largest_shards,
 )
+from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 
 # In stage 3 what the CPU updates takes room on the GPU, too: so many points on that line.
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Offers:
+class ParetoSet:
     """What a rank offers in a time, without what another offer beats in all three numbers.
 
     Attributes:
@@ -45,7 +45,7 @@ class Offers:
     labels: Ints
     loads: Sequence[Load]
 
-    def of_at_least(self, samples: int) -> Offers:
+    def of_at_least(self, samples: int) -> ParetoSet:
         """Those with so many samples, in their order."""
         kept = self.amounts >= samples
         return replace(
@@ -90,8 +90,8 @@ class Grid:
 
 
 def offers(
-    problem: PlanProblem, rank: Catalogue, step: float, grid: Grid, least: int = 0
-) -> Offers:
+    problem: PlanProblem, rank: CandidateLoads, step: float, grid: Grid, least: int = 0
+) -> ParetoSet:
     """What a rank can do in a step of so many seconds.
 
     Args:
@@ -133,7 +133,7 @@ def offers(
         parts.append((samples[able], keeps[able], holds[able], of_interest[able]))
     amounts, keeps, holds, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
     kept = _undominated(amounts, keeps, holds)
-    return Offers(amounts[kept], keeps[kept], holds[kept], labels[kept], menu.loads)
+    return ParetoSet(amounts[kept], keeps[kept], holds[kept], labels[kept], menu.loads)
 
 
 def _largest(
