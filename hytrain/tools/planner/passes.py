@@ -1,4 +1,4 @@
-"""Passes of micro-batches through a layer: their seconds on one rank. cost_model.py has the formulas.
+"""Seconds of micro-batches' passes through a layer on one rank; formulas are in cost_model.py.
 
 Where weights are kept in host memory (``offload_param``), each gather of a layer begins with a copy
 of this rank's part of it, on the same stream: a *fetch*, as long as the rank's shard is large. How

@@ -2,11 +2,12 @@
 
 The step's length T is bisected. Whether a T is possible is asked of frontier.py in two readings:
 the outer one proves that no plan is faster than ``lower_bound``, the inner one finds loads, for
-which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap:
-it is at most that share longer than the best. Both are worked out for even shards, whose
-collectives are faster, and for unequal ones; then rebalance_samples.py moves single samples. The step that the
-plan promises is that of step_simulator.py; where it is not close to the bound, plans of fewer policies are
-searched as well, local_search.py makes the best of each choice better, and the shortest promise is taken.
+which allocation.py then finds the shards and whole layers, exactly. So a plan comes with a gap: it
+is at most that share longer than the best. Both are worked out for even shards, whose collectives
+are faster, and for unequal ones; then rebalance_samples.py moves single samples. The step that the
+plan promises is that of step_simulator.py; where it is not close to the bound, plans of fewer
+policies are searched as well, local_search.py makes the best of each choice better, and the
+shortest promise is taken.
 """
 
 from __future__ import annotations
