@@ -30,8 +30,8 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 # GPU would be in each other's way.
 BESIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: all install demo test test-parity test-gpu test-fuzz test-configs lint format bench \
-    sanitize sanitize-memory sanitize-threads clean
+.PHONY: all install demo check docs test test-parity test-gpu test-fuzz test-configs lint format \
+    bench sanitize sanitize-memory sanitize-threads clean
 
 all: install sanitize
 
@@ -87,6 +87,30 @@ test-configs: install
 	        --seq-len 32 --micro-batch 1 --steps 6 --warmup 1 --eval-sequences 2 \
 	        --out out/test_configs --overwrite; \
 	done
+
+# For everyday work, under two minutes: pyright sees the files that differ from BASE, the tests are
+# those that need no ranks and little torch. CHECK_TESTS: others.
+BASE ?= HEAD
+CHECK_TESTS ?= $(wildcard tests/policy/test_sizes.py tests/policy/test_root_imports.py \
+    tests/unit/test_*.py tests/unit/placement tests/unit/layers/test_layout.py \
+    tests/unit/kernels/test_cpu_adam.py)
+CHANGED = git diff --name-only --diff-filter=d $(BASE) -- 'hytrain/*.py' && \
+    git ls-files --others --exclude-standard -- 'hytrain/*.py'
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
+	$(PYTEST) $(BESIDE) -q -m 'not parity_full and not gpu' $(TEST_ARGS) $(CHECK_TESTS)
+
+# The documents as a site, with every warning an error: build/site/index.html. No network is needed
+# once the tools are installed.
+DOCS_STAMP := $(VENV)/.hytrain-docs-installed
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: install
 	$(BIN)/ruff check .

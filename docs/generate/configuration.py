@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -48,14 +49,14 @@ class Key:
     description: str
 
 
-def keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterator[Key]:
+def all_keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterator[Key]:
     """All keys in the order of the models; a nested section's follow one another."""
     told = _docstrings(model)
     for name, field in model.model_fields.items():
         shown = prefix + (field.alias or name)
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from keys(annotation, f"{shown}.")
+            yield from all_keys(annotation, f"{shown}.")
             continue
         yield Key(
             shown, json.dumps(field.default), _words(annotation), _limits(field), told.get(name, "")
@@ -68,7 +69,7 @@ def fill(markdown: str) -> str:
     Raises:
         ValueError: a key has no heading, or a heading is no key.
     """
-    known = {key.name: key for key in keys()}
+    known = {key.name: key for key in all_keys()}
     found = HEADING.findall(markdown)
     if sorted(found) != sorted(known):
         missing, unknown = set(known) - set(found), set(found) - set(known)
@@ -92,7 +93,7 @@ def _facts(key: Key) -> str:
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     """The string below each field."""
-    tree = ast.parse(inspect.cleandoc(inspect.getsource(model)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     found: dict[str, str] = {}
     for field, below in itertools.pairwise(body):
