@@ -50,7 +50,7 @@ $(STAMP): $(BIN)/python $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --quiet 'setuptools>=70' wheel 'cmake>=3.24' ninja 'pybind11>=2.12'
 	$(BIN)/python -c 'import deepspeed.version' 2>/dev/null \
 	    || DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19,<0.20'
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
 demo: install
@@ -102,14 +102,8 @@ check: install
 	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
 	$(PYTEST) $(BESIDE) -q -m 'not parity_full and not gpu' $(TEST_ARGS) $(CHECK_TESTS)
 
-# The documents as a site, with every warning an error: build/site/index.html. No network is needed
-# once the tools are installed.
-DOCS_STAMP := $(VENV)/.hytrain-docs-installed
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[docs]'
-	touch $@
-
-docs: $(DOCS_STAMP)
+# The documents as a site, with every warning an error: build/site/index.html. No network is used.
+docs: install
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: install
