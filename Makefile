@@ -103,8 +103,9 @@ check: install
 	$(PYTEST) $(BESIDE) -q -m 'not parity_full and not gpu' $(TEST_ARGS) $(CHECK_TESTS)
 
 # The documents as a site, with every warning an error: build/site/index.html. No network is used.
+# (Not with --quiet, under which mkdocs counts no warnings.)
 docs: install
-	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --strict
 
 lint: install
 	$(BIN)/ruff check .

@@ -124,7 +124,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for tool in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(tool) is None:
             pytest.skip(f"{tool} is not installed: make install installs it (extra 'docs')")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     ended = subprocess.run(
         [*command, "--site-dir", str(tmp_path)],
