@@ -30,8 +30,8 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 # GPU would be in each other's way.
 BESIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: all install demo test test-parity test-gpu test-fuzz test-configs lint format bench \
-    sanitize sanitize-memory sanitize-threads clean
+.PHONY: all install demo check docs test test-parity test-gpu test-fuzz test-configs lint format \
+    bench sanitize sanitize-memory sanitize-threads clean
 
 all: install sanitize
 
@@ -50,7 +50,7 @@ $(STAMP): $(BIN)/python $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --quiet 'setuptools>=70' wheel 'cmake>=3.24' ninja 'pybind11>=2.12'
 	$(BIN)/python -c 'import deepspeed.version' 2>/dev/null \
 	    || DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19,<0.20'
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
 demo: install
@@ -87,6 +87,25 @@ test-configs: install
 	        --seq-len 32 --micro-batch 1 --steps 6 --warmup 1 --eval-sequences 2 \
 	        --out out/test_configs --overwrite; \
 	done
+
+# For everyday work, under two minutes: pyright sees the files that differ from BASE, the tests are
+# those that need no ranks and little torch. CHECK_TESTS: others.
+BASE ?= HEAD
+CHECK_TESTS ?= $(wildcard tests/policy/test_sizes.py tests/policy/test_root_imports.py \
+    tests/unit/test_*.py tests/unit/placement tests/unit/layers/test_layout.py \
+    tests/unit/kernels/test_cpu_adam.py)
+CHANGED = git diff --name-only --diff-filter=d $(BASE) -- 'hytrain/*.py' && \
+    git ls-files --others --exclude-standard -- 'hytrain/*.py'
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
+	$(PYTEST) $(BESIDE) -q -m 'not parity_full and not gpu' $(TEST_ARGS) $(CHECK_TESTS)
+
+# The documents as a site, with every warning an error: build/site/index.html. No network is used.
+# (Not with --quiet, under which mkdocs counts no warnings.)
+docs: install
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --strict
 
 lint: install
 	$(BIN)/ruff check .

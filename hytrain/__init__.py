@@ -15,12 +15,21 @@ if TYPE_CHECKING:
     from hytrain.api import initialize, register
     from hytrain.config import HyTrainConfig
     from hytrain.engine.engine import HyTrainEngine
+    from hytrain.optimizer.batches import UnequalBatchSampler
 
-__all__ = ["HyTrainConfig", "HyTrainEngine", "__version__", "initialize", "register"]
+__all__ = [
+    "HyTrainConfig",
+    "HyTrainEngine",
+    "UnequalBatchSampler",
+    "__version__",
+    "initialize",
+    "register",
+]
 
 _HOMES = {
     "HyTrainConfig": "hytrain.config",
     "HyTrainEngine": "hytrain.engine.engine",
+    "UnequalBatchSampler": "hytrain.optimizer.batches",
     "initialize": "hytrain.api",
     "register": "hytrain.api",
 }

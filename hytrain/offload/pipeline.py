@@ -1,7 +1,7 @@
 """The update pipeline: reduced gradients go in, new weights come out, layer by layer.
 
 It runs decisions and holds no policy: which layers are where, what the clip coefficient is and
-when a step is final is decided elsewhere. See DESIGN "preview and commit" for the life of a step.
+when a step is final is decided elsewhere. docs/internals.md has the life of a step.
 """
 
 from __future__ import annotations

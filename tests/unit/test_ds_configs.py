@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for item in value for text in _strings(item)]
     return [value] if isinstance(value, str) else []
-
-
-def _documented_defaults() -> dict[str, Any]:
-    """Key -> default of the README's table of the section."""
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    section = text.split('## The `"hytrain"` section')[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `([a-z_.]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE)
-    return {key: json.loads(default) for key, default in rows}
 
 
 def test_there_are_configs() -> None:
@@ -72,26 +63,3 @@ def test_solve_and_split_differ_in_k_alone() -> None:
     assert solved.pop("hytrain") == {"gpu_fraction": "solve"}
     assert split.pop("hytrain") == {"gpu_fraction": 0.7}
     assert solved == split
-
-
-def _documented_example() -> dict[str, Any]:
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    block = re.split(r"^For example.*:$", text, flags=re.MULTILINE)[1]
-    return json.loads("{" + block.split("\n\n")[1] + "}")
-
-
-def test_readme_example_is_accepted_and_has_every_key() -> None:
-    config = pytest.importorskip("hytrain.config").HyTrainConfig
-    example = _documented_example()
-    section = config.from_deepspeed(example)
-    assert section.model_dump(by_alias=True, mode="json") == example["hytrain"]
-    assert section == config()
-
-
-def test_readme_is_the_schema() -> None:
-    config = pytest.importorskip("hytrain.config").HyTrainConfig
-    defaults: dict[str, Any] = {}
-    for key, value in config().model_dump(by_alias=True).items():
-        inner = value if isinstance(value, dict) else None
-        defaults |= {f"{key}.{k}": v for k, v in inner.items()} if inner else {key: value}
-    assert _documented_defaults() == defaults

@@ -1,4 +1,4 @@
-// The CPU optimizer's passes (DESIGN: preview and commit), on raw pointers.
+// The CPU optimizer's passes (docs/internals.md: why clipping stays exact), on raw pointers.
 //
 // State is S = (p, m, v): fp32 master weights, first and second moment, each n elements.
 // One AdamW step A maps (S, gradient, hyper-parameters) to a new S. The passes are

@@ -1,7 +1,7 @@
 // One thread that owns the CPU update of a rank: it fetches final gradients, runs the optimizer's
 // passes chunk by chunk, and sends the new training copy back, while the caller goes on.
 //
-// Life of a layer's step (DESIGN "preview and commit"):
+// Life of a layer's step (docs/internals.md, "Why clipping stays exact"):
 //   submit_update   commit the pending gradient of the previous step, preview the new one
 //   finalize        the clip coefficient is known: the new gradient becomes pending with its final
 //                   scale; layers previewed with another scale are previewed again

@@ -35,7 +35,7 @@ its shard is, is copied from there before each gather: AG becomes AG + fetch, in
 backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
 host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
 
-These are the limits of a step (DESIGN.md, section 8); step_simulator.py is finer, it walks through
+These are the limits of a step (docs/internals.md); step_simulator.py is finer, it walks through
 the steps of all ranks together. Memory of the GPU, where an element of the training copy has 2 B: 2
 B a parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a GPU-placed
 parameter + the larger of what there is in the passes and at the end of backward:

@@ -32,7 +32,7 @@ _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
 # Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
-# and the launching thread (DESIGN, section 8: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
+# and the launching thread (docs/internals.md: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
 _BESIDE_TRAINING = 0.87
 # In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
 # use, the others on their way.

@@ -37,7 +37,7 @@ WITHIN = 20
 
 @dataclass
 class Machine:
-    """What the steps take now; the model of DESIGN.md section 8."""
+    """What the steps take now; the model of docs/internals.md."""
 
     batch: float = 1.0
     host: float = 1.0

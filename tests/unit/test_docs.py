@@ -1,0 +1,141 @@
+"""The documents name every error and every key; links lead somewhere, examples parse."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hytrain import errors
+from hytrain.config import HyTrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+WITH_LINKS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ds_configs/README.md", *PAGES]
+HEADING = re.compile(r"^#+ (.+?)\s*$", flags=re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _prose(text: str) -> str:
+    """The page without its blocks of code, in which a comment looks like a heading."""
+    return re.sub(r"^( {4}.*)$", "", BLOCK.sub("", text), flags=re.MULTILINE)
+
+
+def _anchor(heading: str) -> str:
+    words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+    return re.sub(r"[\s]+", "-", words)
+
+
+def _anchors(page: Path) -> set[str]:
+    return {_anchor(heading) for heading in HEADING.findall(_prose(_read(page)))}
+
+
+def _broken_links(page: Path) -> list[str]:
+    broken: list[str] = []
+    for target in LINK.findall(BLOCK.sub("", _read(page))):
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            broken.append(target)
+    return broken
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(_read(page)) if name == language]
+
+
+def _generator() -> ModuleType:
+    path = DOCS / "generate" / "configuration.py"
+    spec = importlib.util.spec_from_file_location("docs_configuration", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_error_has_its_cause_and_remedy() -> None:
+    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    names = {c.__name__ for c in classes if issubclass(c, errors.HyTrainError)}
+    assert len(names) > 10
+    assert names <= set(HEADING.findall(_read(DOCS / "troubleshooting.md")))
+
+
+def test_every_key_is_on_its_page() -> None:
+    generator, page = _generator(), _read(DOCS / "configuration.md")
+    filled = generator.fill(page)  # refuses keys without a heading and headings without a key
+    for key in generator.all_keys():
+        assert f"### `{key.name}`\n\n*{key.type}" in filled
+        assert key.description
+    with pytest.raises(ValueError, match=r"offload\.cpu_threads"):
+        generator.fill(page.replace("### `offload.cpu_threads`", ""))
+
+
+def test_the_example_of_all_keys_is_the_default() -> None:
+    example = json.loads("{" + _generator().example() + "}")
+    assert HyTrainConfig.from_deepspeed(example) == HyTrainConfig()
+    assert _generator().EXAMPLE in _read(DOCS / "configuration.md")
+
+
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    assert _broken_links(page) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](page.md#one) [b](page.md#two) [c](gone.md) [d](#one)\n")
+    assert _broken_links(page) == ["page.md#two", "gone.md"]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)
+def test_examples_parse(page: Path) -> None:
+    for text in _blocks(page, "python"):
+        ast.parse(text)
+    for text in _blocks(page, "json"):
+        config: dict[str, Any] = json.loads(text if text.startswith("{") else "{" + text + "}")
+        assert HyTrainConfig.from_deepspeed(config) is not None
+
+
+def test_readme_has_its_examples() -> None:
+    assert _blocks(ROOT / "README.md", "json")
+    assert len(_blocks(ROOT / "README.md", "python")) == 2
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for tool in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(tool) is None:
+            pytest.skip(f"{tool} is not installed: make install installs it (extra 'docs')")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    ended = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    api = _read(tmp_path / "api.html")
+    members = re.findall(r"^ {8}- (\w+)$", _read(DOCS / "api.md"), flags=re.MULTILINE)
+    assert len(members) > 10
+    assert [name for name in members if f'id="hytrain.HyTrainEngine.{name}"' not in api] == []
