@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import hytrain
-from experiments.offload_step.model import Batch, build_batches, build_model
-from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
-from experiments.offload_step.systems.base import loss_of
-from experiments.offload_step.systems.hytrain import config_of
+from experiments.common.model import Batch, build_batches, build_model
+from experiments.common.records import Entry, Job, Json, Measurement, Workload
+from experiments.common.systems.base import loss_of
+from experiments.common.systems.hytrain import config_of
 from hytrain.layers.state import LayerState
 from hytrain.optim.accumulation import make_accumulation
 

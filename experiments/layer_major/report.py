@@ -8,7 +8,7 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step.records import Json, read_json
+from experiments.common.records import Json, read_json
 
 MOST_OVER_REFERENCE = 1.08
 """Layer-major's step over forward and backward with recomputed blocks."""

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 
 import torch
 
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import build_batches, build_model
-from experiments.offload_step.records import Job, Json, Measurement, Workload
-from experiments.offload_step.sizes import model_flops
-from experiments.offload_step.systems.forward_backward import ForwardBackward
-from experiments.offload_step.systems.hytrain import HyTrain, config_of
-from experiments.offload_step.timing import Stepper, Timing, measure, synchronize
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import build_batches, build_model
+from experiments.common.records import Job, Json, Measurement, Workload
+from experiments.common.sizes import model_flops, plain_flops, register
+from experiments.common.systems.forward_backward import ForwardBackward
+from experiments.common.systems.hytrain import HyTrain, config_of
+from experiments.common.timing import Stepper, Timing, measure, synchronize
 from experiments.solve_k.metrics import metrics_lines
 from experiments.solve_k.recorder import Recorder
-from experiments.solve_k.sizes import plain_flops, register
 from hytrain.kernels.host_room import available_host_bytes
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.prediction import predict

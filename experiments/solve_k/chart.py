@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 from experiments.solve_k.summary import GIB, measured_points, part_name, reference_seconds
 
 INK, GRID, LIMIT = "#333333", "#dddddd", "#888888"

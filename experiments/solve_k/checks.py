@@ -6,12 +6,11 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check, host_bytes
-from experiments.offload_step.checks import measured as offload_measured
-from experiments.offload_step.checks import step_seconds as offload_seconds
-from experiments.offload_step.parts import REFERENCE
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import REFERENCE, Check, host_bytes
+from experiments.common.checks import measured as offload_measured
+from experiments.common.checks import step_seconds as offload_seconds
+from experiments.common.records import Json
 from experiments.solve_k.others_report import largest
 from experiments.solve_k.points import errors, largest_error
 from experiments.solve_k.summary import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import Json
 from experiments.solve_k.recorder import HOST_MEMORY_LOW
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from experiments.offload_step.records import Entry, Json
+from experiments.common.records import Entry, Json
 
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 from experiments.solve_k.points import errors, largest_error
 
 GIB = 2**30

@@ -13,8 +13,9 @@ import time
 import traceback
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Job
+from experiments.common import records
+from experiments.common.processes import end
+from experiments.common.records import Job
 from experiments.solve_k.recorder import HostMemoryGuard, Recorder
 
 GIB = 2**30
@@ -70,9 +71,4 @@ def main(arguments: list[str], begin: float) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], time.monotonic())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tearing down an interpreter with tens of GiB of page-locked memory can take longer than the
-    # measurement, and threads that other packages leave behind can keep it from ending.
-    os._exit(code)
+    end(main(sys.argv[1:], time.monotonic()))

@@ -17,16 +17,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hytrain
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import Batch, build_model, model_config
-from experiments.offload_step.records import Json, Workload
-from experiments.offload_step.systems.base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
-from experiments.solve_k.sizes import register
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import Batch, build_model, model_config
+from experiments.common.ranks import DataParallel, Ranks
+from experiments.common.records import Json, Workload
+from experiments.common.sizes import register
+from experiments.common.systems.base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, Case
 from experiments.unequal_gpus.green import Limited, limited_stream
 from experiments.unequal_gpus.measure import Passes, collector_pauses, passes_of_size
-from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.config import BatchShares
 from hytrain.kernels.host_room import host_memory_pools

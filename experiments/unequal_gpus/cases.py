@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 from experiments.unequal_gpus.cases import GIB
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.planner.baselines import even_split

@@ -13,9 +13,9 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import Check
+from experiments.common.records import Json
 from experiments.unequal_gpus import checks
 from experiments.unequal_gpus.cases import GIB
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 from experiments.unequal_gpus.cases import Case
 from hytrain.placement.errors import MemoryBudgetError
 from hytrain.planner.profile_file import DeviceProfile, ProfileFile

@@ -18,10 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hytrain
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import build_batches, build_model, model_config
-from experiments.offload_step.records import Json, Workload, read_json, write_json
-from experiments.offload_step.timing import synchronize
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import build_batches, build_model, model_config
+from experiments.common.processes import end
+from experiments.common.records import Json, Workload, read_json, write_json
+from experiments.common.timing import synchronize
 
 
 def config_of(job: Json) -> Json:
@@ -147,8 +148,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tens of GiB of page-locked memory take long to be torn down by the interpreter.
-    os._exit(code)
+    end(main(sys.argv[1:]))

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Entry, Json
+from experiments.common import records
+from experiments.common.records import Entry, Json
 from experiments.solve_k import plans, run
 from experiments.solve_k.bench import Bench
 from experiments.solve_k.metrics import metrics_lines

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from unequal_cases import case, device, profile_stage, record, stage, trained
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.group import REFUSED, Work
+from experiments.common.records import Json
 from experiments.unequal_gpus import checks, report
 from experiments.unequal_gpus.cases import cases_of, comparing_waits
-from experiments.unequal_gpus.group import REFUSED, Work
 
 PLAN: Json = {
     "planned": {

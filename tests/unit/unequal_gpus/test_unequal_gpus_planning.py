@@ -7,6 +7,7 @@ import math
 import pytest
 from unequal_cases import case, device, profiled
 
+from experiments.common.group import divide_cores
 from experiments.unequal_gpus.cases import (
     GIB,
     PARTS,
@@ -16,7 +17,6 @@ from experiments.unequal_gpus.cases import (
     stages_of,
     waves,
 )
-from experiments.unequal_gpus.group import divide_cores
 from experiments.unequal_gpus.planning import (
     Limits,
     alone_of,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.offload_step.records import OK, read_json
+from experiments.common.records import OK, read_json
 from experiments.unequal_gpus import planning
 from hytrain.planner.loads import Collectives, gpu_bytes, load
 from hytrain.planner.problem import PlanProblem

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.offload_step.records import read_json
+from experiments.common.records import read_json
 from experiments.unequal_gpus import planning
 from experiments.unequal_gpus.cases import GIB, OFFLOAD
 from hytrain.planner import plan as plan_module

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from unequal_cases import record, stage
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.group import Place, allocator_settings, environment
+from experiments.common.records import Json
 from experiments.unequal_gpus import checks, run
 from experiments.unequal_gpus.cases import cases_of
-from experiments.unequal_gpus.group import Place, allocator_settings, environment
 from experiments.unequal_gpus.report import run_line, text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import Json
 from experiments.unequal_gpus.cases import GIB, Case
 
 PARAMETERS = 2_900_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import Json
 from experiments.weak_scaling import report, run
 from experiments.weak_scaling.stages import launches, stages_of
 from experiments.weak_scaling.worker import job_of

@@ -1,6 +1,6 @@
 """What is done once before anything is timed: DeepSpeed's compiled Adam, and host memory.
 
-    python -m experiments.offload_step.prepare adam | memory GIB
+    python -m experiments.common.prepare adam | memory GIB
 
 Both may run at the same time: compiling uses little memory, and filling memory few cores.
 """
@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from experiments.offload_step.memory import GIB
+from experiments.common.memory import GIB
 
 
 def build_adam() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from experiments.offload_step.records import Workload
-from experiments.offload_step.sizes import size_of
+from experiments.common.records import Workload
+from experiments.common.sizes import size_of
 
 Batch = dict[str, torch.Tensor]
 MakeModel = Callable[[torch.dtype], torch.nn.Module]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job
-from experiments.offload_step.systems.base import System, loss_of
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job
+from experiments.common.systems.base import System, loss_of
 
 
 class ForwardBackward(System):

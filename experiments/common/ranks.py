@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 
 
 class DataParallel:

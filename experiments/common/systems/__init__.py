@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from experiments.offload_step.systems.base import Build
+from experiments.common.systems.base import Build
 
 NAMES = (
     "forward_backward",
@@ -21,5 +21,5 @@ def load(name: str) -> Build:
     """The `build` function of a system; imports it only now, since each needs its own packages."""
     if name not in NAMES:
         raise ValueError(f"system {name!r} is unknown: choose one of {', '.join(NAMES)}")
-    module = importlib.import_module(f"experiments.offload_step.systems.{name}")
+    module = importlib.import_module(f"experiments.common.systems.{name}")
     return module.build

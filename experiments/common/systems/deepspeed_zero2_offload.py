@@ -1,17 +1,17 @@
-"""DeepSpeed ZeRO-3 offload of the optimizer; the weights stay on the GPU."""
+"""DeepSpeed ZeRO-2 offload: gradients move to the host during backward, Adam runs after it."""
 
 from __future__ import annotations
 
-from experiments.offload_step.model import MakeModel
-from experiments.offload_step.records import Job
-from experiments.offload_step.systems.base import System
-from experiments.offload_step.systems.deepspeed_common import build_deepspeed
+from experiments.common.model import MakeModel
+from experiments.common.records import Job
+from experiments.common.systems.base import System
+from experiments.common.systems.deepspeed_common import build_deepspeed
 
 
 def build(make_model: MakeModel, job: Job) -> System:
     """Options: `threads`, the CPU thread counts to try."""
     zero = {
-        "stage": 3,
+        "stage": 2,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},

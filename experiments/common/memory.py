@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ import copy
 import deepspeed
 import torch
 
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job, Json
-from experiments.offload_step.systems.base import (
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job, Json
+from experiments.common.systems.base import (
     BETAS,
     EPS,
     LEARNING_RATE,

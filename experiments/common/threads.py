@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.offload_step.records import Json
-from experiments.offload_step.timing import Stepper
+from experiments.common.records import Json
+from experiments.common.timing import Stepper
 
 TRIES = 2
 """Steps for each candidate; the faster one counts."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from experiments.offload_step.memory import HostMemorySampler, reset_gpu_peak
-from experiments.offload_step.model import Batch
-from experiments.offload_step.records import Json, Measurement
-from experiments.offload_step.systems.base import System
+from experiments.common.memory import HostMemorySampler, reset_gpu_peak
+from experiments.common.model import Batch
+from experiments.common.records import Json, Measurement
+from experiments.common.systems.base import System
 
 MIN_WARMUP = 2
 """Steps before a slow system is timed; the first step of most systems allocates and calibrates."""

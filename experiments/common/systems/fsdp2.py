@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job
-from experiments.offload_step.systems.base import System, fused_adamw, loss_of
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job
+from experiments.common.systems.base import System, fused_adamw, loss_of
 
 
 class Fsdp2(System):

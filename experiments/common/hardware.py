@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from experiments.offload_step.launch import REPOSITORY
-from experiments.offload_step.records import Json
-from experiments.offload_step.threads import usable_cores
+from experiments.common.processes import REPOSITORY
+from experiments.common.records import Json
+from experiments.common.threads import usable_cores
 
 PACKAGES = ("torch", "deepspeed", "transformers", "hytrain")
 

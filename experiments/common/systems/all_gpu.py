@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job, Json
-from experiments.offload_step.systems.base import System, fused_adamw, loss_of
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job, Json
+from experiments.common.systems.base import System, fused_adamw, loss_of
 
 
 class AllGpu(System):

@@ -12,10 +12,10 @@ import dataclasses
 import torch
 
 import hytrain
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job, Json
-from experiments.offload_step.systems.base import System, loss_of
-from experiments.offload_step.systems.deepspeed_common import base_config
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job, Json
+from experiments.common.systems.base import System, loss_of
+from experiments.common.systems.deepspeed_common import base_config
 
 
 def config_of(job: Job) -> Json:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.offload_step.model import MakeModel
-from experiments.offload_step.records import Job
-from experiments.offload_step.systems.base import System
-from experiments.offload_step.systems.deepspeed_common import build_deepspeed
+from experiments.common.model import MakeModel
+from experiments.common.records import Job
+from experiments.common.systems.base import System
+from experiments.common.systems.deepspeed_common import build_deepspeed
 
 SUB_GROUP_SIZE = 100_000_000
 """DeepSpeed splits by whole sub-groups. Its default of 1e9 elements gives a 3 B model three of

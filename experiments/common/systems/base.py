@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from experiments.offload_step.model import Batch, MakeModel
-from experiments.offload_step.records import Job, Json
+from experiments.common.model import Batch, MakeModel
+from experiments.common.records import Job, Json
 
 LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.999)

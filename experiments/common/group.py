@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from experiments.offload_step import records
-from experiments.offload_step.launch import REPOSITORY, extensions_dir, free_port, stop, tail
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.processes import REPOSITORY, extensions_dir, free_port, stop, tail
+from experiments.common.records import Json
 
 REFUSED = "refused"
 """The status of a stage that hytrain or the planner refused on all ranks: they go on."""
@@ -124,7 +124,7 @@ def describe_beside(result: Json, device: str, gpus: int) -> threading.Thread:
     result["hardware"] = beside
 
     def describe() -> None:
-        from experiments.offload_step import hardware
+        from experiments.common import hardware
 
         # One assignment: somebody may be writing the result to its file.
         result["hardware"] = {**hardware.describe(device), **beside}
