@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Callable
 
 from experiments.common import records
 from experiments.common.records import Json
-
-GIB = 2**30
 
 REFERENCE = "forward_backward"
 """Label and system of forward and backward only: the limit that the others are compared with."""
@@ -55,6 +54,16 @@ def step_seconds(part: Json, label: str) -> float | None:
     """The median over a label's repeats; None where none was measured."""
     seconds = [result["step_seconds"] for result in measured(part, label)]
     return statistics.median(seconds) if seconds else None
+
+
+def time_ratio(above: str, below: str) -> Callable[[Json], float | None]:
+    """How many times longer `above` takes than `below`."""
+
+    def of_part(part: Json) -> float | None:
+        a, b = step_seconds(part, above), step_seconds(part, below)
+        return None if a is None or b is None else a / b
+
+    return of_part
 
 
 def host_bytes(result: Json) -> int:

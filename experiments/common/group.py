@@ -126,7 +126,7 @@ def describe_beside(result: Json, device: str, gpus: int) -> threading.Thread:
     def describe() -> None:
         from experiments.common import hardware
 
-        # One assignment: somebody may be writing the result to its file.
+        # One assignment: another thread may be writing the result file.
         result["hardware"] = {**hardware.describe(device), **beside}
 
     thread = threading.Thread(target=describe, name="hardware", daemon=True)
@@ -141,7 +141,7 @@ class Group:
         """
         Args:
             module: run as `python -m module JOB.json FOLDER`.
-            job: what its processes are told.
+            job: what its processes are given.
             place: where they run.
             folder: for the job, the logs, and each rank's results; made anew.
         """
@@ -232,17 +232,17 @@ class Work:
     ) -> None:
         """Takes over what the ranks have written; once they have ended, also what is missing.
 
-        A stage has the status of the rank that failed. Where nobody says why the processes ended,
+        A stage has the status of the rank that failed. Where no rank says why the processes ended,
         it was the first stage without a result.
         """
         for stage in self.left():
             name = stage["name"]
             found = [rank.get(name) for rank in ranks]
-            told = [one for one in found if one is not None]
-            bad = [one for one in told if one["status"] != records.OK]
-            if len(told) < len(found) and not (ended and bad):
+            reported = [one for one in found if one is not None]
+            bad = [one for one in reported if one["status"] != records.OK]
+            if len(reported) < len(found) and not (ended and bad):
                 continue
-            status = worst([one["status"] for one in told])
+            status = worst([one["status"] for one in reported])
             self.results[name] = {"status": status, "ranks": found}
             if status not in CONTINUED:
                 self.results[name]["log"] = list(log)

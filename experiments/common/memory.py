@@ -10,8 +10,6 @@ import torch
 
 from experiments.common.records import Json
 
-GIB = 2**30
-
 
 def _kilobyte_fields(path: str) -> dict[str, int]:
     """The `Name:   123 kB` lines of a file under /proc, in bytes."""

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from experiments.common.memory import GIB
+from experiments.common.records import GIB
 
 
 def build_adam() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
+GIB = 2**30
+
 SCHEMA = 1
 
 OK = "ok"
@@ -60,7 +62,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that the measuring process is told."""
+    """Everything that the measuring process is given."""
 
     entry: Entry
     workload: Workload

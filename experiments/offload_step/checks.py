@@ -9,29 +9,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from experiments.common.checks import (
-    GIB,
-    REFERENCE,
-    Check,
-    host_bytes,
-    measured,
-    step_seconds,
-)
-from experiments.common.records import Json
+from experiments.common.checks import REFERENCE, Check, host_bytes, measured, time_ratio
+from experiments.common.records import GIB, Json
 from experiments.common.sizes import size_of
 
 HOST_BYTES_PER_PARAMETER = 15.0
 HOST_EXTRA_BYTES = 3 * GIB
-
-
-def time_ratio(above: str, below: str) -> Callable[[Json], float | None]:
-    """How many times longer `above` takes than `below`."""
-
-    def of_part(part: Json) -> float | None:
-        a, b = step_seconds(part, above), step_seconds(part, below)
-        return None if a is None or b is None else a / b
-
-    return of_part
 
 
 def busy_share(label: str) -> Callable[[Json], float | None]:

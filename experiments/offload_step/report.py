@@ -19,17 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import records
-from experiments.common.checks import REFERENCE
-from experiments.common.records import Json
+from experiments.common.checks import REFERENCE, host_bytes, measured, step_seconds
+from experiments.common.records import GIB, Json
 from experiments.common.tables import CHECK_HEADER, check_rows, hardware_lines, markdown, slug_of
-from experiments.offload_step.checks import (
-    GIB,
-    check_all,
-    gpu_peak,
-    host_bytes,
-    measured,
-    step_seconds,
-)
+from experiments.offload_step.checks import check_all, gpu_peak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -157,7 +150,7 @@ def _row(part: Json, label: str) -> list[str]:
 
 
 def _threads_text(part: Json) -> list[str]:
-    """The CPU threads of the systems that are told a number, as 'label: chosen of those tried'."""
+    """The CPU threads of the systems that are given a number, as 'label: chosen of those tried'."""
     texts = []
     for record in part["records"]:
         chosen = (record["result"] or {}).get("threads", {}).get("threads")

@@ -29,7 +29,7 @@ from experiments.common.timing import Stepper, Timing, measure, synchronize, war
 
 
 def busy_share(timing: Timing) -> float | None:
-    """Share of the measured time in which the CPU worker was updating; None where none is told."""
+    """Share of the measured time in which the CPU worker updated; None without a worker."""
     rows = [row for row in timing.observations if "update_seconds" in row]
     if not rows:
         return None

@@ -8,7 +8,8 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class Placed(HyTrain):
 
 
 @contextlib.contextmanager
-def dropped_gradients(model: torch.nn.Module) -> Iterator[None]:
+def dropped_gradients(model: torch.nn.Module) -> Generator[None]:
     """Each gradient is freed as soon as it is final; a model too large would keep them all."""
 
     def drop(parameter: torch.Tensor) -> None:
@@ -302,7 +303,7 @@ class Bench:
         }
 
 
-def _checkpoint(model: torch.nn.Module) -> None:
+def _checkpoint(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -314,8 +315,8 @@ def plan_of(windows: int, steps: int) -> Measurement:
 
 def clipped_share(rows: list[Json]) -> float | None:
     """Share of the steps in which clipping acted, of those that tell."""
-    told = [row["clip_coefficient"] for row in rows if row["clip_coefficient"] is not None]
-    return sum(value < 1.0 for value in told) / len(told) if told else None
+    coefficients = [row["clip_coefficient"] for row in rows if row["clip_coefficient"] is not None]
+    return sum(value < 1.0 for value in coefficients) / len(coefficients) if coefficients else None
 
 
 def _brief(row: Json) -> Json:

@@ -11,9 +11,9 @@ from experiments.solve_k.recorder import METRICS, RUNNING
 
 
 def outcome(code: int | None, result: Json | None, lines: list[str]) -> str:
-    """How a measuring process ended; its result says so, unless it was broken off."""
-    told = result if result is not None and result["status"] != RUNNING else None
-    return status_of(code, told, lines)
+    """How a measuring process ended; its result says so, unless the process was ended early."""
+    known = result if result is not None and result["status"] != RUNNING else None
+    return status_of(code, known, lines)
 
 
 def run_job(job: Job, folder: Path, limit: float) -> Json:

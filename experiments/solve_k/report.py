@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import records
 from experiments.common.checks import REFERENCE
-from experiments.common.records import Json
+from experiments.common.records import GIB, Json
 from experiments.common.tables import CHECK_HEADER, check_rows, hardware_lines, markdown, slug_of
 from experiments.solve_k.chart import chart
 from experiments.solve_k.checks import (
@@ -38,7 +38,6 @@ from experiments.solve_k.others_report import HEADER as SEARCH_HEADER
 from experiments.solve_k.others_report import is_search
 from experiments.solve_k.others_report import rows as search_rows
 from experiments.solve_k.summary import (
-    GIB,
     batch_changes,
     lowerings,
     measured_points,
@@ -77,7 +76,7 @@ OTHERS_HEADER = ("model", "system", "host bytes a parameter", "would need, GiB o
 EXPLANATION = """\
 `x fwd+bwd` is the step over forward and backward only, of the same process, before and after.
 `predicted` is the error of the prediction that was made from the costs at the solved k; in brackets
-that of the same costs, told how often the steps at that k were clipped. `fixed` k are in the order
+that of the same costs, given how often the steps at that k were clipped. `fixed` k are in the order
 of k, not in that of time: every second one was measured going up, the others coming down. Host
 memory is the process's resident set. `exposed` is time in which the GPU stood still for weights.
 """
@@ -152,10 +151,10 @@ def _row(start: list[str], timed: Json, limit: float | None, predicted: str = ""
     ]
 
 
-def _predicted(layers: int, found: dict[int, float], told: dict[int, float]) -> str:
+def _predicted(layers: int, found: dict[int, float], known: dict[int, float]) -> str:
     if layers not in found:
         return ""
-    more = f" ({told[layers]:+.1%})" if layers in told else ""
+    more = f" ({known[layers]:+.1%})" if layers in known else ""
     return f"{found[layers]:+.1%}{more}"
 
 
@@ -173,9 +172,9 @@ def rows_of(part: Json, record: Json) -> list[list[str]]:
     for each in batch_changes(result):
         rows.append(_row([*start, f"batch {each['batch']}"], each["timed"], None))
     found = solved_errors(result) or {}
-    told = clipping_known_errors(result)
+    known = clipping_known_errors(result)
     for point in sorted(measured_points(result), key=lambda p: (p["gpu_layers"], p["at_step"])):
-        text = _predicted(point["gpu_layers"], found, told)
+        text = _predicted(point["gpu_layers"], found, known)
         rows.append(_row([*start, "fixed k"], point, limit, text))
     if "reference_again" in result:
         rows.append(_row([*start, "forward and backward only"], result["reference_again"], limit))

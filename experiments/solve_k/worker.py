@@ -15,10 +15,8 @@ from pathlib import Path
 
 from experiments.common import records
 from experiments.common.processes import end
-from experiments.common.records import Job
+from experiments.common.records import GIB, Job
 from experiments.solve_k.recorder import HostMemoryGuard, Recorder
-
-GIB = 2**30
 
 
 def limit_cores(count: int) -> list[int]:
@@ -49,7 +47,7 @@ def run_job(job: Job, recorder: Recorder, begin: float) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU had no room; torch is imported by then, or it was something else."""
+    """Whether GPU memory was not enough; torch is imported by then, or it was something else."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 

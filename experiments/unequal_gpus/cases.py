@@ -7,8 +7,6 @@ import itertools
 
 from experiments.common.records import Json
 
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:

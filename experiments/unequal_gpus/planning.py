@@ -1,12 +1,11 @@
-"""From a profile to a plan, and what each run is told. Plain data, no torch."""
+"""From a profile to a plan, and what each run is configured with. Plain data, no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.common.records import Json
-from experiments.unequal_gpus.cases import GIB
+from experiments.common.records import GIB, Json
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.planner.baselines import even_split
 from hytrain.planner.errors import PlanError
@@ -20,7 +19,7 @@ from hytrain.planner.result import Plan
 from hytrain.planner.uneven import Infeasible
 
 LEAST_SHARD = 1e-4
-"""Of the state: nobody may own nothing."""
+"""Of the state: every rank must own some of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ SETTINGS = (
     *("model", "layers", "seq", "sms", "counts", "profile_seconds"),
     *("warmup", "steps", "even_steps"),
 )
-"""Options that the processes are told."""
+"""Options that the processes are given."""
 
 CLOSING_SECONDS = 5.0
 """Kept free at the end of the time."""
@@ -187,7 +187,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.label in wanted]
 
 
-def told_sms(path: Path) -> dict[str, int]:
+def sms_from_result(path: Path) -> dict[str, int]:
     """The table that --sms would have, from a result of part slowdown.
 
     Raises:
@@ -262,7 +262,7 @@ def main(arguments: list[str]) -> int:
     try:
         cases = chosen(options)
         if options.sms_from is not None:
-            options.sms = told_sms(options.sms_from)
+            options.sms = sms_from_result(options.sms_from)
         gpus = options.gpus or max(case.num_ranks for case in cases)
         planned = waves(cases, gpus)
     except ValueError as error:

@@ -16,12 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import records
 from experiments.common.checks import Check
-from experiments.common.records import Json
+from experiments.common.records import GIB, Json
 from experiments.weak_scaling.stages import NAMES
 
 EFFICIENCY = 0.92
-GIB = 2**30
-
 Measured = dict[tuple[str, int], Json]
 """(stage's name, GPUs) -> {"step_seconds", "samples_per_second", ...}."""
 

@@ -87,11 +87,11 @@ def build_adam(where: Place, limit: float) -> Json:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=env, capture_output=True, timeout=limit, check=False
         )
-        told = (done.stdout + done.stderr).decode(errors="replace").splitlines()[-3:]
+        log = (done.stdout + done.stderr).decode(errors="replace").splitlines()[-3:]
         code: int | None = done.returncode
     except subprocess.TimeoutExpired:
-        told, code = ["timed out"], None
-    return {"exit_status": code, "log": told, "seconds": time.monotonic() - begin}
+        log, code = ["timed out"], None
+    return {"exit_status": code, "log": log, "seconds": time.monotonic() - begin}
 
 
 def measure(options: argparse.Namespace, planned: Sequence[Launch], command: str) -> Json:

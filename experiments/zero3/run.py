@@ -22,9 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.hardware import describe
-from experiments.common.memory import GIB
 from experiments.common.processes import REPOSITORY, free_port
-from experiments.common.records import Json, read_json, write_json
+from experiments.common.records import GIB, Json, read_json, write_json
 from experiments.common.sizes import SIZES
 
 MODES: dict[str, Json] = {
@@ -67,7 +66,7 @@ def weight_bytes(model: str) -> int:
 
 
 def job_of(options: argparse.Namespace, mode: str) -> Json:
-    """What a mode's ranks are told."""
+    """What a mode's ranks are given."""
     settings = MODES[mode]
     capped = settings.get("capped", False)
     ranks = options.ranks

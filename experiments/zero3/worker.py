@@ -7,6 +7,7 @@ RANK and WORLD_SIZE come from the environment, as a launcher sets them.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
 from experiments.common.model import build_batches, build_model, model_config
 from experiments.common.processes import end
 from experiments.common.records import Json, Workload, read_json, write_json
+from experiments.common.systems.base import OPTIMIZER
 from experiments.common.timing import synchronize
 
 
@@ -41,7 +43,7 @@ def config_of(job: Json) -> Json:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "optimizer": copy.deepcopy(OPTIMIZER),
         "steps_per_print": 10**9,
         "hytrain": section,
     }
@@ -61,7 +63,7 @@ def make_model(job: Json, workload: Workload) -> Any:
     rotary = model.model.rotary_emb
     model = model.to_empty(device="cpu")
     # Random numbers for the whole model would take the host minutes: one parameter at a time is
-    # made on the device, which has room for it, and copied.
+    # made on the device, which has the memory for it, and copied.
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             values = torch.ones_like(parameter, device=workload.device)

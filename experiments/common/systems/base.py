@@ -15,6 +15,17 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
 
+OPTIMIZER: Json = {
+    "type": "AdamW",
+    "params": {
+        "lr": LEARNING_RATE,
+        "betas": list(BETAS),
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+    },
+}
+"""The "optimizer" section of a DeepSpeed JSON."""
+
 
 def fused_adamw(parameters: Iterable[torch.nn.Parameter] | list[torch.Tensor]) -> torch.optim.AdamW:
     """torch's fused AdamW, on whatever device the parameters are."""

@@ -9,14 +9,7 @@ import torch
 
 from experiments.common.model import Batch, MakeModel
 from experiments.common.records import Job, Json
-from experiments.common.systems.base import (
-    BETAS,
-    EPS,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    System,
-    loss_of,
-)
+from experiments.common.systems.base import OPTIMIZER, System, loss_of
 
 
 def base_config(job: Job) -> Json:
@@ -26,15 +19,7 @@ def base_config(job: Job) -> Json:
         "gradient_accumulation_steps": job.entry.options.get("accumulation", 1),
         "gradient_clipping": job.entry.clip or 0.0,
         "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": LEARNING_RATE,
-                "betas": list(BETAS),
-                "eps": EPS,
-                "weight_decay": WEIGHT_DECAY,
-            },
-        },
+        "optimizer": copy.deepcopy(OPTIMIZER),
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }

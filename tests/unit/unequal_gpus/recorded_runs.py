@@ -12,7 +12,7 @@ _DATA = read_json(Path(__file__).with_suffix(".json"))
 
 
 class Trained(NamedTuple):
-    """What a rank of a run was told, and what it had allocated at most."""
+    """What a rank of a run was given, and what it had allocated at most."""
 
     rank: int
     samples: int

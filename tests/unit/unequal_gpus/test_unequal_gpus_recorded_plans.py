@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 from recorded_runs import profile
 
+from experiments.common.records import GIB
 from experiments.unequal_gpus import planning
-from experiments.unequal_gpus.cases import GIB, OFFLOAD
+from experiments.unequal_gpus.cases import OFFLOAD
 from hytrain.planner import plan as plan_module
 from hytrain.planner.plan import make_plan
 from hytrain.planner.policies import ACTIVATIONS, LAYER_MAJOR, Activations

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.common import records
-from experiments.common.records import Json
-from experiments.unequal_gpus.cases import GIB, Case
+from experiments.common.records import GIB, Json
+from experiments.unequal_gpus.cases import Case
 
 PARAMETERS = 2_900_000_000
 
