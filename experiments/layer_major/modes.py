@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 import hytrain
-from experiments.offload_step.model import Batch, build_batches, build_model
-from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
-from experiments.offload_step.systems.base import loss_of
-from experiments.offload_step.systems.hytrain import config_of
+from experiments.common.model import Batch, build_batches, build_model
+from experiments.common.records import Entry, Job, Json, Measurement, Workload
+from experiments.common.systems.base import loss_of
+from experiments.common.systems.hytrain import config_of
 from hytrain.layer_major.accumulation import make_accumulation
+from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.model.layer_state import LayerState
 
 CHECKPOINTING = {"use_reentrant": False}
@@ -99,7 +100,10 @@ class Engine:
     def accumulation(self, **keys: str) -> Any:
         """What the engine would use with these keys in its "hytrain" section."""
         config = self.engine.hytrain_config.model_copy(update=keys)
-        return make_accumulation(config, self.engine, self.model, self.engine.optimizer)
+        optimizer = self.engine.optimizer
+        passes = LayerPasses(optimizer.passes, optimizer.free_gpu_memory)
+        device = optimizer.pipeline.streams.device
+        return make_accumulation(config, self.engine, self.model, passes, device)
 
     def step(self, accumulation: Any) -> torch.Tensor:
         """``engine.train_batch`` in one of the ways."""

@@ -8,7 +8,7 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step.records import Json, read_json
+from experiments.common.records import GIB, Json, read_json
 
 MOST_OVER_REFERENCE = 1.08
 """Layer-major's step over forward and backward with recomputed blocks."""
@@ -17,7 +17,6 @@ GRADIENT_TOLERANCE = 0.02
 """Of a layer's largest gradient: bf16 sums of 4 micro-batches, in kernels that add in any order."""
 
 REFERENCE = "forward and backward only, checkpointed blocks"
-GIB = 2**30
 
 
 def seconds_of(result: Json, label: str) -> float:

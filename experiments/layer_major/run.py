@@ -21,10 +21,10 @@ from typing import Any
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.processes import end, free_port
+from experiments.common.records import Json, Workload, write_json
+from experiments.common.sizes import SIZES, model_flops, size_of
 from experiments.layer_major.report import table
-from experiments.offload_step.launch import free_port
-from experiments.offload_step.records import Json, Workload, write_json
-from experiments.offload_step.sizes import SIZES, model_flops, size_of
 
 CLOSING_SECONDS = 5.0
 """Kept free at the end of the time."""
@@ -73,8 +73,8 @@ def compare_gradients(engine: Any, modes: Sequence[Any]) -> Json:
 
 def turn(mode: Any, steps: int, device: str) -> Json:
     """A step that is not timed, then some that are; one wait at each end."""
-    from experiments.offload_step.memory import gpu_memory, reset_gpu_peak
-    from experiments.offload_step.timing import synchronize
+    from experiments.common.memory import gpu_memory, reset_gpu_peak
+    from experiments.common.timing import synchronize
 
     mode.step()
     synchronize(device)
@@ -89,8 +89,8 @@ def turn(mode: Any, steps: int, device: str) -> Json:
 
 def measure(options: argparse.Namespace, began: float) -> Json:
     """All rounds, as many as there is time for."""
+    from experiments.common.hardware import describe
     from experiments.layer_major import modes as ways
-    from experiments.offload_step.hardware import describe
 
     workload = Workload(
         model=options.model, batch=options.batch, seq=options.seq, device=options.device
@@ -155,8 +155,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Giving tens of GiB of page-locked memory back can take longer than the measurement.
-    os._exit(code)
+    end(main(sys.argv[1:]))

@@ -6,72 +6,15 @@ and the claim is decided by the worst of them.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable
 
-from experiments.offload_step import records
-from experiments.offload_step.parts import REFERENCE
-from experiments.offload_step.records import Json
-from experiments.offload_step.sizes import size_of
-
-GIB = 2**30
+from experiments.common.checks import REFERENCE, Check, host_bytes, measured, time_ratio
+from experiments.common.records import GIB, Json
+from experiments.common.sizes import size_of
 
 HOST_BYTES_PER_PARAMETER = 15.0
 HOST_EXTRA_BYTES = 3 * GIB
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """One claim: what was measured, and the limit."""
-
-    claim: str
-    value: float | None
-    """None: not measured."""
-    limit: float | None
-    """None: a number to report, with nothing to reach."""
-    at_least: bool
-    part: str = ""
-    ceiling: float | None = None
-    """Of a ratio to another system: what a step without any update would reach there."""
-
-    @property
-    def verdict(self) -> str:
-        """reached, missed (also: a limit that no update at all could reach), reported or not
-        measured."""
-        if self.value is None:
-            return "not measured"
-        if self.limit is None:
-            return "reported"
-        good = self.value >= self.limit if self.at_least else self.value <= self.limit
-        if not good and self.ceiling is not None and self.ceiling < self.limit:
-            return "missed: above the ceiling"
-        return "reached" if good else "missed"
-
-
-def measured(part: Json, label: str) -> list[Json]:
-    """The results of a label's repeats in a part."""
-    return [
-        record["result"]
-        for record in part["records"]
-        if record["status"] == records.OK and record["entry"]["label"] == label
-    ]
-
-
-def step_seconds(part: Json, label: str) -> float | None:
-    """The median over a label's repeats; None where none was measured."""
-    seconds = [result["step_seconds"] for result in measured(part, label)]
-    return statistics.median(seconds) if seconds else None
-
-
-def time_ratio(above: str, below: str) -> Callable[[Json], float | None]:
-    """How many times longer `above` takes than `below`."""
-
-    def of_part(part: Json) -> float | None:
-        a, b = step_seconds(part, above), step_seconds(part, below)
-        return None if a is None or b is None else a / b
-
-    return of_part
 
 
 def busy_share(label: str) -> Callable[[Json], float | None]:
@@ -83,12 +26,6 @@ def busy_share(label: str) -> Callable[[Json], float | None]:
         return statistics.median(shares) if shares else None
 
     return of_part
-
-
-def host_bytes(result: Json) -> int:
-    """Host bytes of the measured steps: the process's, or what the machine's use grew by,
-    whichever is more, since page-locked memory may show in only one of them."""
-    return max(result["host"]["steps_rss_bytes"], result["host"]["steps_machine_bytes"])
 
 
 def host_bytes_per_parameter(fraction: float) -> Callable[[Json], float | None]:

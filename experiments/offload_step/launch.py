@@ -1,134 +1,24 @@
-"""Starts measuring processes and says how they ended. No torch here."""
+"""Measures one entry in its own process. No torch here."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Job, Json
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-LOG_LINES = 40
-"""Last lines of a process's log that are kept in its record."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def environment(job: Job) -> dict[str, str]:
-    """The process's environment: one rank, its own port, this repository first on the path."""
-    env = dict(os.environ)
-    paths = [str(REPOSITORY), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    env.update(
-        PYTHONPATH=os.pathsep.join(paths),
-        PYTHONUNBUFFERED="1",
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        TORCH_EXTENSIONS_DIR=extensions_dir(),
-    )
-    threads = job.entry.options.get("threads")
-    if threads:
-        # The OpenMP run-time makes its pool once; the process lowers the count from here.
-        env["OMP_NUM_THREADS"] = str(max(threads))
-    if job.workload.device == "cpu":
-        env.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    return env
-
-
-def extensions_dir() -> str:
-    """Where DeepSpeed's compiled extensions are kept: the same folder in every process."""
-    default = Path(tempfile.gettempdir()) / f"offload_step_extensions_{os.getuid()}"
-    return os.environ.get("TORCH_EXTENSIONS_DIR", str(default))
-
-
-def tail(log: Path, lines: int = LOG_LINES) -> list[str]:
-    """The last lines of a log."""
-    if not log.exists():
-        return []
-    return log.read_text(errors="replace").splitlines()[-lines:]
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that this module started, with the children in its session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def run_process(command: list[str], env: dict[str, str], log: Path, limit: float) -> int | None:
-    """Run in a session of its own, output to `log`; the exit status, or None past the limit."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=env,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            stop(process)
-            return None
-        except BaseException:
-            # An interrupt of the command must not leave a process on the GPU.
-            stop(process)
-            raise
-
-
-def status_of(code: int | None, result: Json | None, lines: list[str]) -> str:
-    """How a measuring process ended."""
-    if result is not None:
-        return result["status"]
-    if code is None:
-        return records.TIMED_OUT
-    text = "\n".join(lines).lower()
-    # The kernel ends a process with SIGKILL when the host's memory is used up.
-    if code == -signal.SIGKILL or "out of memory" in text or "cannot allocate memory" in text:
-        return records.OUT_OF_MEMORY
-    return records.FAILED
+from experiments.common import records
+from experiments.common.processes import run_worker, status_of
+from experiments.common.records import Job, Json
 
 
 def run_job(job: Job, folder: Path, limit: float) -> Json:
     """Measure one entry in its own process; never raises for what the system does."""
-    job_path, result_path = folder / "job.json", folder / "result.json"
-    log = folder / "log"
-    records.write_json(job_path, job.to_json())
-    result_path.unlink(missing_ok=True)
-    module = "experiments.offload_step.worker"
-    command = [sys.executable, "-m", module, str(job_path), str(result_path)]
-    begin = time.monotonic()
-    code = run_process(command, environment(job), log, limit)
-    result = records.read_json(result_path) if result_path.exists() else None
-    lines = tail(log)
-    status = status_of(code, result, lines)
-    ended_well = code == 0 and status == records.OK
+    ended = run_worker("experiments.offload_step.worker", job, folder, limit)
+    status = status_of(ended.code, ended.result, ended.lines)
     return {
         "status": status,
-        "exit_status": code,
+        "exit_status": ended.code,
         "limit_seconds": limit,
-        "wall_seconds": time.monotonic() - begin,
+        "wall_seconds": ended.wall_seconds,
         # A measured system that could not be closed keeps its log, too.
-        "log": [] if ended_well else lines,
-        "result": result if status == records.OK else None,
+        "log": [] if ended.code == 0 and status == records.OK else ended.lines,
+        "result": ended.result if status == records.OK else None,
     }

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.offload_step.records import Entry
+from experiments.common.checks import REFERENCE
+from experiments.common.records import Entry
 
 CLIP_NEVER = 1e9
 """No gradient norm reaches this, so clipping is on and never triggers."""
 
 CLIP_ALWAYS = 1e-3
 """Every gradient norm of an untrained model exceeds this, so clipping triggers at every step."""
-
-REFERENCE = "forward_backward"
 
 EXPECTED_SECONDS = {
     "forward_backward": 35.0,
@@ -131,11 +130,6 @@ def entries_of(part: str, settings: Settings) -> list[Entry]:
     if part not in PARTS:
         raise ValueError(f"--part {part!r} is unknown: choose one of {', '.join(PARTS)}")
     return [_reference(), *PARTS[part](settings), _reference(optional=True)]
-
-
-def needs_adam(entries: list[Entry]) -> bool:
-    """Whether DeepSpeed's CPU Adam has to be compiled before anything is timed."""
-    return any(entry.system.startswith("deepspeed_") for entry in entries)
 
 
 def expected_seconds(entry: Entry, model: str) -> float:

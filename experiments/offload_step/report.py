@@ -18,18 +18,11 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import (
-    GIB,
-    Check,
-    check_all,
-    gpu_peak,
-    host_bytes,
-    measured,
-    step_seconds,
-)
-from experiments.offload_step.parts import REFERENCE
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import REFERENCE, host_bytes, measured, step_seconds
+from experiments.common.records import GIB, Json
+from experiments.common.tables import CHECK_HEADER, check_rows, hardware_lines, markdown, slug_of
+from experiments.offload_step.checks import check_all, gpu_peak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -49,8 +42,6 @@ HEADER = (
     "steps clipped",
     "loss first, last",
 )
-
-CHECK_HEADER = ("claim", "measured", "limit", "ceiling", "verdict", "part")
 
 EXPLANATION = """\
 One line a system and part; where a part measured a system several times, `runs` says how often, and
@@ -91,11 +82,6 @@ def _identity(part: Json, key: str) -> Json | list[str]:
     if key == "hardware":
         return [part["hardware"]["gpu"] or "no GPU", part["hardware"]["cpu"]]
     return part["workload"]
-
-
-def slug_of(name: str | None) -> str:
-    """For a folder's name: lower case, words joined by an underscore; None is no GPU."""
-    return "_".join(name.lower().split()) if name else "cpu"
 
 
 def clipping_text(entry: Json) -> str:
@@ -163,24 +149,8 @@ def _row(part: Json, label: str) -> list[str]:
     ]
 
 
-def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _check_rows(checks: list[Check]) -> list[list[str]]:
-    rows = []
-    for check in checks:
-        value = "-" if check.value is None else f"{check.value:#.3g}"
-        sign = ">=" if check.at_least else "<="
-        limit = "-" if check.limit is None else f"{sign} {check.limit:g}"
-        ceiling = "" if check.ceiling is None else f"{check.ceiling:#.3g}"
-        rows.append([check.claim, value, limit, ceiling, check.verdict, check.part])
-    return rows
-
-
 def _threads_text(part: Json) -> list[str]:
-    """The CPU threads of the systems that are told a number, as 'label: chosen of those tried'."""
+    """The CPU threads of the systems that are given a number, as 'label: chosen of those tried'."""
     texts = []
     for record in part["records"]:
         chosen = (record["result"] or {}).get("threads", {}).get("threads")
@@ -193,14 +163,11 @@ def _threads_text(part: Json) -> list[str]:
 def _hardware_text(parts: list[Json], note: str) -> str:
     """Machine, versions, workload, and how often was measured."""
     hardware, workload = parts[0]["hardware"], parts[0]["workload"]
-    versions = dict(hardware["versions"])
-    if hardware.get("cuda") and versions.get("torch"):
-        versions["torch"] = f"{versions['torch']} (CUDA {hardware['cuda']})"
-    software = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
     commits = sorted({str(part["hardware"]["commit"] or "not recorded") for part in parts})
+    machine, software = hardware_lines(hardware)
     lines = [
-        f"Machine: {hardware['gpu'] or 'no GPU'}; {hardware['cores']} cores of {hardware['cpu']}",
-        f"Software: Python {hardware['python']}, {software}; commit {', '.join(commits)}",
+        machine,
+        f"{software}; commit {', '.join(commits)}",
         f"Workload: {workload['model']}, {workload['batch']} x {workload['seq']} tokens",
     ]
     plans = {
@@ -243,8 +210,8 @@ def table(parts: list[Json], note: str = "") -> str:
     date = max(part["hardware"]["date"] for part in parts)
     return (
         f"# Step time of offloaded training, {date}\n\n"
-        f"{_hardware_text(parts, note)}\n{_markdown(HEADER, rows)}\n{EXPLANATION}\n"
-        f"## Claims\n\n{_markdown(CHECK_HEADER, _check_rows(check_all(parts)))}\n{CEILING}"
+        f"{_hardware_text(parts, note)}\n{markdown(HEADER, rows)}\n{EXPLANATION}\n"
+        f"## Claims\n\n{markdown(CHECK_HEADER, check_rows(check_all(parts)))}\n{CEILING}"
         + ("\n## Not measured\n\n" + "\n".join(failures) + "\n" if failures else "")
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,34 +19,19 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.launch import environment, run_job, stop
-from experiments.offload_step.parts import (
-    PARTS,
-    Settings,
-    entries_of,
-    expected_seconds,
-    needs_adam,
-)
-from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
-from experiments.offload_step.sizes import SIZES
-
-LIMIT_FACTOR = 2.5
-"""A process may take this many times its expected seconds before it counts as hung."""
+from experiments.common import records
+from experiments.common.options import LIMIT_FACTOR, counts, named, numbers, skipped
+from experiments.common.processes import prepare
+from experiments.common.records import Entry, Job, Json, Measurement, Workload
+from experiments.common.sizes import SIZES
+from experiments.offload_step.launch import run_job
+from experiments.offload_step.parts import PARTS, Settings, entries_of, expected_seconds
 
 WORTH_A_TRY = 0.6
 """A system starts while this share of its expected seconds is left, for those are generous."""
 
 CLOSING_SECONDS = 5.0
 """Kept free at the end of a part's time."""
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -65,12 +49,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--windows", default=3, type=int)
     add("--steps", default=5, type=int, help="steps in a window")
     add("--warmup", default=4, type=int, help="steps before anything is timed")
-    add("--gpu-fractions", default=(0.0, 0.3, 0.5, 0.7, 1.0), type=_numbers, metavar="F,F,...")
+    add("--gpu-fractions", default=(0.0, 0.3, 0.5, 0.7, 1.0), type=numbers, metavar="F,F,...")
     add("--clip", default=1.0, type=float, help="gradient clipping norm")
     add(
         "--threads",
         default=(8, 12, 16),
-        type=_counts,
+        type=counts,
         metavar="N,N,...",
         help="CPU threads that DeepSpeed and FSDP2 may choose from",
     )
@@ -100,59 +84,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def select(entries: list[Entry], only: str | None) -> list[Entry]:
     """The entries named by --only, the reference always among them."""
-    if only is None:
-        return entries
-    wanted = {label.strip() for label in only.split(",")}
-    unknown = wanted - {entry.label for entry in entries}
-    if unknown:
-        known = ", ".join(dict.fromkeys(entry.label for entry in entries))
-        raise ValueError(f"--only names {sorted(unknown)}, but the part has: {known}")
-    return [entry for entry in entries if entry.label in wanted or entry is entries[0]]
-
-
-def prepare(job: Job, entries: list[Entry], prefault_gib: int, limit: float) -> Json:
-    """Compile DeepSpeed's Adam and fill the host's memory, side by side; failures are recorded."""
-    commands = []
-    if needs_adam(entries):
-        commands.append(["adam"])
-    if prefault_gib:
-        commands.append(["memory", str(prefault_gib)])
-    module = [sys.executable, "-m", "experiments.offload_step.prepare"]
-    begin = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [*module, *command],
-            cwd=Path(__file__).resolve().parents[2],
-            env=environment(job),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for command in commands
-    ]
-    report = {}
-    for command, process in zip(commands, processes, strict=True):
-        try:
-            output, _ = process.communicate(timeout=max(1.0, limit - (time.monotonic() - begin)))
-            lines = output.decode(errors="replace").splitlines()
-        except subprocess.TimeoutExpired:
-            stop(process)
-            lines = ["timed out"]
-        report[command[0]] = {"exit_status": process.returncode, "log": lines[-5:]}
-        print(f"prepare {command[0]}: {lines[-1] if lines else 'no output'}", flush=True)
-    report["seconds"] = time.monotonic() - begin
-    return report
+    chosen = named(entries, only)
+    return chosen if entries[0] in chosen else [entries[0], *chosen]
 
 
 def measure_entry(job: Job, remaining: float) -> Json:
     """One entry's record; skipped where the remaining seconds are too few for it."""
     expected = expected_seconds(job.entry, job.workload.model)
     if remaining < WORTH_A_TRY * expected:
-        return {
-            "status": records.SKIPPED,
-            "log": [f"{remaining:.0f} s left, about {expected:.0f} s needed"],
-            "result": None,
-        }
+        return skipped(remaining, expected)
     with tempfile.TemporaryDirectory() as folder:
         return run_job(job, Path(folder), min(remaining, LIMIT_FACTOR * expected))
 
@@ -175,7 +115,7 @@ def _summary(record: Json) -> str:
 def run_part(options: argparse.Namespace, entries: list[Entry]) -> Json:
     """Measure the entries one after another; the file is written after each of them."""
     # Imported here, so that --list and --help answer at once.
-    from experiments.offload_step.hardware import describe
+    from experiments.common.hardware import describe
 
     begin = time.monotonic()
     workload = Workload(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 import time
 import traceback
@@ -18,18 +17,19 @@ from pathlib import Path
 
 import torch
 
-from experiments.offload_step import records
-from experiments.offload_step.memory import gpu_memory, host_memory
-from experiments.offload_step.model import build_batches, build_model
-from experiments.offload_step.records import Job, Json
-from experiments.offload_step.sizes import model_flops, size_of
-from experiments.offload_step.systems import load
-from experiments.offload_step.threads import choose_threads
-from experiments.offload_step.timing import Stepper, Timing, measure, synchronize, warm_up
+from experiments.common import records
+from experiments.common.memory import gpu_memory, host_memory
+from experiments.common.model import build_batches, build_model
+from experiments.common.processes import end
+from experiments.common.records import Job, Json
+from experiments.common.sizes import model_flops, size_of
+from experiments.common.systems import load
+from experiments.common.threads import choose_threads
+from experiments.common.timing import Stepper, Timing, measure, synchronize, warm_up
 
 
 def busy_share(timing: Timing) -> float | None:
-    """Share of the measured time in which the CPU worker was updating; None where none is told."""
+    """Share of the measured time in which the CPU worker updated; None without a worker."""
     rows = [row for row in timing.observations if "update_seconds" in row]
     if not rows:
         return None
@@ -98,9 +98,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tearing down an interpreter with tens of GiB of page-locked memory can take longer than the
-    # measurement, and threads that other packages leave behind can keep it from ending.
-    os._exit(code)
+    end(main(sys.argv[1:]))

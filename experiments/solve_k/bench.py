@@ -8,20 +8,20 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import build_batches, build_model
-from experiments.offload_step.records import Job, Json, Measurement, Workload
-from experiments.offload_step.sizes import model_flops
-from experiments.offload_step.systems.forward_backward import ForwardBackward
-from experiments.offload_step.systems.hytrain import HyTrain, config_of
-from experiments.offload_step.timing import Stepper, Timing, measure, synchronize
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import build_batches, build_model
+from experiments.common.records import Job, Json, Measurement, Workload
+from experiments.common.sizes import model_flops, plain_flops, register
+from experiments.common.systems.forward_backward import ForwardBackward
+from experiments.common.systems.hytrain import HyTrain, config_of
+from experiments.common.timing import Stepper, Timing, measure, synchronize
 from experiments.solve_k.metrics import metrics_lines
 from experiments.solve_k.recorder import Recorder
-from experiments.solve_k.sizes import plain_flops, register
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.prediction import predict
@@ -53,7 +53,7 @@ class Placed(HyTrain):
 
 
 @contextlib.contextmanager
-def dropped_gradients(model: torch.nn.Module) -> Iterator[None]:
+def dropped_gradients(model: torch.nn.Module) -> Generator[None]:
     """Each gradient is freed as soon as it is final; a model too large would keep them all."""
 
     def drop(parameter: torch.Tensor) -> None:
@@ -303,7 +303,7 @@ class Bench:
         }
 
 
-def _checkpoint(model: torch.nn.Module) -> None:
+def _checkpoint(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -315,8 +315,8 @@ def plan_of(windows: int, steps: int) -> Measurement:
 
 def clipped_share(rows: list[Json]) -> float | None:
     """Share of the steps in which clipping acted, of those that tell."""
-    told = [row["clip_coefficient"] for row in rows if row["clip_coefficient"] is not None]
-    return sum(value < 1.0 for value in told) / len(told) if told else None
+    coefficients = [row["clip_coefficient"] for row in rows if row["clip_coefficient"] is not None]
+    return sum(value < 1.0 for value in coefficients) / len(coefficients) if coefficients else None
 
 
 def _brief(row: Json) -> Json:

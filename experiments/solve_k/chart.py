@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.offload_step.records import Json
-from experiments.solve_k.summary import GIB, measured_points, part_name, reference_seconds
+from experiments.common.records import GIB, Json
+from experiments.solve_k.summary import measured_points, part_name, reference_seconds
 
 INK, GRID, LIMIT = "#333333", "#dddddd", "#888888"
 MEASURED, PREDICTED, SOLVED, CLOSED = "#1f77b4", "#d08770", "#2a7f3f", "#8a63b0"

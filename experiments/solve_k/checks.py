@@ -6,12 +6,11 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check, host_bytes
-from experiments.offload_step.checks import measured as offload_measured
-from experiments.offload_step.checks import step_seconds as offload_seconds
-from experiments.offload_step.parts import REFERENCE
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import REFERENCE, Check, host_bytes, time_ratio
+from experiments.common.checks import measured as offload_measured
+from experiments.common.checks import step_seconds as offload_seconds
+from experiments.common.records import Json
 from experiments.solve_k.others_report import largest
 from experiments.solve_k.points import errors, largest_error
 from experiments.solve_k.summary import (
@@ -91,7 +90,7 @@ def error_matrix(result: Json) -> dict[int, tuple[int, float]]:
 
 
 def clipping_known_errors(result: Json) -> dict[int, float]:
-    """Errors of the predictions that were told how often the point's own steps were clipped."""
+    """Errors of the predictions that were given how often the point's own steps were clipped."""
     return {
         point["gpu_layers"]: point["predicted_for_its_clipping"] / point["step_seconds"] - 1.0
         for point in measured_points(result)
@@ -139,7 +138,7 @@ def sweep_checks(part: Json) -> list[Check]:
         _check("sweep: the same, the aim", over_limit, 1.06, part=name),
         _check("sweep: largest prediction error, costs taken at the solved k",
                [_most(solved_errors(r)) for r in found], 0.10, part=name),
-        _check("sweep: the same, told how often each point was clipped",
+        _check("sweep: the same, given how often each point was clipped",
                [_most(clipping_known_errors(r)) for r in found], None, part=name),
         _check("sweep: largest prediction error, costs taken at any k", matrix, None,
                part=name),
@@ -163,23 +162,23 @@ def other_checks(parts: Sequence[Json], offload: Sequence[Json]) -> list[Check]:
         if not pairs:
             pairs = [(mine, part) for mine in sweeps for part in theirs]
             claim = f"sweep: {name}'s time, of another run / hytrain's"
-        limits = [offload_seconds(part, REFERENCE) for _, part in pairs]
-        ceilings = [
-            offload_seconds(part, label) / limit
-            for (_, part), limit in zip(pairs, limits, strict=True)
-            if limit is not None
-        ]
+        ceilings = [time_ratio(label, REFERENCE)(part) for _, part in pairs]
+        known = [ceiling for ceiling in ceilings if ceiling is not None]
         checks.append(
             _check(
                 claim,
-                [offload_seconds(part, label) / ours for (_, ours), part in pairs],
+                [_ratio(offload_seconds(part, label), ours) for (_, ours), part in pairs],
                 times,
                 at_least=True,
                 part="; ".join(dict.fromkeys(part_name(mine) for (mine, _), _ in pairs)) or "sweep",
-                ceiling=min(ceilings) if ceilings else None,
+                ceiling=min(known) if known else None,
             )
         )
     return checks
+
+
+def _ratio(above: float | None, below: float) -> float | None:
+    return None if above is None else above / below
 
 
 def _is_same_run(one: Json, other: Json) -> bool:

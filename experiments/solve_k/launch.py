@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.launch import environment, run_process, status_of, tail
-from experiments.offload_step.records import Job, Json
+from experiments.common import records
+from experiments.common.processes import run_worker, status_of
+from experiments.common.records import Job, Json
 from experiments.solve_k.recorder import METRICS, RUNNING
 
 
 def outcome(code: int | None, result: Json | None, lines: list[str]) -> str:
-    """How a measuring process ended; its result says so, unless it was broken off."""
-    told = result if result is not None and result["status"] != RUNNING else None
-    return status_of(code, told, lines)
+    """How a measuring process ended; its result says so, unless the process was ended early."""
+    known = result if result is not None and result["status"] != RUNNING else None
+    return status_of(code, known, lines)
 
 
 def run_job(job: Job, folder: Path, limit: float) -> Json:
@@ -27,24 +25,15 @@ def run_job(job: Job, folder: Path, limit: float) -> Json:
         limit: seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job_path, result_path = folder / "job.json", folder / "result.json"
-    log = folder / "log"
     job.entry.options["limit_seconds"] = limit
-    records.write_json(job_path, job.to_json())
-    for old in (result_path, folder / METRICS):
-        old.unlink(missing_ok=True)
-    module = "experiments.solve_k.worker"
-    begin = time.monotonic()
-    command = [sys.executable, "-m", module, str(job_path), str(result_path)]
-    code = run_process(command, environment(job), log, limit)
-    result = records.read_json(result_path) if result_path.exists() else None
-    lines = tail(log)
-    status = outcome(code, result, lines)
+    (folder / METRICS).unlink(missing_ok=True)
+    ended = run_worker("experiments.solve_k.worker", job, folder, limit)
+    status = outcome(ended.code, ended.result, ended.lines)
     return {
         "status": status,
-        "exit_status": code,
+        "exit_status": ended.code,
         "limit_seconds": limit,
-        "wall_seconds": time.monotonic() - begin,
-        "log": [] if code == 0 and status == records.OK else lines,
-        "result": result,
+        "wall_seconds": ended.wall_seconds,
+        "log": [] if ended.code == 0 and status == records.OK else ended.lines,
+        "result": ended.result,
     }

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from experiments.offload_step.memory import gpu_memory, reset_gpu_peak
-from experiments.offload_step.model import build_batches
-from experiments.offload_step.sizes import model_flops
-from experiments.offload_step.systems import load
-from experiments.offload_step.threads import set_threads
-from experiments.offload_step.timing import Stepper, measure, synchronize
+from experiments.common.memory import gpu_memory, reset_gpu_peak
+from experiments.common.model import build_batches
+from experiments.common.sizes import model_flops, register
+from experiments.common.systems import load
+from experiments.common.threads import set_threads
+from experiments.common.timing import Stepper, measure, synchronize
 from experiments.solve_k.bench import Bench, plan_of
-from experiments.solve_k.sizes import register
 
 WARMUP = 2
 """Steps: optimizers allocate in the first."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import GIB, Json
 from experiments.solve_k.recorder import HOST_MEMORY_LOW
-
-GIB = 2**30
 
 HEADER = ("run", "system", "blocks", "parameters", "ended", "step s", "TFLOP/s", "peak GPU GiB",
           "host GiB", "free before, GiB", "left at least, GiB")  # fmt: skip
@@ -37,7 +35,7 @@ def largest(parts: Iterable[Json]) -> dict[str, Largest]:
     for part in parts:
         for record in part["records"] if is_search(part) else ():
             name = record["entry"]["options"]["search"]
-            count = (record["result"] or {}).get("num_parameters")
+            count: int | None = (record["result"] or {}).get("num_parameters")
             if count is None:
                 continue
             if record["status"] == records.OK:

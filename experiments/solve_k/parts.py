@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from experiments.offload_step.records import Entry, Json
+from experiments.common.records import Entry, Json
 
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))
 
@@ -104,13 +104,13 @@ def _few_cores(settings: Settings) -> list[Entry]:
 
 def _ten_b(settings: Settings) -> list[Entry]:
     """The published setting."""
-    options = {"checkpointing": "auto", "settle": {"most": 40, "quiet": 10, "least": 16}}
+    options: Json = {"checkpointing": "auto", "settle": {"most": 40, "quiet": 10, "least": 16}}
     return [_entry(settings, "ten_b", "big", **options)]
 
 
 def _largest(settings: Settings) -> list[Entry]:
     """What neither side could hold."""
-    options = {
+    options: Json = {
         "checkpointing": "on",
         "drop_gradients": True,
         "settle": {"most": 24, "quiet": 6, "least": 12},

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from experiments.offload_step.records import Json
-from experiments.offload_step.timing import synchronize
+from experiments.common.records import Json
+from experiments.common.timing import synchronize
 from experiments.solve_k.bench import Bench
 from experiments.solve_k.others import other
 from experiments.solve_k.points import closed_form_layers, layers_of, near, up_and_down

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import Json
 from hytrain.kernels.host_limits import available_host_bytes
 
 RUNNING = "running"

@@ -22,11 +22,10 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check
-from experiments.offload_step.parts import REFERENCE
-from experiments.offload_step.records import Json
-from experiments.offload_step.report import slug_of
+from experiments.common import records
+from experiments.common.checks import REFERENCE
+from experiments.common.records import GIB, Json
+from experiments.common.tables import CHECK_HEADER, check_rows, hardware_lines, markdown, slug_of
 from experiments.solve_k.chart import chart
 from experiments.solve_k.checks import (
     NAMES,
@@ -39,7 +38,6 @@ from experiments.solve_k.others_report import HEADER as SEARCH_HEADER
 from experiments.solve_k.others_report import is_search
 from experiments.solve_k.others_report import rows as search_rows
 from experiments.solve_k.summary import (
-    GIB,
     batch_changes,
     lowerings,
     measured_points,
@@ -70,8 +68,6 @@ HEADER = (
     "predicted",
 )
 
-CHECK_HEADER = ("claim", "measured", "limit", "ceiling", "verdict", "part")
-
 DECISION_HEADER = ("part", "process", "after step", "GPU layers", "reason")
 
 OTHERS_HEADER = ("model", "system", "host bytes a parameter", "would need, GiB of host memory",
@@ -80,7 +76,7 @@ OTHERS_HEADER = ("model", "system", "host bytes a parameter", "would need, GiB o
 EXPLANATION = """\
 `x fwd+bwd` is the step over forward and backward only, of the same process, before and after.
 `predicted` is the error of the prediction that was made from the costs at the solved k; in brackets
-that of the same costs, told how often the steps at that k were clipped. `fixed` k are in the order
+that of the same costs, given how often the steps at that k were clipped. `fixed` k are in the order
 of k, not in that of time: every second one was measured going up, the others coming down. Host
 memory is the process's resident set. `exposed` is time in which the GPU stood still for weights.
 """
@@ -127,11 +123,6 @@ def _machine(part: Json) -> tuple[str, str]:
     return part["hardware"]["gpu"] or "no GPU", part["hardware"]["cpu"]
 
 
-def _markdown(header: Sequence[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def _flops(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
@@ -160,10 +151,10 @@ def _row(start: list[str], timed: Json, limit: float | None, predicted: str = ""
     ]
 
 
-def _predicted(layers: int, found: dict[int, float], told: dict[int, float]) -> str:
+def _predicted(layers: int, found: dict[int, float], known: dict[int, float]) -> str:
     if layers not in found:
         return ""
-    more = f" ({told[layers]:+.1%})" if layers in told else ""
+    more = f" ({known[layers]:+.1%})" if layers in known else ""
     return f"{found[layers]:+.1%}{more}"
 
 
@@ -181,9 +172,9 @@ def rows_of(part: Json, record: Json) -> list[list[str]]:
     for each in batch_changes(result):
         rows.append(_row([*start, f"batch {each['batch']}"], each["timed"], None))
     found = solved_errors(result) or {}
-    told = clipping_known_errors(result)
+    known = clipping_known_errors(result)
     for point in sorted(measured_points(result), key=lambda p: (p["gpu_layers"], p["at_step"])):
-        text = _predicted(point["gpu_layers"], found, told)
+        text = _predicted(point["gpu_layers"], found, known)
         rows.append(_row([*start, "fixed k"], point, limit, text))
     if "reference_again" in result:
         rows.append(_row([*start, "forward and backward only"], result["reference_again"], limit))
@@ -219,17 +210,6 @@ def _facts(part: Json, record: Json) -> str:
     return "- " + "; ".join(words) + "\n"
 
 
-def _check_rows(checks: list[Check]) -> list[list[str]]:
-    rows = []
-    for check in checks:
-        value = "-" if check.value is None else f"{check.value:#.3g}"
-        sign = ">=" if check.at_least else "<="
-        limit = "-" if check.limit is None else f"{sign} {check.limit:g}"
-        ceiling = "" if check.ceiling is None else f"{check.ceiling:#.3g}"
-        rows.append([check.claim, value, limit, ceiling, check.verdict, check.part])
-    return rows
-
-
 def _decision_rows(part: Json, record: Json) -> list[list[str]]:
     result = record["result"] or {}
     # Each stage lists all decisions until its end.
@@ -256,7 +236,7 @@ def _matrix_text(parts: list[Json]) -> str:
         for at, (layers, error) in error_matrix(record["result"]).items()
     ]
     header = ("part", "process", "costs taken at GPU layers", "largest error", "at GPU layers")
-    return f"\n## Predictions by where costs were taken\n\n{_markdown(header, rows)}"
+    return f"\n## Predictions by where costs were taken\n\n{markdown(header, rows)}"
 
 
 def _others_text(parts: list[Json], offload: list[Json]) -> str:
@@ -279,7 +259,7 @@ def _others_text(parts: list[Json], offload: list[Json]) -> str:
         return ""
     return (
         "\n## Other systems on these models: computed from their measured bytes, not run\n\n"
-        f"{_markdown(OTHERS_HEADER, rows)}"
+        f"{markdown(OTHERS_HEADER, rows)}"
     )
 
 
@@ -287,19 +267,12 @@ def _search_text(parts: list[Json]) -> str:
     """Growing models of other systems, until one did not fit."""
     rows = search_rows(parts)
     title = "\n## Other systems, with growing models until one does not fit\n\n"
-    return f"{title}{_markdown(SEARCH_HEADER, rows)}" if rows else ""
+    return f"{title}{markdown(SEARCH_HEADER, rows)}" if rows else ""
 
 
 def _hardware_text(parts: list[Json], note: str) -> str:
     hardware = parts[0]["hardware"]
-    versions = dict(hardware["versions"])
-    if hardware.get("cuda") and versions.get("torch"):
-        versions["torch"] = f"{versions['torch']} (CUDA {hardware['cuda']})"
-    software = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
-    lines = [
-        f"Machine: {hardware['gpu'] or 'no GPU'}; {hardware['cores']} cores of {hardware['cpu']}",
-        f"Software: Python {hardware['python']}, {software}",
-    ]
+    lines = hardware_lines(hardware)
     for part in parts:
         load = part["workload"]
         text = f"{load['model']}, {load['batch']} x {load['seq']} tokens"
@@ -318,13 +291,13 @@ def table(parts: list[Json], offload: list[Json], note: str = "") -> str:
     date = max(part["hardware"]["date"] for part in parts)
     return (
         f"# k solved at run time, {date}\n\n{_hardware_text(parts, note)}\n"
-        f"## Claims\n\n{_markdown(CHECK_HEADER, _check_rows(check_all(parts, offload)))}\n"
+        f"## Claims\n\n{markdown(CHECK_HEADER, check_rows(check_all(parts, offload)))}\n"
         f"{CEILING}\n"
         f"## Processes\n\n{''.join(_facts(part, record) for part, record in pairs)}\n"
-        f"## Measured\n\n{_markdown(HEADER, rows)}\n{EXPLANATION}"
+        f"## Measured\n\n{markdown(HEADER, rows)}\n{EXPLANATION}"
         f"{_matrix_text(parts)}{_others_text(parts, offload)}"
         f"{_search_text(parts)}"
-        f"\n## Decisions\n\n{_markdown(DECISION_HEADER, decisions)}"
+        f"\n## Decisions\n\n{markdown(DECISION_HEADER, decisions)}"
     )
 
 

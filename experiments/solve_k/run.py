@@ -21,8 +21,11 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
+from experiments.common import records
+from experiments.common.options import LIMIT_FACTOR, counts, named, numbers, skipped
+from experiments.common.processes import prepare
+from experiments.common.records import Entry, Job, Json, Measurement, Workload
+from experiments.common.sizes import MODELS, size_with
 from experiments.solve_k.launch import run_job
 from experiments.solve_k.parts import (
     MODEL,
@@ -32,11 +35,7 @@ from experiments.solve_k.parts import (
     entries_of,
     expected_seconds,
 )
-from experiments.solve_k.sizes import MODELS, size_with
 from experiments.solve_k.summary import summary
-
-LIMIT_FACTOR = 2.5
-"""A process may take this many times its expected seconds before it counts as hung."""
 
 WORTH_A_TRY = 0.4
 """An entry starts while this share of its expected seconds is left, for those are generous."""
@@ -45,17 +44,9 @@ CLOSING_SECONDS = 8.0
 """Kept free at the end of a part's time."""
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
-
-
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
-    name, _, numbers = text.partition("=")
-    return name, _counts(numbers)
+    name, _, blocks = text.partition("=")
+    return name, counts(blocks)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -75,14 +66,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--caps",
         default=(0.30, 0.36, 0.42),
-        type=_numbers,
+        type=numbers,
         metavar="F,F,...",
         help="shares of the GPU's memory that part caps allows",
     )
     add(
         "--few-threads",
         default=(2, 4),
-        type=_counts,
+        type=counts,
         metavar="N,N,...",
         help="threads that part few_cores gives the CPU update",
     )
@@ -127,18 +118,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def select(entries: list[Entry], only: str | None) -> list[Entry]:
-    """The entries named by --only."""
-    if only is None:
-        return entries
-    wanted = {label.strip() for label in only.split(",")}
-    unknown = wanted - {entry.label for entry in entries}
-    if unknown:
-        known = ", ".join(entry.label for entry in entries)
-        raise ValueError(f"--only names {sorted(unknown)}, but the part has: {known}")
-    return [entry for entry in entries if entry.label in wanted]
-
-
 def command_text(arguments: list[str]) -> str:
     """The command without the folder that it wrote to."""
     words = list(arguments)
@@ -151,11 +130,7 @@ def measure_entry(job: Job, remaining: float, folder: Path) -> Json:
     """One entry's record; skipped where the remaining seconds are too few for it."""
     expected = expected_seconds(job.entry, job.workload.model)
     if remaining < WORTH_A_TRY * expected:
-        return {
-            "status": records.SKIPPED,
-            "log": [f"{remaining:.0f} s left, about {expected:.0f} s needed"],
-            "result": None,
-        }
+        return skipped(remaining, expected)
     return run_job(job, folder, min(remaining, LIMIT_FACTOR * expected))
 
 
@@ -170,17 +145,10 @@ def has_failed(part: Json, entry: Entry) -> str | None:
     return None
 
 
-def prefault(job: Job, entries: list[Entry], gib: int, limit: float) -> Json:
-    """Fill the host's memory once, and compile DeepSpeed's Adam, as offload_step does it."""
-    # Imported here, like describe below, so that --list and --help answer at once.
-    from experiments.offload_step.run import prepare
-
-    return prepare(job, entries, gib, limit)
-
-
 def run_part(options: argparse.Namespace, entries: list[Entry], command: str) -> Json:
     """Measure the entries one after another; the file is written after each of them."""
-    from experiments.offload_step.hardware import describe
+    # Imported here, so that --list and --help answer at once.
+    from experiments.common.hardware import describe
 
     begin = time.monotonic()
     model = options.model or MODEL.get(options.part, "llama-3b")
@@ -195,7 +163,7 @@ def run_part(options: argparse.Namespace, entries: list[Entry], command: str) ->
         "command": command,
         "hardware": describe(options.device),
         "workload": dataclasses.asdict(workload),
-        "prepare": prefault(jobs[0], entries, options.prefault_gib, options.budget_seconds / 3),
+        "prepare": prepare(jobs[0], entries, options.prefault_gib, options.budget_seconds / 3),
         "records": [],
     }
     for job in jobs:
@@ -230,7 +198,7 @@ def main(arguments: list[str]) -> int:
         other_threads=options.other_threads,
     )
     try:
-        entries = select(entries_of(options.part, settings), options.only)
+        entries = named(entries_of(options.part, settings), options.only)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

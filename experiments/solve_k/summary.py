@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from experiments.offload_step.records import Json
+from experiments.common.records import GIB, Json
 from experiments.solve_k.points import errors, largest_error
-
-GIB = 2**30
 
 
 def part_name(part: Json) -> str:

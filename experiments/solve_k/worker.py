@@ -13,11 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Job
+from experiments.common import records
+from experiments.common.processes import end
+from experiments.common.records import GIB, Job
 from experiments.solve_k.recorder import HostMemoryGuard, Recorder
-
-GIB = 2**30
 
 
 def limit_cores(count: int) -> list[int]:
@@ -48,7 +47,7 @@ def run_job(job: Job, recorder: Recorder, begin: float) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU had no room; torch is imported by then, or it was something else."""
+    """Whether GPU memory was not enough; torch is imported by then, or it was something else."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
@@ -70,9 +69,4 @@ def main(arguments: list[str], begin: float) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], time.monotonic())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tearing down an interpreter with tens of GiB of page-locked memory can take longer than the
-    # measurement, and threads that other packages leave behind can keep it from ending.
-    os._exit(code)
+    end(main(sys.argv[1:], time.monotonic()))

@@ -217,7 +217,7 @@ def load_corpus(
     if not entry.is_dir():
         _fill_cache(entry, sources, tokenizer, text_field)
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-    tokens = np.memmap(entry / "tokens.bin", dtype=meta["dtype"], mode="r")
+    tokens: TokenArray = np.memmap(entry / "tokens.bin", dtype=meta["dtype"], mode="r")
     return Corpus(tokens=tokens, digest=meta["sha256"])
 
 

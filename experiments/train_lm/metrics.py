@@ -21,14 +21,29 @@ _WARMUP_STEPS = 3
 class UpdateStatistics(Protocol):
     """What ``HyTrainEngine.step_statistics()`` returns, as far as it is recorded here."""
 
-    step: int
-    gpu_fraction: float
-    update_seconds: float
-    exposed_seconds: float
-    hidden_share: float
-    grad_norm: float | None
-    clip_coefficient: float | None
-    skipped: bool
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def gpu_fraction(self) -> float: ...
+
+    @property
+    def update_seconds(self) -> float: ...
+
+    @property
+    def exposed_seconds(self) -> float: ...
+
+    @property
+    def hidden_share(self) -> float: ...
+
+    @property
+    def grad_norm(self) -> float | None: ...
+
+    @property
+    def clip_coefficient(self) -> float | None: ...
+
+    @property
+    def skipped(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

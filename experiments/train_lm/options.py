@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -104,14 +104,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--engine", choices=("hytrain", "deepspeed"), default="hytrain")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by the launcher")
     add("--demo", action="store_true", help="a short run with values for this machine")
-    _add_model_arguments(parser.add_argument_group("model"))
-    _add_data_arguments(parser.add_argument_group("data"))
-    _add_run_arguments(parser.add_argument_group("run"))
+    _add_model_arguments(parser.add_argument_group("model").add_argument)
+    _add_data_arguments(parser.add_argument_group("data").add_argument)
+    _add_run_arguments(parser.add_argument_group("run").add_argument)
     return parser
 
 
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
     add(
         "--model",
         default="llama-100m",
@@ -121,8 +120,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
 
 
-def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_data_arguments(add: Callable[..., argparse.Action]) -> None:
     add(
         "--data",
         type=Path,
@@ -137,8 +135,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--seq-len", type=int, default=1024, help="tokens a sequence")
 
 
-def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_run_arguments(add: Callable[..., argparse.Action]) -> None:
     add("--steps", type=int, default=1000, help="optimizer steps of the whole run")
     add("--micro-batch", type=int, help="sequences a rank computes at once")
     add("--global-batch", type=int, help="sequences a step")

@@ -239,7 +239,7 @@ def _initialize(
     options: Options, model: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[Any, StatisticsReader, DecisionsReader]:
     """Make the engine, and the functions that read its update statistics and decisions."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": model,
         "model_parameters": models.parameter_groups(model),
         "config": config,

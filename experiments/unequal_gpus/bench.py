@@ -17,16 +17,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hytrain
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import Batch, build_model, model_config
-from experiments.offload_step.records import Json, Workload
-from experiments.offload_step.systems.base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
-from experiments.solve_k.sizes import register
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import Batch, build_model, model_config
+from experiments.common.ranks import DataParallel, Ranks
+from experiments.common.records import GIB, Json, Workload
+from experiments.common.sizes import register
+from experiments.common.systems.base import OPTIMIZER
 from experiments.unequal_gpus import planning
-from experiments.unequal_gpus.cases import GIB, Case
+from experiments.unequal_gpus.cases import Case
 from experiments.unequal_gpus.green import Limited, limited_stream
 from experiments.unequal_gpus.measure import Passes, collector_pauses, passes_of_size
-from experiments.unequal_gpus.ranks import DataParallel, Ranks
 from experiments.unequal_gpus.stand_in import Memory, slow_down
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import BatchShares
@@ -53,9 +53,9 @@ NUM_BATCHES = 4
 
 
 def steps_of(rows: Sequence[StepStatistics]) -> Json:
-    """What the timed steps told: k, the share of clipped ones, each one's updates and waits.
+    """What the timed steps reported: k, the share of clipped ones, each one's updates and waits.
 
-    A step's coefficient is that of its own decision; one that nobody waited for clipped nothing.
+    A step's coefficient is that of its own decision; one that no step waited for clipped nothing.
     """
     clipped = [row.clip_coefficient for row in rows if not row.skipped]
     return {
@@ -90,10 +90,10 @@ class Bench:
             if share < 1.0:
                 torch.cuda.set_per_process_memory_fraction(share, self.device)
             self.limited = limited_stream(settings["sms"].get(str(self.speed)), local)
-        # By which devices of one name are told apart, here and by the engine that takes a plan;
+        # By which devices of one name are distinguished, here and by the engine that takes a plan;
         # without a GPU it stands for the speed.
-        told = settings["sms"].get(str(self.speed), 1)
-        count = told if self.limited is None else self.limited.granted
+        count = settings["sms"].get(str(self.speed), 1)
+        count = count if self.limited is None else self.limited.granted
         os.environ[MULTIPROCESSORS_VARIABLE] = str(count)
 
     @contextlib.contextmanager
@@ -260,13 +260,13 @@ class Bench:
 
     def alone(self, share: int, profile: ProfileFile) -> Json:
         """This GPU by itself, with all of the model's state."""
-        told = planning.alone_of(profile, self.ranks.rank, share)
-        config = self._config({"gpu_fraction": told["gpu_fraction"]})
-        config["train_micro_batch_size_per_gpu"] = told["micro_batch"]
-        config["gradient_accumulation_steps"] = told["accumulation"]
-        sizes = [told["micro_batch"]] * told["accumulation"]
+        chosen = planning.alone_of(profile, self.ranks.rank, share)
+        config = self._config({"gpu_fraction": chosen["gpu_fraction"]})
+        config["train_micro_batch_size_per_gpu"] = chosen["micro_batch"]
+        config["gradient_accumulation_steps"] = chosen["accumulation"]
+        sizes = [chosen["micro_batch"]] * chosen["accumulation"]
         found = self._train(config, sizes, self.ranks.alone(), self.settings["steps"])
-        return {**told, **found, "samples_per_second": sum(sizes) / found["step_seconds"]}
+        return {**chosen, **found, "samples_per_second": sum(sizes) / found["step_seconds"]}
 
     def together(self, run: str, plan: Json) -> Json:
         """All ranks, as the plan says or evenly.
@@ -292,15 +292,7 @@ class Bench:
         return {
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": LEARNING_RATE,
-                    "betas": list(BETAS),
-                    "eps": EPS,
-                    "weight_decay": WEIGHT_DECAY,
-                },
-            },
+            "optimizer": copy.deepcopy(OPTIMIZER),
             "zero_optimization": {
                 "stage": 2,
                 "offload_optimizer": {"device": "cpu", "pin_memory": True},

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from experiments.offload_step.records import Json
-
-GIB = 2**30
+from experiments.common.records import Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

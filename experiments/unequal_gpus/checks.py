@@ -6,10 +6,10 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check
-from experiments.offload_step.records import Json
-from experiments.unequal_gpus.group import REFUSED
+from experiments.common import records
+from experiments.common.checks import Check
+from experiments.common.group import REFUSED
+from experiments.common.records import Json
 from experiments.unequal_gpus.planning import best_passes, file_of, passes_of, predicted_seconds
 
 SUM_OF_SPEEDS = 0.93

@@ -21,7 +21,7 @@ _DEFAULT_STREAM = 1
 _NON_BLOCKING = 1
 
 # CUdevResource: type (4 bytes), 92 bytes of the driver's own, then the union that begins with the
-# number of multiprocessors; 144 bytes in CUDA 12 and 13. More room than that does no harm.
+# number of multiprocessors; 144 bytes in CUDA 12 and 13. More memory than that does no harm.
 _RESOURCE_BYTES = 1024
 _COUNT_OFFSET = 96
 

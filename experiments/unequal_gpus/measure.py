@@ -11,8 +11,8 @@ from collections.abc import Generator
 
 import torch
 
-from experiments.offload_step.model import Batch
-from experiments.offload_step.records import Json
+from experiments.common.model import Batch
+from experiments.common.records import Json
 from hytrain.placement.step_timer import Clock
 
 REPEATS = 2

@@ -1,12 +1,11 @@
-"""From a profile to a plan, and what each run is told. Plain data, no torch."""
+"""From a profile to a plan, and what each run is configured with. Plain data, no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.offload_step.records import Json
-from experiments.unequal_gpus.cases import GIB
+from experiments.common.records import GIB, Json
 from hytrain.formats.plan_errors import PlanError
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
@@ -20,7 +19,7 @@ from hytrain.tools.planner.result import Plan
 from hytrain.tools.uneven.solver import Infeasible
 
 LEAST_SHARD = 1e-4
-"""Of the state: nobody may own nothing."""
+"""Of the state: every rank must own some of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

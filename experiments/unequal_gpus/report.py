@@ -13,11 +13,10 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import Check
+from experiments.common.records import GIB, Json
 from experiments.unequal_gpus import checks
-from experiments.unequal_gpus.cases import GIB
 
 
 def _numbers(values: Sequence[float], digits: int) -> str:
@@ -26,9 +25,9 @@ def _numbers(values: Sequence[float], digits: int) -> str:
 
 def case_lines(case: Json) -> list[str]:
     """What a case's GPUs are, what was planned, and each run."""
-    told = case["case"]
-    speeds = " : ".join(f"{speed:g}" for speed in told["speeds"])
-    lines = [f"[{told['label']}] speeds {speeds}, memory {told['memory']}, batch {told['batch']}"]
+    spec = case["case"]
+    speeds = " : ".join(f"{speed:g}" for speed in spec["speeds"])
+    lines = [f"[{spec['label']}] speeds {speeds}, memory {spec['memory']}, batch {spec['batch']}"]
     counted = checks.counted_slowdowns(case)
     if counted is not None:
         lines += [
@@ -54,7 +53,7 @@ def case_lines(case: Json) -> list[str]:
             f" predicted {planned['predicted_seconds']:.4f} s, GPU "
             f"{_numbers(planned['gpu_gib'], 1)} GiB, host {_numbers(planned['host_gib'], 1)} GiB"
         )
-    for run in told["runs"]:
+    for run in spec["runs"]:
         lines.append(_run_line(case, run))
     return lines
 

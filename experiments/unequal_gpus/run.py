@@ -22,9 +22,11 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
-from experiments.solve_k.sizes import MODELS
+from experiments.common import records
+from experiments.common.group import Place, Work, describe_beside, divide_cores, run_all
+from experiments.common.options import counts
+from experiments.common.records import Json
+from experiments.common.sizes import MODELS
 from experiments.unequal_gpus.cases import (
     PARTS,
     RUNS,
@@ -35,21 +37,16 @@ from experiments.unequal_gpus.cases import (
     waves,
 )
 from experiments.unequal_gpus.checks import best_counts, counted_slowdowns
-from experiments.unequal_gpus.group import Place, Work, describe_beside, divide_cores, run_all
 from experiments.unequal_gpus.report import text_of
 
 SETTINGS = (
     *("model", "layers", "seq", "sms", "counts", "profile_seconds"),
     *("warmup", "steps", "even_steps"),
 )
-"""Options that the processes are told."""
+"""Options that the processes are given."""
 
 CLOSING_SECONDS = 5.0
 """Kept free at the end of the time."""
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
 
 
 def _sms(text: str) -> dict[str, int]:
@@ -110,7 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--counts",
         default=(128, 120, 112, 104, 96, 64, 56, 48, 40, 32, 24),
-        type=_counts,
+        type=counts,
         metavar="N,N,...",
         help="multiprocessors that part slowdown tries",
     )
@@ -190,7 +187,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.label in wanted]
 
 
-def told_sms(path: Path) -> dict[str, int]:
+def sms_from_result(path: Path) -> dict[str, int]:
     """The table that --sms would have, from a result of part slowdown.
 
     Raises:
@@ -265,7 +262,7 @@ def main(arguments: list[str]) -> int:
     try:
         cases = chosen(options)
         if options.sms_from is not None:
-            options.sms = told_sms(options.sms_from)
+            options.sms = sms_from_result(options.sms_from)
         gpus = options.gpus or max(case.num_ranks for case in cases)
         planned = waves(cases, gpus)
     except ValueError as error:

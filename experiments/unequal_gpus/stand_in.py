@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 from experiments.unequal_gpus.cases import Case
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.errors import MemoryBudgetError
@@ -130,10 +130,10 @@ class Memory:
 
     def _check_solved(self, case: Case, rank: int, work: Json) -> None:
         shard = self._fraction(work, rank) * STATE_BYTES * self.parameters
-        room = self.gpu(case, rank) - self._needed(work, rank, 0.0)
+        free = self.gpu(case, rank) - self._needed(work, rank, 0.0)
         host = self.host(case)
-        if host is not None and room + host / case.num_ranks < shard:
-            raise MemoryBudgetError(f"simulated: rank {rank} has no room for {shard:.0f} bytes")
+        if host is not None and free + host / case.num_ranks < shard:
+            raise MemoryBudgetError(f"simulated: rank {rank} has no memory for {shard:.0f} bytes")
 
     def _fraction(self, work: Json, rank: int) -> float:
         fractions = work["shard_fractions"]

@@ -14,14 +14,12 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.checks import Check
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.checks import Check
+from experiments.common.records import GIB, Json
 from experiments.weak_scaling.stages import NAMES
 
 EFFICIENCY = 0.92
-GIB = 2**30
-
 Measured = dict[tuple[str, int], Json]
 """(stage's name, GPUs) -> {"step_seconds", "samples_per_second", ...}."""
 

@@ -21,11 +21,8 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step import records
-from experiments.offload_step.launch import REPOSITORY
-from experiments.offload_step.records import Json
-from experiments.offload_step.sizes import SIZES
-from experiments.unequal_gpus.group import (
+from experiments.common import records
+from experiments.common.group import (
     Place,
     Work,
     describe_beside,
@@ -33,6 +30,10 @@ from experiments.unequal_gpus.group import (
     environment,
     run_all,
 )
+from experiments.common.options import counts
+from experiments.common.processes import REPOSITORY
+from experiments.common.records import Json
+from experiments.common.sizes import SIZES
 from experiments.weak_scaling.report import text_of
 from experiments.weak_scaling.stages import SYSTEMS, Launch, launches, stages_of
 
@@ -41,10 +42,6 @@ CLOSING_SECONDS = 5.0
 
 WORTH_A_TRY = 0.4
 """A launch starts while this share of its expected seconds is left, for those are generous."""
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
 
 
 def _fraction(text: str) -> float | str:
@@ -58,14 +55,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--gpus", required=True, type=int, help="of the machine; its cores are divided by them")
-    add("--sizes", default=(4, 1, 2), type=_counts, metavar="N,...", help="GPUs of each job")
+    add("--sizes", default=(4, 1, 2), type=counts, metavar="N,...", help="GPUs of each job")
     add("--systems", default="hytrain,zero2,zero3", help=f"of {', '.join(SYSTEMS)}")
     add("--out", required=True, type=Path, help="folder for result.json and the logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--model", default="llama-3b", choices=list(SIZES))
     add("--batch", default=8, type=int, help="sequences a micro-batch")
     add("--seq", default=1024, type=int, help="tokens a sequence")
-    add("--accumulation", default=(1,), type=_counts, metavar="N,...", help="micro-batches a step")
+    add("--accumulation", default=(1,), type=counts, metavar="N,...", help="micro-batches a step")
     add("--gpu-fraction", default="solve", type=_fraction, help="hytrain's k")
     add("--settle", default=24, type=int, help="hytrain's steps before the timed ones: k is solved")
     add("--warmup", default=3, type=int, help="the other systems' steps before the timed ones")
@@ -84,17 +81,17 @@ def place(gpus: int, size: int, device: str) -> Place:
 def build_adam(where: Place, limit: float) -> Json:
     """Compiles DeepSpeed's CPU Adam, before anything of DeepSpeed is timed."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "experiments.offload_step.prepare", "adam"]
+    command = [sys.executable, "-m", "experiments.common.prepare", "adam"]
     env = {**environment(where, 0, (0, 0)), "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=env, capture_output=True, timeout=limit, check=False
         )
-        told = (done.stdout + done.stderr).decode(errors="replace").splitlines()[-3:]
+        log = (done.stdout + done.stderr).decode(errors="replace").splitlines()[-3:]
         code: int | None = done.returncode
     except subprocess.TimeoutExpired:
-        told, code = ["timed out"], None
-    return {"exit_status": code, "log": told, "seconds": time.monotonic() - begin}
+        log, code = ["timed out"], None
+    return {"exit_status": code, "log": log, "seconds": time.monotonic() - begin}
 
 
 def measure(options: argparse.Namespace, planned: Sequence[Launch], command: str) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.offload_step.records import Json
+from experiments.common.records import Json
 
 SYSTEMS = {
     "hytrain": "hytrain",

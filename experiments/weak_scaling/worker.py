@@ -14,9 +14,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Entry, Job, Json, Measurement, Workload
-from experiments.unequal_gpus.worker import Known, end, pin, run_stages
+from experiments.common import records
+from experiments.common.processes import end
+from experiments.common.records import Entry, Job, Json, Measurement, Workload
+from experiments.common.stages import Known, pin, run_stages
 from experiments.weak_scaling.stages import SYSTEMS
 
 
@@ -39,11 +40,11 @@ def job_of(stage: Json, device: str) -> Job:
 
 def run_stage(stage: Json, device: str) -> Json:
     """A system's step, timed on this rank."""
-    from experiments.offload_step.memory import gpu_memory, host_memory
-    from experiments.offload_step.model import build_batches, build_model
-    from experiments.offload_step.sizes import model_flops, size_of
-    from experiments.offload_step.systems import load
-    from experiments.offload_step.timing import Stepper, measure, synchronize
+    from experiments.common.memory import gpu_memory, host_memory
+    from experiments.common.model import build_batches, build_model
+    from experiments.common.sizes import model_flops, size_of
+    from experiments.common.systems import load
+    from experiments.common.timing import Stepper, measure, synchronize
 
     job = job_of(stage, device)
     accumulation = stage["accumulation"]
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status; the result file says more."""
     job = records.read_json(Path(arguments[0]))
     path = Path(arguments[1]) / f"rank{os.environ['RANK']}.json"
-    from experiments.unequal_gpus.ranks import Ranks
+    from experiments.common.ranks import Ranks
 
     try:
         ranks = Ranks(job["device"])

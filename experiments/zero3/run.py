@@ -21,11 +21,10 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.offload_step.hardware import describe
-from experiments.offload_step.launch import REPOSITORY, free_port
-from experiments.offload_step.memory import GIB
-from experiments.offload_step.records import Json, read_json, write_json
-from experiments.offload_step.sizes import SIZES
+from experiments.common.hardware import describe
+from experiments.common.processes import REPOSITORY, free_port
+from experiments.common.records import GIB, Json, read_json, write_json
+from experiments.common.sizes import SIZES
 
 MODES: dict[str, Json] = {
     "stage2": {"stage": 2},
@@ -67,7 +66,7 @@ def weight_bytes(model: str) -> int:
 
 
 def job_of(options: argparse.Namespace, mode: str) -> Json:
-    """What a mode's ranks are told."""
+    """What a mode's ranks are given."""
     settings = MODES[mode]
     capped = settings.get("capped", False)
     ranks = options.ranks

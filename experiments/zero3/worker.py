@@ -7,6 +7,7 @@ RANK and WORLD_SIZE come from the environment, as a launcher sets them.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -18,10 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hytrain
-from experiments.offload_step.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.offload_step.model import build_batches, build_model, model_config
-from experiments.offload_step.records import Json, Workload, read_json, write_json
-from experiments.offload_step.timing import synchronize
+from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
+from experiments.common.model import build_batches, build_model, model_config
+from experiments.common.processes import end
+from experiments.common.records import Json, Workload, read_json, write_json
+from experiments.common.systems.base import OPTIMIZER
+from experiments.common.timing import synchronize
 
 
 def config_of(job: Json) -> Json:
@@ -40,7 +43,7 @@ def config_of(job: Json) -> Json:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "optimizer": copy.deepcopy(OPTIMIZER),
         "steps_per_print": 10**9,
         "hytrain": section,
     }
@@ -60,7 +63,7 @@ def make_model(job: Json, workload: Workload) -> Any:
     rotary = model.model.rotary_emb
     model = model.to_empty(device="cpu")
     # Random numbers for the whole model would take the host minutes: one parameter at a time is
-    # made on the device, which has room for it, and copied.
+    # made on the device, which has the memory for it, and copied.
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             values = torch.ones_like(parameter, device=workload.device)
@@ -147,8 +150,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tens of GiB of page-locked memory take long to be torn down by the interpreter.
-    os._exit(code)
+    end(main(sys.argv[1:]))

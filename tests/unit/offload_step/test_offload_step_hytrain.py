@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import hytrain
+from experiments.common.records import Job, Measurement, Workload
+from experiments.common.systems import load
+from experiments.common.systems.hytrain import config_of
+from experiments.common.timing import Stepper, measure
 from experiments.offload_step.parts import Settings, entries_of
-from experiments.offload_step.records import Job, Measurement, Workload
-from experiments.offload_step.systems import load
-from experiments.offload_step.systems.hytrain import config_of
-from experiments.offload_step.timing import Stepper, measure
 from experiments.offload_step.worker import busy_share
 
 UPDATE_SECONDS = 0.25

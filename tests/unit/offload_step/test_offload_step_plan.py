@@ -8,23 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.offload_step import records
-from experiments.offload_step.launch import status_of, tail
-from experiments.offload_step.model import build_model
+from experiments.common import records
+from experiments.common.model import build_model
+from experiments.common.processes import needs_adam, status_of, tail
+from experiments.common.records import Job, Measurement, Workload
+from experiments.common.sizes import SIZES, model_flops, size_of
+from experiments.common.systems import NAMES
+from experiments.common.tables import slug_of
+from experiments.common.threads import candidates_for, set_threads
 from experiments.offload_step.parts import (
     PARTS,
     REFERENCE,
     Settings,
     entries_of,
     expected_seconds,
-    needs_adam,
 )
-from experiments.offload_step.records import Job, Measurement, Workload
-from experiments.offload_step.report import slug_of
 from experiments.offload_step.run import measure_entry, parse, select
-from experiments.offload_step.sizes import SIZES, model_flops, size_of
-from experiments.offload_step.systems import NAMES
-from experiments.offload_step.threads import candidates_for, set_threads
 
 SETTINGS = Settings(gpu_fractions=(0.0, 0.3), clip=1.0, threads=(8, 16), section={})
 TOY = Workload(model="toy", batch=2, seq=16, device="cpu")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from experiments.offload_step import records
+from experiments.common import records
+from experiments.common.sizes import SIZES
 from experiments.offload_step.checks import CLAIMS, check_all
 from experiments.offload_step.report import load_parts, main, table, write_report
-from experiments.offload_step.sizes import SIZES
 
 Json = dict[str, Any]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.offload_step import records, run
-from experiments.offload_step.launch import run_process
-from experiments.offload_step.records import Entry, Json
+from experiments.common import records
+from experiments.common.processes import run_process
+from experiments.common.records import Entry, Json
+from experiments.offload_step import run
 
 ARGUMENTS = [
     *["--part", "B", "--device", "cpu", "--model", "toy", "--batch", "2", "--seq", "16"],

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments.offload_step.sizes import SIZES, size_of
+from experiments.common.options import named
+from experiments.common.sizes import SIZES, plain_flops, register, size_of
 from experiments.solve_k.parts import PARTS, Settings, entries_of, expected_seconds
 from experiments.solve_k.points import (
     closed_form_layers,
@@ -17,8 +18,7 @@ from experiments.solve_k.points import (
     near,
     up_and_down,
 )
-from experiments.solve_k.run import command_text, main, parse, select
-from experiments.solve_k.sizes import plain_flops, register
+from experiments.solve_k.run import command_text, main, parse
 
 SETTINGS = Settings(
     clip=1.0,
@@ -123,12 +123,12 @@ def test_checkpointing_is_the_parts_unless_it_is_asked_for() -> None:
 
 def test_the_labels_of_a_part_can_be_chosen() -> None:
     entries = entries_of("caps", SETTINGS)
-    assert [entry.label for entry in select(entries, "cap 0.4, cap lowered")] == [
+    assert [entry.label for entry in named(entries, "cap 0.4, cap lowered")] == [
         "cap 0.4",
         "cap lowered",
     ]
     with pytest.raises(ValueError, match=r"cap 0\.3, cap 0\.4, cap lowered"):
-        select(entries, "cap 0.5")
+        named(entries, "cap 0.5")
 
 
 def test_the_recorded_command_has_no_folder_of_the_machine() -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from experiments.offload_step import records
+from experiments.common import records
 from experiments.solve_k.launch import outcome
 from experiments.solve_k.recorder import (
     HOST_MEMORY_LOW,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.offload_step import records
+from experiments.common import records
 from experiments.solve_k.checks import by_cap, check_all, error_matrix, others_host_bytes
 from experiments.solve_k.recorder import HOST_MEMORY_LOW
 from experiments.solve_k.report import load_parts, main, table, write_report

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Entry, Json
+from experiments.common import records
+from experiments.common.records import Entry, Json
 from experiments.solve_k import plans, run
 from experiments.solve_k.bench import Bench
 from experiments.solve_k.metrics import metrics_lines
@@ -159,8 +159,8 @@ class FakeBench:
     def timed(self, **options: int) -> Json:
         if self.cap is None:
             return {"gpu": {}, "gpu_layers": 10}
-        room = self.cap - gpu_reserve(None, int(self.cap)) - 34 * GIB
-        layers = min(10, int(room // (3 * GIB)))
+        free = self.cap - gpu_reserve(None, int(self.cap)) - 34 * GIB
+        layers = min(10, int(free // (3 * GIB)))
         return {
             "gpu": {"peak_allocated_bytes": (34 + 3 * layers) * GIB},
             "gpu_layers": layers,
@@ -171,7 +171,11 @@ def test_the_cap_is_lowered_twice_and_each_time_the_reserve_is_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = FakeBench(140 * GIB)
-    monkeypatch.setattr(plans, "_cap", lambda share: setattr(bench, "cap", share * 140 * GIB))
+
+    def cap(share: float) -> None:
+        bench.cap = int(share * 140 * GIB)
+
+    monkeypatch.setattr(plans, "_cap", cap)
     plans.lowered(cast(Bench, bench))
     found = bench.result["lowerings"]
     assert [each["followed"]["gpu_layers"] for each in found] == [9, 8]
@@ -190,7 +194,7 @@ def test_without_a_gpu_there_is_no_cap_to_lower() -> None:
     assert [each["cap"] for each in bench.result["lowerings"]] == [None, None]
 
 
-def test_a_prediction_can_be_told_how_often_is_clipped() -> None:
+def test_a_prediction_can_be_given_how_often_is_clipped() -> None:
     layer = LayerCosts("a", 4, 0.1, 0.2, 0.0, 1.0, 1.0, 1.0, 0.0, 0.01)
     timed = {"costs": StepCosts((layer,), tail=0.1).to_json()}
     unclipped = predicted_here(timed, {"clipped_share": 0.0, "gpu_layers": 0})

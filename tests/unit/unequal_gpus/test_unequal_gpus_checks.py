@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from unequal_cases import case, device, profile_stage, record, stage, trained
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.group import REFUSED, Work
+from experiments.common.records import Json
 from experiments.unequal_gpus import checks, report
 from experiments.unequal_gpus.cases import cases_of, comparing_waits
-from experiments.unequal_gpus.group import REFUSED, Work
 
 PLAN: Json = {
     "planned": {
@@ -95,9 +95,9 @@ def test_the_prediction_is_judged_at_the_share_of_clipped_steps(
 
 def test_the_engines_own_report_stands_beside_the_judged_mean() -> None:
     made = speed_case(95.0, 40.0)
-    told = {"measured_seconds": 0.97, "predicted_seconds": 1.0, "error": -0.03}
+    engine_report = {"measured_seconds": 0.97, "predicted_seconds": 1.0, "error": -0.03}
     for rank in made["results"]["planned"]["ranks"]:
-        rank |= {"plan_report": told, "clipped_share": 1.0, "allocator": {}}
+        rank |= {"plan_report": engine_report, "clipped_share": 1.0, "allocator": {}}
     assert checks.prediction_error(made) == pytest.approx(0.05)
     claim = "step predicted, error by the engine's report (median)"
     (found,) = [each for each in checks.check_case(made) if each.claim == claim]
@@ -149,21 +149,21 @@ def test_nothing_is_claimed_of_what_was_not_measured() -> None:
 )
 def test_only_what_was_out_of_memory_did_not_fit(status: str, verdict: str) -> None:
     memory = cases_of("memory")[0]
-    results = {"even": stage({"status": status, "error": "no room"}, None, status=status)}
+    results = {"even": stage({"status": status, "error": "no memory left"}, None, status=status)}
     claim = "the even split does not fit"
     assert verdicts_of(record(memory, results))[claim] == verdict
     ran = record(memory, {"even": stage(trained(1.0, 1.0), trained(1.0, 1.0))})
     assert verdicts_of(ran)[claim] == "missed"
-    assert f"{status}: no room" in report.text_of([record(memory, results)])
+    assert f"{status}: no memory left" in report.text_of([record(memory, results)])
 
 
 def slowdown(rows: list[tuple[int, float, float]], *, limited: bool = True) -> Json:
     ran = {"other_thread": True, "limited_stream": limited}
-    told = [
+    measured = [
         {"asked_sms": n, "granted_sms": n, "forward": f, "backward": b, "backward_ran": ran}
         for n, f, b in rows
     ]
-    return record(cases_of("slowdown")[0], {"slowdown": stage({"rows": told})})
+    return record(cases_of("slowdown")[0], {"slowdown": stage({"rows": measured})})
 
 
 def test_the_numbers_that_stand_for_the_speeds_are_found() -> None:
@@ -204,7 +204,7 @@ GOOD = {"status": records.OK}
 OUT = {"status": records.OUT_OF_MEMORY}
 
 
-def test_a_stage_is_known_once_all_ranks_have_told() -> None:
+def test_a_stage_is_known_once_all_ranks_have_reported() -> None:
     made = work()
     made.take([{"a": GOOD}, {}], [], "")
     assert made.results == {}

@@ -1,4 +1,4 @@
-"""Which cases run where, and what the ranks are told."""
+"""Which cases run where, and what the ranks are given."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import math
 import pytest
 from unequal_cases import case, device, profiled
 
-from experiments.unequal_gpus.cases import (
-    GIB,
-    PARTS,
-    RUNS,
-    cases_of,
-    comparing_waits,
-    stages_of,
-    waves,
-)
-from experiments.unequal_gpus.group import divide_cores
+from experiments.common.group import divide_cores
+from experiments.common.records import GIB, Json
+from experiments.unequal_gpus.cases import PARTS, RUNS, cases_of, comparing_waits, stages_of, waves
 from experiments.unequal_gpus.planning import (
     Limits,
     alone_of,
@@ -145,7 +138,7 @@ def test_memory_goes_to_who_has_it_and_samples_to_who_is_fast() -> None:
 
 
 def test_even_runs_have_the_activations_that_were_planned() -> None:
-    plan = {"path": "p", "even": naive_even(file_with((1.0, 22.0), (0.5, 139.0)), 48)}
+    plan: Json = {"path": "p", "even": naive_even(file_with((1.0, 22.0), (0.5, 139.0)), 48)}
     assert "accumulation" not in section_of("even", plan, 0, UNLIMITED, 0)
     plan["even"]["activations"] = ["keep", "store"]
     section = section_of("even", plan, 0, UNLIMITED, 0)

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
+from recorded_runs import profile
 
-from experiments.offload_step.records import read_json
+from experiments.common.records import GIB
 from experiments.unequal_gpus import planning
-from experiments.unequal_gpus.cases import GIB, OFFLOAD
+from experiments.unequal_gpus.cases import OFFLOAD
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
 from hytrain.tools.planner import plan as plan_module
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan
 
-RESULTS = Path(__file__).parents[3] / "experiments" / "unequal_gpus" / "results"
-FOLDERS = ("nvidia_h200_x2_2026-11-22_fifth", "nvidia_h200_x2_2026-11-22_seventh")
+PROFILES = ("offload_run_5", "offload_run_7")
 assert OFFLOAD.host_gib is not None
 LIMITS = planning.Limits(host_bytes=int(OFFLOAD.host_gib * GIB))
 
 
 @cache
-def offload_problem(folder: str) -> PlanProblem:
-    """Case offload, whose CPUs have much to update, in a folder's first run."""
-    runs = read_json(RESULTS / folder / "results.json")["runs"]
-    (case, *_) = [case for case in runs[0]["cases"] if case["case"]["label"] == "offload"]
-    profile = planning.file_of(case["results"]["profile"]["ranks"])
-    return planning.problem_of(profile, case["case"]["batch"], LIMITS)
+def offload_problem(name: str) -> PlanProblem:
+    """Case offload, whose CPUs have much to update."""
+    return planning.problem_of(profile(name), OFFLOAD.batch, LIMITS)
 
 
 def seconds(problem: PlanProblem) -> float:
@@ -43,30 +39,36 @@ def seconds(problem: PlanProblem) -> float:
     return plan.predicted_seconds
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_more_policies_make_no_slower_plan(folder: str) -> None:
-    problem = offload_problem(folder)
+@pytest.mark.parametrize("name", PROFILES)
+def test_more_policies_make_no_slower_plan(name: str) -> None:
+    problem = offload_problem(name)
     assert problem.activations == ACTIVATIONS
     fewer: list[tuple[Activations, ...]] = [("store",), ("store", "recompute"), LAYER_MAJOR]
     alone = [seconds(replace(problem, activations=policies)) for policies in fewer]
     assert seconds(problem) <= min(alone) * (1.0 + 1e-6)
-    # Only to store them leaves room for one sample at a time there.
+    # Only to store them has memory for one sample at a time there.
     assert seconds(problem) < 0.7 * alone[0]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_more_memory_makes_no_slower_plan(folder: str) -> None:
+@pytest.mark.parametrize("name", PROFILES)
+def test_more_memory_makes_no_slower_plan(name: str) -> None:
     """Within a percent: not every plan is tried."""
-    problem = offload_problem(folder)
+    problem = offload_problem(name)
     (host,) = problem.cluster.hosts
     grown = tuple(replace(gpu, memory_bytes=gpu.memory_bytes + 3 * GIB) for gpu in host.gpus)
-    roomier = replace(host, gpus=grown, memory_bytes=host.memory_bytes + 3 * GIB)
-    cluster = replace(problem.cluster, hosts=(roomier,))
+    grown_host = replace(host, gpus=grown, memory_bytes=host.memory_bytes + 3 * GIB)
+    cluster = replace(problem.cluster, hosts=(grown_host,))
     assert seconds(replace(problem, cluster=cluster)) <= seconds(problem) * 1.01
 
 
+def keep_found(problem: PlanProblem, found: object) -> object:
+    """In place of the finer model."""
+    del problem
+    return found
+
+
 def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = offload_problem(FOLDERS[1])
+    problem = offload_problem(PROFILES[1])
     refined = seconds(problem)
-    monkeypatch.setattr(plan_module, "local_search", lambda _problem, found: found)
+    monkeypatch.setattr(plan_module, "local_search", keep_found)
     assert seconds(problem) > 1.05 * refined, "there is nothing to gain in this case"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from unequal_cases import record, stage
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.group import Place, allocator_settings, environment
+from experiments.common.records import Json
 from experiments.unequal_gpus import checks, run
 from experiments.unequal_gpus.cases import cases_of
-from experiments.unequal_gpus.group import Place, allocator_settings, environment
 from experiments.unequal_gpus.report import run_line, text_of
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
@@ -50,9 +50,9 @@ def test_the_allocator_loses_no_memory_unless_the_user_set_it(
     on_cpu = dataclasses.replace(place, device="cpu")
 
     def of(where: Place) -> dict[str, str]:
-        told = environment(where, 0, (1, 2))
-        assert allocator_settings(where.device).items() <= told.items()
-        return {each: value for each, value in told.items() if each.endswith("ALLOC_CONF")}
+        variables = environment(where, 0, (1, 2))
+        assert allocator_settings(where.device).items() <= variables.items()
+        return {each: value for each, value in variables.items() if each.endswith("ALLOC_CONF")}
 
     assert of(place) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert of(on_cpu) == {}
@@ -66,20 +66,20 @@ def test_the_plan_is_trained_by(result: Json) -> None:
     assert planned is not None, case["results"]
     assert plan is not None
     assert plan[0] == plan[1]
-    for rank, told in enumerate(planned):
-        found = told["plan_report"]["ranks"][rank]
+    for rank, trained in enumerate(planned):
+        found = trained["plan_report"]["ranks"][rank]
         assert found["batch_size"] == plan[0]["planned"]["batch_sizes"][rank]
-        assert told["gpu_fraction"] == pytest.approx(
+        assert trained["gpu_fraction"] == pytest.approx(
             plan[0]["planned"]["gpu_fractions"][rank], abs=0.13
         )
-        assert told["losses"][0] == pytest.approx(planned[0]["losses"][0])
-        # What the steps told: each of them, on all ranks the same share of clipped ones.
-        assert told["clipped_share"] in (0.0, 1.0)
-        assert told["clipped_share"] == planned[0]["clipped_share"]
-        assert [len(told[name]) for name in ("update_seconds", "exposed_seconds")] == [1, 1]
-        assert told["allocator"] == {}
-        assert len(told["step_times"]) == 1
-        assert told["step_times"][0] > sum(told["collector_pauses"]) >= 0.0
+        assert trained["losses"][0] == pytest.approx(planned[0]["losses"][0])
+        # What the steps reported: each of them, on all ranks the same share of clipped ones.
+        assert trained["clipped_share"] in (0.0, 1.0)
+        assert trained["clipped_share"] == planned[0]["clipped_share"]
+        assert [len(trained[name]) for name in ("update_seconds", "exposed_seconds")] == [1, 1]
+        assert trained["allocator"] == {}
+        assert len(trained["step_times"]) == 1
+        assert trained["step_times"][0] > sum(trained["collector_pauses"]) >= 0.0
     assert checks.prediction_error(case) is not None
 
 
@@ -122,10 +122,10 @@ def test_multiprocessors_are_taken_from_part_slowdown(tmp_path: Path) -> None:
     case = record(cases_of("slowdown")[0], {"slowdown": stage({"rows": rows})})
     path = tmp_path / "result.json"
     records.write_json(path, {"cases": [record(cases_of("four")[0], {}), case]})
-    assert run.told_sms(path) == {"1.0": 104, "0.5": 48, "0.25": 24}
+    assert run.sms_from_result(path) == {"1.0": 104, "0.5": 48, "0.25": 24}
     records.write_json(path, {"cases": []})
     with pytest.raises(ValueError, match="part slowdown"):
-        run.told_sms(path)
+        run.sms_from_result(path)
 
 
 def test_runs_can_be_left_out() -> None:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
-from experiments.unequal_gpus.cases import GIB, Case
+from experiments.common import records
+from experiments.common.records import GIB, Json
+from experiments.unequal_gpus.cases import Case
 
 PARAMETERS = 2_900_000_000
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.offload_step import records
-from experiments.offload_step.records import Json
+from experiments.common import records
+from experiments.common.records import Json
 from experiments.weak_scaling import report, run
 from experiments.weak_scaling.stages import launches, stages_of
 from experiments.weak_scaling.worker import job_of
@@ -82,9 +82,9 @@ def test_without_one_gpu_nothing_is_claimed() -> None:
 
 
 def test_what_failed_is_in_the_table() -> None:
-    failed = {"status": records.OUT_OF_MEMORY, "ranks": [{"error": "no room\nat all"}, None]}
+    failed = {"status": records.OUT_OF_MEMORY, "ranks": [{"error": "no memory left\nat all"}, None]}
     runs = [{"launches": [{"gpus": 2, "results": {"zero3": failed}}]}]
-    assert "zero3 on 2: out of memory: no room" in report.text_of(runs)
+    assert "zero3 on 2: out of memory: no memory left" in report.text_of(runs)
 
 
 def test_one_rank_and_two(tmp_path: Path) -> None:

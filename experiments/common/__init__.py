@@ -1,0 +1,1 @@
+"""What the experiments share: models, measured systems, processes, timing, reports."""

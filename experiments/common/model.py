@@ -1,0 +1,60 @@
+"""The model and the data that every system trains, made the same way for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from experiments.common.records import Workload
+from experiments.common.sizes import size_of
+
+Batch = dict[str, torch.Tensor]
+MakeModel = Callable[[torch.dtype], torch.nn.Module]
+
+NUM_BATCHES = 4
+"""Batches that take turns: few, so that a loss which falls shows that updates arrive."""
+
+
+def model_config(model: str, seq: int) -> LlamaConfig:
+    """The configuration of a model, for sequences of so many tokens."""
+    size = size_of(model)
+    return LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=max(2048, seq),
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def build_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights, made on the device in bf16 and then cast, so that all dtypes start equal."""
+    config = model_config(workload.model, workload.seq)
+    torch.manual_seed(0)
+    with torch.device(workload.device):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
+    model.train()
+    for parameter in model.parameters():
+        # The weights alone: the buffer of the rotary frequencies is fp32 and must stay so.
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def build_batches(workload: Workload) -> list[Batch]:
+    """Random tokens, on the device; the labels are the tokens."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (workload.batch, workload.seq)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        tokens = torch.randint(size_of(workload.model).vocab, shape, generator=generator)
+        tokens = tokens.to(workload.device)
+        batches.append({"input_ids": tokens, "labels": tokens})
+    return batches

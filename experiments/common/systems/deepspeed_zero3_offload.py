@@ -1,0 +1,19 @@
+"""DeepSpeed ZeRO-3 offload of the optimizer; the weights stay on the GPU."""
+
+from __future__ import annotations
+
+from experiments.common.model import MakeModel
+from experiments.common.records import Job
+from experiments.common.systems.base import System
+from experiments.common.systems.deepspeed_common import build_deepspeed
+
+
+def build(make_model: MakeModel, job: Job) -> System:
+    """Options: `threads`, the CPU thread counts to try."""
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    return build_deepspeed(make_model, job, zero)
