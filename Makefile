@@ -24,13 +24,14 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-# Every test belongs to one of the three targets: test, test-parity, test-gpu.
+# Every test belongs to one of the four targets: test, test-parity, test-experiments, test-gpu.
+EVERYDAY := not parity_full and not experiment and not gpu
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. Tests of one
 # GPU would be in each other's way.
 BESIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: all install demo check docs test test-parity test-gpu test-fuzz test-configs lint format \
+.PHONY: all install demo check docs test test-parity test-experiments test-gpu test-fuzz test-configs lint format \
     bench sanitize sanitize-memory sanitize-threads clean
 
 all: install sanitize
@@ -58,11 +59,15 @@ demo: install
 	    experiments/train_lm/train.py --demo
 
 test: install sanitize
-	$(PYTEST) $(BESIDE) -m 'not parity_full and not gpu' $(TEST_ARGS) tests
+	$(PYTEST) $(BESIDE) -m '$(EVERYDAY)' $(TEST_ARGS) tests
 
 test-parity: TEST_SECONDS = 7200
 test-parity: install
 	$(PYTEST) $(BESIDE) -m 'parity_full and not gpu' $(TEST_ARGS) tests
+
+# Whole experiments on toy models: what `python experiments/.../run.py --device cpu` does.
+test-experiments: install
+	$(PYTEST) $(BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install
@@ -100,7 +105,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
-	$(PYTEST) $(BESIDE) -q -m 'not parity_full and not gpu' $(TEST_ARGS) $(CHECK_TESTS)
+	$(PYTEST) $(BESIDE) -q -m '$(EVERYDAY)' $(TEST_ARGS) $(CHECK_TESTS)
 
 # The documents as a site, with every warning an error: build/site/index.html. No network is used.
 # (Not with --quiet, under which mkdocs counts no warnings.)

@@ -108,20 +108,20 @@ def one_gather_a_layer_and_pass(case: Shares) -> None:
     def watch(engine: Any) -> None:
         weights = engine.optimizer.weights
         gather = weights.gatherer.gather
-        begins = "begin_layers" if case.sizes[dist.get_rank()] else "join_layers"
-        begin = getattr(engine.optimizer, begins)
+        open_step = engine.optimizer.passes.open_step
+        enter_layers = open_step.enter_layers
 
         def count(layer: Any, **keywords: Any) -> None:
             if counts:
                 counts[-1][layer.index] = counts[-1].get(layer.index, 0) + 1
             gather(layer, **keywords)
 
-        def begin_counting() -> Any:
+        def begin_counting() -> None:
             counts.append({})
-            return begin()
+            enter_layers()
 
         weights.gatherer.gather = count
-        setattr(engine.optimizer, begins, begin_counting)
+        open_step.enter_layers = begin_counting
 
     keys = {
         "stage3_max_reuse_distance": 0,

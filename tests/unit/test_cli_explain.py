@@ -252,7 +252,7 @@ def test_without_transformers_the_extra_is_named(
 
 def test_a_metrics_file_needs_no_torch(metrics: Path) -> None:
     code = (
-        "import sys; from hytrain import cli; "
+        "import sys; from hytrain.tools import cli; "
         f"cli.main(['explain', {str(metrics)!r}, '--no-png']); "
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )

@@ -515,7 +515,7 @@ def test_what_cannot_be_planned_is_refused(
 
 def test_help_and_refusals_need_no_torch(profile: Path) -> None:
     script = (
-        "import sys; from hytrain import cli; "
+        "import sys; from hytrain.tools import cli; "
         f"cli.main(['plan', '--profile', {str(profile)!r}, '--batch', '8', '--json']); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -23,6 +23,8 @@ from hytrain.placement.memory import gpu_reserve
 from hytrain.placement.prediction import predict
 from hytrain.tools.explain.history import read_history
 
+pytestmark = pytest.mark.experiment
+
 GIB = 2**30
 
 ARGUMENTS = [

@@ -16,6 +16,8 @@ from experiments.unequal_gpus import checks, run
 from experiments.unequal_gpus.cases import cases_of
 from experiments.unequal_gpus.report import run_line, text_of
 
+pytestmark = pytest.mark.experiment
+
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "16", "--steps", "1", "--warmup", "3"]
 
 

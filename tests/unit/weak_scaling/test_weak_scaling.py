@@ -13,6 +13,8 @@ from experiments.weak_scaling import report, run
 from experiments.weak_scaling.stages import launches, stages_of
 from experiments.weak_scaling.worker import job_of
 
+pytestmark = pytest.mark.experiment
+
 SETTINGS = {
     "model": "toy",
     "batch": 2,
