@@ -52,7 +52,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Builds the engine. Arguments are those of ``deepspeed.initialize``, by name or position.
 
-    A configuration with a "hytrain" section (see ds_configs/README.md) gives a
+    A configuration with a "hytrain" section (see docs/configuration.md) gives a
     :class:`~hytrain.engine.HyTrainEngine`; without one the call is plain ``deepspeed.initialize``.
     So it is where there is nothing to train with, neither ``optimizer`` nor an "optimizer" section,
     and DeepSpeed has an engine for that: ZeRO-3 for inference, or no ZeRO at all. A warning says

@@ -98,7 +98,7 @@ class SolverConfig(_Section):
     """How k is solved at run time, where ``gpu_fraction`` is "solve"."""
 
     method: Literal["pipeline", "closed_form"] = "pipeline"
-    """"pipeline" predicts the step for every number of GPU layers; "closed_form" is HyTrainDNN's
+    """"pipeline" predicts the step for every number of GPU layers; "closed_form" is the published
     balance of backward and CPU update."""
 
     alpha: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
@@ -126,7 +126,7 @@ class SolverConfig(_Section):
 
 
 class HyTrainConfig(_Section):
-    """The whole section. See ds_configs/README.md for the table of keys."""
+    """The whole section. docs/configuration.md explains every key."""
 
     gpu_fraction: float | Literal["solve"] = "solve"
     """k: share of the layers, counted from the first, whose state is on the GPU."""

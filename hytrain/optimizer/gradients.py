@@ -18,6 +18,7 @@ order and who may go early are the same in both manners: ranks may differ in the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,17 +26,43 @@ from torch import nn
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.optimizer.firing_order import FiringRecord, Firings, LatePolicy, Pace
+from hytrain.optimizer.firing_order import FiringRecord, Firings, Pace, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 
-Consumer = Callable[[LayerGradient], None]
-Agreement = Callable[[Sequence[int], Sequence[bool], bool], tuple[list[int], list[bool]]]
+
+class GradientSink(Protocol):
+    """Who takes layers' gradients, and speaks for this rank to the others."""
+
+    def consume(self, gradient: LayerGradient) -> None:
+        """Takes ``local`` of a layer whose gradient of this backward is complete.
+
+        ``local`` is None where parts are in ``held`` and no rank has more.
+        """
+        ...
+
+    def consume_part(self, gradient: LayerGradient) -> None:
+        """Reduces ``local`` into ``held``: more of it may come."""
+        ...
+
+    def withdraw_gradient(self, gradient: LayerGradient) -> None:
+        """Takes a gradient of this backward back into ``held``: more of it has come."""
+        ...
+
+    def begin_unannounced(self) -> None:
+        """The first gradient of a backward has come that nobody announced."""
+        ...
+
+    def agree_on_order(
+        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
+    ) -> tuple[list[int], list[bool]]:
+        """Makes the layers' order and early flags the same on all ranks; a collective."""
+        ...
 
 
 class GradientCollector:
     """Hooks on every trained parameter; calls back once a layer's gradient is final.
 
-    The consumer is called in one order on all ranks, each layer once a backward.
+    The sink is called in one order on all ranks, each layer once a backward.
     """
 
     def __init__(
@@ -43,60 +70,49 @@ class GradientCollector:
         layouts: Sequence[LayerLayout],
         gradient_dtypes: Sequence[torch.dtype],
         device: torch.device,
+        sink: GradientSink,
         *,
-        consume: Consumer,
-        consume_part: Consumer,
-        agree: Agreement,
-        on_begin: Callable[[], None],
-        recall: Callable[[LayerGradient], None] | None,
-        late: LatePolicy,
-        sums_squares: bool,
-        is_reduced: bool,
+        num_ranks: int,
+        direct: bool,
     ) -> None:
         """
         Args:
             layouts: the layers in forward order.
             gradient_dtypes: each layer's gradient dtype.
             device: where gradients are.
-            consume: takes ``local`` of a layer whose gradient of this backward is complete; None
-                where parts are in ``held`` and no rank has more.
-            consume_part: reduces ``local`` into ``held``: more of it may come.
-            agree: makes order and early flags the same on all ranks (a collective).
-            on_begin: called by the first gradient of a backward that nobody announced.
-            recall: takes a layer's gradient of this backward back into ``held``, where the first
-                backward consumed it too early; None: the first backward consumes nothing early.
-            late: what follows a gradient after its layer was taken for complete.
-            sums_squares: whether to sum a gradient's squares as it is copied (one rank: elsewhere
-                the reduced gradient's are wanted).
-            is_reduced: see :class:`~hytrain.optimizer.layer_gradient.Zeros`.
+            sink: see :class:`GradientSink`.
+            num_ranks: ranks that gradients are reduced over.
+            direct: updates are committed as gradients come, and cannot be withdrawn.
         """
+        is_shared = num_ranks > 1
         self.layers = [
             LayerGradient(
                 layout, dtype, None, None, [False] * len(layout.slots), [0] * len(layout.slots)
             )
             for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
         ]
-        if sums_squares:
+        self._sink = sink
+        self._can_withdraw = not is_shared and not direct
+        """The first backward may consume layers too early: it can take them back.
+
+        With other ranks, these would have to take the same ones back.
+        """
+        if self._can_withdraw:  # elsewhere the reduced gradient's squares are wanted
             for layer in self.layers:
                 sizes = [slot.numel for slot in layer.layout.slots]
                 layer.copier = GradientCopier(sizes, device)
         self._device = device
-        self._agrees = is_reduced  # with other ranks: all of them learn at the same time
+        self._is_shared = is_shared  # with other ranks: all of them learn at the same time
         most = max((layout.size for layout in layouts), default=0)
-        self._zeros = Zeros(most, device, is_reduced=is_reduced)
-        self._consume = consume
-        self._consume_part = consume_part
+        self._zeros = Zeros(most, device, is_reduced=is_shared)
         self._early = False
         self._parts = False  # parts of this backward's gradients have been reduced
-        self._agree = agree
-        self._on_begin = on_begin
-        self._recall = recall
-        self._late = late
+        self._late = late_policy(num_ranks, direct=direct)
         self.record: FiringRecord | None = None
         self._expected: dict[bool, Firings] = {}  # by manner: layer by layer or not
         self._by_layer = False
         self._micro_batches = 1
-        self._takes_back = False  # layers of this backward may be consumed too early
+        self._may_withdraw = False  # layers of this backward may be consumed too early
         self._pace: Pace | None = None
         self._clock = 0
         self._firings = 0
@@ -139,6 +155,10 @@ class GradientCollector:
         """
         return self.record is not None and by_layer in self._expected
 
+    def may_be_early(self, *, by_layer: bool) -> bool:
+        """Whether the next backward of this kind may consume layers that it must take back."""
+        return self._can_withdraw and not self.knows(by_layer=by_layer)
+
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is kept for the next step."""
@@ -168,8 +188,8 @@ class GradientCollector:
         self._early = early
         self._parts = False
         expected = self._expected.get(self._by_layer)
-        can_recall = early and expected is None and self._recall is not None
-        self._takes_back = can_recall and (self._by_layer or self.record is None)
+        may_be_early = early and expected is None and self._can_withdraw
+        self._may_withdraw = may_be_early and (self._by_layer or self.record is None)
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -182,7 +202,7 @@ class GradientCollector:
             if self.record is not None and expected is not None and self.record.early[index]:
                 if all(expected[index]):
                     layer.remaining = sum(expected[index]) * self._micro_batches
-            elif self._takes_back and not self._by_layer:
+            elif self._may_withdraw and not self._by_layer:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
@@ -191,7 +211,7 @@ class GradientCollector:
         Counts tell it anyhow, but where none have been learned.
         """
         layer = self.layers[index]
-        if self._takes_back and not layer.closed and all(layer.fired):
+        if self._may_withdraw and not layer.closed and all(layer.fired):
             layer.final = True
             self._close(layer)
 
@@ -205,10 +225,10 @@ class GradientCollector:
             if gradient is None:
                 return
             if not self.in_backward:
-                self._on_begin()
+                self._sink.begin_unannounced()
             if layer.final or layer.closed:
-                if self._takes_back:
-                    self._take_back(layer)
+                if self._may_withdraw:
+                    self._withdraw(layer)
                 else:
                     self._refuse_late(layer, index, slot)
             if torch.is_grad_enabled():  # create_graph
@@ -239,10 +259,9 @@ class GradientCollector:
             else:
                 self._advance()
 
-    def _take_back(self, layer: LayerGradient) -> None:
+    def _withdraw(self, layer: LayerGradient) -> None:
         """The first backward took this layer for complete, and it was not."""
-        assert self._recall is not None
-        self._recall(layer)
+        self._sink.withdraw_gradient(layer)
         layer.final = False
         layer.closed = False
         layer.remaining = -1
@@ -318,12 +337,12 @@ class GradientCollector:
         if self.in_backward and self._early and not layer.closed:
             self._parts = True
             layer.fill(self._zeros)
-            self._consume_part(layer)
+            self._sink.consume_part(layer)
 
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self._zeros)
         layer.closed = True
-        self._consume(layer)
+        self._sink.consume(layer)
 
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.
@@ -336,7 +355,7 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
-        if not consume and not self._agrees and not self._clock:
+        if not consume and not self._is_shared and not self._clock:
             return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected
         if is_new:
@@ -359,7 +378,7 @@ class GradientCollector:
             layer = self.layers[index]
             if index in whole and not layer.closed:
                 layer.closed = True
-                self._consume(layer)
+                self._sink.consume(layer)
             elif not layer.closed:
                 self._close(layer)
         self._zeros.forget()
@@ -376,7 +395,7 @@ class GradientCollector:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         has_seen = any(layer.last_firing for layer in self.layers)
-        self.record = FiringRecord(*self._agree(order, early, has_seen))
+        self.record = FiringRecord(*self._sink.agree_on_order(order, early, has_seen=has_seen))
 
     def _learn_pace(self, pace: Pace) -> None:
         record = self.record

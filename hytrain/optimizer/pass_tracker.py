@@ -9,7 +9,7 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -22,7 +22,6 @@ from hytrain.model.storage import ResidentStorage
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import call_at_end, graph_task
 from hytrain.optimizer.engine_view import EngineView, StepSettings
-from hytrain.optimizer.firing_order import late_policy
 from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.layer_gradient import LayerGradient
@@ -91,16 +90,9 @@ class PassTracker:
             [layer.layout for layer in layers],
             [layer.gradient_dtype for layer in layers],
             pipeline.streams.device,
-            consume=self._consume,
-            consume_part=self._consume_part,
-            agree=lambda order, early, has_seen: collectives.agree_on_order(
-                order, early, pipeline.streams.device, has_seen=has_seen
-            ),
-            on_begin=self.begin_unannounced,
-            recall=self._recall if self._may_recall else None,
-            late=late_policy(collectives.world_size, direct=pipeline.norm.settings.direct),
-            sums_squares=collectives.world_size == 1 and not pipeline.norm.settings.direct,
-            is_reduced=collectives.world_size > 1,
+            self,
+            num_ranks=collectives.world_size,
+            direct=pipeline.norm.settings.direct,
         )
         if collectives.world_size > 1:
             weights.pace(self.collector, self.collector.set_pace)
@@ -186,7 +178,7 @@ class PassTracker:
         self.pipeline.begin_step(
             1.0 if self.open_step.sums_over_ranks else self.settings.unscale,
             self._hyper.read(),
-            hold=self._may_recall and not self.collector.knows(by_layer=by_layer),
+            hold=self.collector.may_be_early(by_layer=by_layer),
         )
         self.open_step.begin_update()
 
@@ -220,7 +212,7 @@ class PassTracker:
         if self.open_step.is_reducing and may_be_over and not is_own_affair:
             self.end_micro_batch()
 
-    def _consume_part(self, gradient: LayerGradient) -> None:
+    def consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
         state = self.pipeline.layers[gradient.layout.index]
         local = gradient.release()
@@ -231,13 +223,13 @@ class PassTracker:
                 self.pipeline.add(shard, gradient.held)
             gradient.held = shard
 
-    def _consume(self, gradient: LayerGradient) -> None:
+    def consume(self, gradient: LayerGradient) -> None:
         """A layer's gradient of this backward is complete (called in one order on all ranks)."""
         state = self.pipeline.layers[gradient.layout.index]
         squares = gradient.squares if gradient.held is None else None
         with self.pipeline.reducing():
             if gradient.local is not None:
-                self._consume_part(gradient)
+                self.consume_part(gradient)
             shard, gradient.held = gradient.held, None
             assert shard is not None
             if self.open_step.begun:
@@ -264,13 +256,15 @@ class PassTracker:
                 with self.pipeline.reducing():
                     self.send(state, held)
 
-    @property
-    def _may_recall(self) -> bool:
-        """Whether a first backward may send layers that it may have to take back."""
-        # Other ranks would have to recall the same ones; a direct commit cannot be taken back.
-        return self.collectives.world_size == 1 and not self.pipeline.norm.settings.direct
+    def agree_on_order(
+        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
+    ) -> tuple[list[int], list[bool]]:
+        """See :meth:`ShardCollectives.agree_on_order`."""
+        device = self.pipeline.streams.device
+        return self.collectives.agree_on_order(order, early, device, has_seen=has_seen)
 
-    def _recall(self, gradient: LayerGradient) -> None:
+    def withdraw_gradient(self, gradient: LayerGradient) -> None:
+        """More of a gradient has come that this backward took for complete."""
         state = self.pipeline.layers[gradient.layout.index]
         if state.sent:
             self.timer.invalidate()
