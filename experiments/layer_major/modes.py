@@ -107,7 +107,7 @@ class Engine:
 
     def step(self, accumulation: Any) -> torch.Tensor:
         """``engine.train_batch`` in one of the ways."""
-        self.engine.batches.accumulation = accumulation
+        self.engine.batch_training.accumulation = accumulation
         batches: Iterator[Batch] = iter(self._batches)
         return self.engine.train_batch(batches)
 

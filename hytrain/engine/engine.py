@@ -52,7 +52,7 @@ class HyTrainEngine(DeepSpeedEngine):
     """
 
     hytrain_config: HyTrainConfig
-    batches: BatchTraining
+    batch_training: BatchTraining
     """Steps over a global batch; see :meth:`train_batch`."""
     _guards: LayerGuards | None
     _added_hooks: HookSnapshot
@@ -68,7 +68,9 @@ class HyTrainEngine(DeepSpeedEngine):
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
-        object.__setattr__(self, "batches", BatchTraining(self, section, self.open_optimizer))
+        object.__setattr__(
+            self, "batch_training", BatchTraining(self, section, self.open_optimizer)
+        )
         hooks = HookSnapshot(kwargs["model"])
         object.__setattr__(self, "_added_hooks", hooks)
         try:
@@ -172,7 +174,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 self.hytrain_config,
                 build_settings(self, share_host(collectives)),
                 collectives,
-                engine_view(self, self.batches, self.open_optimizer),
+                engine_view(self, self.batch_training, self.open_optimizer),
             )
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -207,14 +209,12 @@ class HyTrainEngine(DeepSpeedEngine):
         return optimizer
 
     def _module_tensors(self) -> Mapping[str, Any]:
-        return module_tensors(self._model, self.guards)
+        return module_tensors(self._model, self._open_guards())
 
     def _checkpoints(self) -> EngineCheckpoints:
         return EngineCheckpoints(self, self.open_optimizer(), self._module_tensors)
 
-    @property
-    def guards(self) -> LayerGuards:
-        """The hooks on the model's modules."""
+    def _open_guards(self) -> LayerGuards:
         assert self._guards is not None
         return self._guards
 
@@ -265,7 +265,7 @@ class HyTrainEngine(DeepSpeedEngine):
         with optimizer.collectives.reporting_failures():
             super().step(lr_kwargs)
             if self._plan_watch is not None and self.global_steps != steps:
-                self._plan_watch.after_step(optimizer.rank_state(self.batches.host_bytes))
+                self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
 
     def zero_grad(self) -> None:
         """Drops the gradients of the step's micro-batches so far, in whichever stage.
@@ -315,7 +315,7 @@ class HyTrainEngine(DeepSpeedEngine):
             Exception: the model's. Its step has left nothing behind: weights and state are those of
                 the last one, and the next call begins a step of its own.
         """
-        return self.batches.train(data_iter, num_valid or valid_labels)
+        return self.batch_training.train(data_iter, num_valid or valid_labels)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
@@ -332,7 +332,7 @@ class HyTrainEngine(DeepSpeedEngine):
     @contextmanager
     def watching_reads(self) -> Generator[None]:
         """Around a forward: where it is the first, what autograd saves of weights is seen."""
-        with self.guards.watching():
+        with self._open_guards().watching():
             yield
 
     def join_micro_batch(self) -> None:
@@ -349,7 +349,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""
-        samples = self.batches.samples
+        samples = self.batch_training.samples
         return int(super().train_batch_size()) if samples is None else samples
 
     def step_statistics(self) -> StepStatistics:
@@ -616,5 +616,5 @@ class HyTrainEngine(DeepSpeedEngine):
         if isinstance(optimizer, HyTrainZeroOptimizer) and sys.exc_info()[1] is None:
             optimizer.kept.finish_weights()
         self._added_hooks.remove()
-        self.batches.close()
+        self.batch_training.close()
         super().destroy()

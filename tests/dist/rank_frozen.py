@@ -287,7 +287,7 @@ def train_batches(kind: str, sizes: tuple[int, ...], manner: str, on_host: bool)
                 batches = iter([batch_of(kind, number, False) for number in numbers])
                 losses.append(float(engine.train_batch(batches, num_valid=lambda _: 1)))
             if accumulation == "layer_major":
-                assert vars(engine.batches.accumulation)["refusal"] is None
+                assert vars(engine.batch_training.accumulation)["refusal"] is None
                 # One in use and one ahead: nothing had to be held behind the last block.
                 assert engine.optimizer.weights.gatherer.most_live == 2
             assert engine.optimizer.weights.is_sharded is (stage == 3 and not is_persistent)

@@ -46,7 +46,7 @@ def _train(
         for _ in range(STEPS):
             gradients.append({})
             losses.append(float(engine.train_batch(iterator)))
-        refusal = vars(engine.batches.accumulation).get("refusal")
+        refusal = vars(engine.batch_training.accumulation).get("refusal")
     return losses, gradients, refusal
 
 
@@ -164,7 +164,7 @@ def other_models(kind: str, sizes: tuple[int, ...]) -> None:
                 numbers = [10 * step + 5 * rank + n for n in range(sizes[rank])]
                 batches_of = iter([make_batch(kind, number) for number in numbers])
                 losses.append(float(engine.train_batch(batches_of, num_valid=lambda _: 1)))
-            assert vars(engine.batches.accumulation)["refusal"] is None
+            assert vars(engine.batch_training.accumulation)["refusal"] is None
             outcomes.append((losses, engine.fp32_state_dict()))
     (losses, ours), (expected_losses, theirs) = outcomes
     is_tied = kind in ("gpt2", "borrowing")

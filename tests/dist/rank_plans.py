@@ -122,7 +122,7 @@ def as_one_process_with_the_whole_batch(
         for _ in range(rank_batches.STEPS):
             gathers.append(0)
             losses.append(float(engine.train_batch(data)))
-        assert vars(engine.batches.accumulation)["refusal"] is None
+        assert vars(engine.batch_training.accumulation)["refusal"] is None
         state = engine.fp32_state_dict()
     # Six layers, forward and backward, but for those that are still there at the turn; the first
     # step is a trial. However many micro-batches a rank has, or the others.

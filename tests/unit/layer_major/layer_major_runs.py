@@ -86,7 +86,7 @@ def train(
             batches = iter([_on_device(make_batch(number)) for number in numbers])
             labelled = "labels" in make_batch(0) and make_batch(0)["labels"].dim() > 1
             losses.append(float(engine.train_batch(batches, None if labelled else rows)))
-        refusal = vars(engine.batches.accumulation).get("refusal")
+        refusal = vars(engine.batch_training.accumulation).get("refusal")
         state = engine.fp32_state_dict()
     return Outcome(losses, gradients, state, refusal, torch.get_rng_state())
 

@@ -65,7 +65,7 @@ def test_a_cache_is_turned_off_for_the_step_and_on_again() -> None:
     with built(model, config) as engine:
         assert model.config.use_cache
         engine.train_batch(iter([make_batch("llama", 0), make_batch("llama", 1)]))
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
         assert model.config.use_cache
     assert caches
     assert not any(caches)
@@ -90,7 +90,7 @@ def test_blocks_that_checkpoint_themselves_are_computed_twice_and_not_three_time
         for step in range(2):
             calls.clear()
             engine.train_batch(iter([make_batch("llama", 2 * step + i) for i in range(2)]))
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
         assert model.model.layers[1].gradient_checkpointing
     assert len(calls) == 4  # two micro-batches, forward and backward
 
@@ -140,7 +140,7 @@ def test_a_model_that_changes_later_falls_back_then(habit: str) -> None:
                 model.habit = habit if step >= 2 else ""
                 batches = iter([mlp_batch(2 * step), mlp_batch(2 * step + 1)])
                 losses.append(float(engine.train_batch(batches, rows)))
-            refusal = vars(engine.batches.accumulation).get("refusal")
+            refusal = vars(engine.batch_training.accumulation).get("refusal")
             return losses, engine.fp32_state_dict(), refusal
 
     losses, state, refusal = steps("layer_major")
@@ -173,7 +173,7 @@ def test_an_error_in_the_second_pass_leaves_the_last_step(gpu_fraction: float) -
         for name, tensors in engine.fp32_state_dict().items():
             assert torch.equal(tensors["fp32"], before[name]["fp32"]), name
         engine.train_batch(iter([mlp_batch(3), mlp_batch(4)]), rows)
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
         assert len(shadow.gradients) == len(shadow.states)
 
 
@@ -215,7 +215,7 @@ def test_the_users_error_is_raised_and_blames_nobody(where: str) -> None:
                     engine.train_batch(batches, rows)
             else:
                 engine.train_batch(batches, rows)
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
         assert engine.global_steps == 2
 
 
@@ -252,7 +252,7 @@ def test_steps_by_hand_between_steps_of_train_batch() -> None:
                 engine.backward(engine(**make_batch("gpt2", 20 * step + micro)).loss)
                 early.append(sum(s.sent for s in engine.optimizer.layer_states))
                 engine.step()
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
     layers = len(engine.optimizer.layer_states)
     assert early == [0, layers] * 3
 

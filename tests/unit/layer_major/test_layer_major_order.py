@@ -62,7 +62,7 @@ def test_a_layer_leaves_after_its_own_micro_batches(
                 known = [*plain, *forward, *back]
                 assert events[: len(known)] == known
                 assert sorted(events[len(known) :]) == [("send", 0), ("send", 5)]
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
 
 
 def test_one_micro_batchs_logits_are_alive_at_a_time() -> None:
@@ -133,7 +133,7 @@ def test_k_is_solved_from_such_steps() -> None:
     with built(Slow(), config(gpu_fraction=solve)) as engine:
         for step in range(12):
             engine.train_batch(batches(step), rows)
-        assert engine.batches.accumulation.refusal is None
+        assert engine.batch_training.accumulation.refusal is None
         decisions = engine.placement_decisions()
         assert len(decisions) > 1
         costs = engine.optimizer.placement.costs()
