@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hytrain.api import initialize, register
     from hytrain.config import HyTrainConfig
     from hytrain.engine.engine import HyTrainEngine
-    from hytrain.optimizer.batches import UnequalBatchSampler
+    from hytrain.optimizer.unequal_batches import UnequalBatchSampler
 
 __all__ = [
     "HyTrainConfig",
@@ -29,7 +29,7 @@ __all__ = [
 _HOMES = {
     "HyTrainConfig": "hytrain.config",
     "HyTrainEngine": "hytrain.engine.engine",
-    "UnequalBatchSampler": "hytrain.optimizer.batches",
+    "UnequalBatchSampler": "hytrain.optimizer.unequal_batches",
     "initialize": "hytrain.api",
     "register": "hytrain.api",
 }

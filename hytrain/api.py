@@ -19,11 +19,10 @@ from hytrain.engine.deepspeed_internals import (
     engine_class,
     join_ranks,
     load_config,
-    refuse_unsupported,
-    refuse_unsupported_model,
 )
 from hytrain.engine.engine import HyTrainEngine
 from hytrain.engine.training_plan import adopt_plan
+from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
 from hytrain.model.discovery import find_layers
 from hytrain.model.partition import partition

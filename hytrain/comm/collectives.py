@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.comm.ending import Ending
+from hytrain.comm.failure_messages import is_connection_error
+from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch, Surveillance
+from hytrain.comm.process_exit import Ending
 from hytrain.comm.processes import this_process
 from hytrain.comm.rank_status import Store
 from hytrain.comm.stream_gate import CudaGateStream, StreamGate, open_gate
-from hytrain.comm.watch import SAME_NUMBER, RankWatch, Surveillance
-from hytrain.comm.words import is_connection_error
 from hytrain.errors import OutOfStepError, RankFailedError
 
 logger = logging.getLogger(__name__)

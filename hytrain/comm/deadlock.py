@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hytrain.comm.standing import WAITS_FOR_ALL, WAITS_FOR_SOURCE, Standing, sequence_here
+from hytrain.comm.call_sites import WAITS_FOR_ALL, WAITS_FOR_SOURCE, Standing, sequence_here
 
 
 def standings_of(histories: Mapping[int, Mapping[str, Any]]) -> dict[int, Standing]:

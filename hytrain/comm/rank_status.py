@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from hytrain.comm.standing import Standing
-from hytrain.comm.words import Word
+from hytrain.comm.call_sites import Standing
+from hytrain.comm.failure_messages import Word
 
 _HISTORY = 1024
 

@@ -17,8 +17,8 @@ from hytrain.layer_major.accumulation import (
     make_accumulation,
 )
 from hytrain.layer_major.layer_passes import LayerPasses
-from hytrain.optimizer.batches import DealtSizes
 from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch
+from hytrain.optimizer.unequal_batches import DealtSizes
 
 
 class BatchTraining:

@@ -15,7 +15,7 @@ from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.module_weights import gather_settings, offloads_weights
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
-from hytrain.kernels.norm import ClipSettings
+from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
 
 

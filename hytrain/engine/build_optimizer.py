@@ -16,8 +16,8 @@ from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
+from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
-from hytrain.kernels.norm import ClipSettings, GradientNorm
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater

@@ -1,4 +1,4 @@
-"""The only module that knows DeepSpeed's internals: version gate, engine swap, what is refused."""
+"""DeepSpeed's internals: its classes, its version, its partitioned parameters, its process group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.layer import MoE
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hytrain.errors import ConfigError, UnsupportedError
 
@@ -35,8 +32,6 @@ __all__ = [
     "is_partitioned",
     "join_ranks",
     "load_config",
-    "refuse_unsupported",
-    "refuse_unsupported_model",
     "shape_partitioned",
     "use_checkpointing",
 ]
@@ -94,63 +89,6 @@ def avoid_cpu_communication_build() -> None:
         compatible_ops["deepspeed_shm_comm"] = False
 
 
-def refuse_unsupported_model(model: Any, stage: int) -> None:
-    """Refuses models that need another engine or another ZeRO stage.
-
-    Args:
-        model: what the user passed.
-        stage: the ZeRO stage of the configuration.
-
-    Raises:
-        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, a model that another ZeRO-3
-            engine still uses, or, below ZeRO-3, parameters that were partitioned under
-            ``deepspeed.zero.Init``.
-    """
-    if isinstance(model, PipelineModule):
-        raise UnsupportedError(
-            "the model is a PipelineModule, which hytrain does not support: pass a plain "
-            "torch.nn.Module"
-        )
-    if not isinstance(model, torch.nn.Module):
-        return  # DeepSpeed's own message is as good as one of ours
-    for name, module in model.named_modules():
-        if isinstance(module, MoE):
-            raise UnsupportedError(
-                f"module '{name}' is a DeepSpeed MoE layer, and experts have process groups of "
-                "their own, which hytrain does not support: use a dense model"
-            )
-    for name, parameter in model.named_parameters():
-        if is_partitioned(parameter) and stage != 3:
-            raise UnsupportedError(
-                f"parameter '{name}' was partitioned under deepspeed.zero.Init, which belongs to "
-                'ZeRO-3: build the model outside of it, or set "zero_optimization.stage" to 3'
-            )
-    if _is_gathered_by_deepspeed(model):
-        raise UnsupportedError(
-            "another ZeRO-3 engine of DeepSpeed gathers this model's weights (was it built for "
-            "inference?): call that engine's destroy() before"
-        )
-
-
-def _is_gathered_by_deepspeed(model: torch.nn.Module) -> bool:
-    """Whether a ZeRO-3 engine has its hooks on the model; ``zero.Init`` puts none there."""
-    hooks: Mapping[int, Any] = vars(model)["_forward_pre_hooks"]
-    origins = {getattr(hook, "__module__", "") for hook in hooks.values()}
-    # They are all wrapped by the function that marks them for profilers.
-    return bool(origins & {"deepspeed.utils.nvtx", "deepspeed.runtime.zero.parameter_offload"})
-
-
-PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE
-"""A parameter's ``ds_status``: it is whole on this rank."""
-
-_CONVERTED = frozenset(
-    ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
-     "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
-     "partition_gradients", "partition_numel", "reduce_gradients_at_owner")
-)  # fmt: skip
-"""What ``deepspeed.zero.Init`` adds to a parameter beside names that begin with ``ds_``."""
-
-
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then."""
     return "ds_tensor" in vars(parameter)
@@ -171,122 +109,6 @@ def forget_partition(parameter: torch.Tensor) -> None:
     for name in list(vars(parameter)):
         if name.startswith("ds_") or name in _CONVERTED:
             delattr(parameter, name)
-
-
-def _get(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
-    return value
-
-
-_REFUSED: tuple[tuple[str, str], ...] = (
-    ("hybrid_engine.enabled", "the hybrid engine is not supported: remove hybrid_engine"),
-    ("tensor_parallel.autotp_size", "tensor parallelism is not supported: remove tensor_parallel"),
-    ("sequence_parallel_size", "sequence parallelism is not supported: remove it"),
-    ("pipeline.stages", "pipeline parallelism is not supported: remove pipeline"),
-    ("zero_optimization.zenflow", "ZenFlow is another update scheme: remove zenflow"),
-    ("zero_optimization.cpu_offload_param", 'set "offload_param": {"device": "cpu"} instead'),
-    ("zero_optimization.offload_optimizer.super_offload", "remove super_offload"),
-    ("zero_optimization.mics_shard_size", "MiCS is not supported: remove mics_shard_size"),
-    ("zero_optimization.zero_hpz_partition_size", "ZeRO++ is not supported: remove it"),
-    ("zero_optimization.zero_quantized_weights", "ZeRO++ is not supported: remove it"),
-    ("zero_optimization.zero_quantized_gradients", "ZeRO++ is not supported: remove it"),
-    ("bf16.bf16_master_weights_and_grads", "master weights are always fp32: remove it"),
-    ("bf16.bf16_optimizer_states", "moments are always fp32: remove it"),
-    ("bf16.immediate_grad_update", "gradients are taken over as they arrive: remove it"),
-    ("fp16.enabled", "fp16 is not supported yet: use bf16"),
-    ("amp.enabled", "Apex AMP is not supported: use bf16"),
-    ("torch_autocast.enabled", "torch_autocast is not supported yet: use bf16"),
-    ("compile.deepcompile", "DeepCompile is not supported: remove it"),
-    ("prescale_gradients", "gradients are scaled in fp32 by the update itself: remove it"),
-    ("sparse_gradients", "sparse gradients are not supported: remove it"),
-    ("elasticity.enabled", "elasticity is not supported: remove it"),
-    ("compression_training", "compression is not supported: remove it"),
-    ("quantize_training.enabled", "quantized training is not supported: remove it"),
-    ("eigenvalue.enabled", "eigenvalue is not supported: remove it"),
-    ("checkpoint.load_universal", "checkpoints are always universal: remove load_universal"),
-    ("checkpoint.writer", "checkpoints are written by hytrain: remove checkpoint.writer"),
-)
-_TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
-
-
-def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuses what the configuration asks for and hytrain does not do, before anything is built.
-
-    Args:
-        config: the DeepSpeed configuration as the user wrote it.
-
-    Raises:
-        UnsupportedError: naming the key, what was seen, and what to change.
-    """
-    for path, remedy in _REFUSED:
-        value = _get(config, path)
-        # Sizes of 1 and empty sections ask for nothing; `enabled: true` equals 1 in Python.
-        if value is True or value not in _TRIVIAL:
-            raise UnsupportedError(f'"{path}" is {value!r}: {remedy}')
-    _refuse_zero(config)
-
-
-def _refuse_zero(config: Mapping[str, Any]) -> None:
-    stage = _get(config, "zero_optimization.stage")
-    if stage not in (1, 2, 3):
-        raise UnsupportedError(
-            f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
-        )
-    home = _get(config, "zero_optimization.offload_param.device")
-    if home not in (None, "none", "cpu"):
-        raise UnsupportedError(
-            f'"zero_optimization.offload_param.device" is {home!r}: weights are kept in host '
-            'memory or on the GPU; set it to "cpu", or remove offload_param'
-        )
-    if home == "cpu" and stage != 3:
-        raise UnsupportedError(
-            f'"zero_optimization.offload_param.device" is "cpu" with ZeRO stage {stage}: only '
-            'stage 3 streams weights; set "zero_optimization.stage" to 3, or remove offload_param'
-        )
-    device = _get(config, "zero_optimization.offload_optimizer.device")
-    if device != "cpu":
-        raise UnsupportedError(
-            f'"zero_optimization.offload_optimizer.device" is {device!r}: hytrain keeps the '
-            'optimizer state in host memory; set it to "cpu" (gpu_fraction decides how much of it '
-            "stays on the GPU)"
-        )
-    ratio = _get(config, "zero_optimization.offload_optimizer.ratio")
-    if ratio not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f'"zero_optimization.offload_optimizer.ratio" is {ratio}: use "hytrain.gpu_fraction"'
-        )
-    predivide = _get(config, "gradient_predivide_factor")
-    if predivide not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f'"gradient_predivide_factor" is {predivide}: gradients are scaled in fp32 by the '
-            "update itself; remove it"
-        )
-    kind = _get(config, "optimizer.type")
-    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
-        raise UnsupportedError(
-            f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
-        )
-    _refuse_communication_dtype(config)
-
-
-def _refuse_communication_dtype(config: Mapping[str, Any]) -> None:
-    communicated = _get(config, "communication_data_type")
-    if communicated is None:
-        return
-    is_bf16 = _get(config, "bf16.enabled") or _get(config, "bfloat16.enabled")
-    accumulated = _get(config, "data_types.grad_accum_dtype") or ("bf16" if is_bf16 else "fp32")
-    short = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    name = str(accumulated).removeprefix("torch.")
-    if str(communicated).lower() != short.get(name, name):
-        raise UnsupportedError(
-            f'"communication_data_type" is {communicated!r} but gradients are accumulated in '
-            f"{accumulated}: they are reduced in the dtype they are accumulated in; set "
-            '"data_types": {"grad_accum_dtype": ...} to that dtype and remove it'
-        )
 
 
 def join_ranks(

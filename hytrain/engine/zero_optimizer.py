@@ -18,7 +18,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
 from hytrain.engine.plan_watch import RankState
 from hytrain.errors import ConfigError, UnsupportedError
-from hytrain.kernels.norm import Outcome
+from hytrain.kernels.clipping import Outcome
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings

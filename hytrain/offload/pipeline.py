@@ -15,9 +15,9 @@ import torch
 from hytrain import _C
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import ConfigError
+from hytrain.kernels.clipping import GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
-from hytrain.kernels.norm import GradientNorm, Outcome
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hytrain import _C
 from hytrain.errors import HyTrainError
-from hytrain.kernels.norm import Outcome
+from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hytrain import _C
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
-from hytrain.kernels.norm import Outcome
+from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.controller import PlacementController

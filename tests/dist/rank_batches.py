@@ -16,7 +16,7 @@ from torch import nn
 from hytrain.config import BatchShares
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
-from hytrain.optimizer.batches import UnequalBatchSampler
+from hytrain.optimizer.unequal_batches import UnequalBatchSampler
 
 STEPS = 6
 LR, DECAY = 1e-2, 0.1

@@ -19,7 +19,7 @@ from rank_training import backward, config_for
 from support.engines import built
 from support.models import HIDDEN, make_batch, make_model
 
-from hytrain.comm import watch
+from hytrain.comm import failure_watch as watch
 from hytrain.errors import OutOfStepError, RankFailedError, UnsupportedError
 
 SHARDS = [0.6, 0.4]

@@ -51,7 +51,7 @@ def _train(engine: Any, numbers: range) -> None:
 
 
 def fails_in_backward(rank: int, port: int, folder: str, wait_in_stream: bool) -> None:
-    from hytrain.comm import watch
+    from hytrain.comm import failure_watch as watch
     from hytrain.errors import RankFailedError
 
     enter_rank(rank, port)
@@ -114,7 +114,7 @@ def evaluates_alone(rank: int, port: int, folder: str, wait_in_stream: bool) -> 
     from support.engines import device
     from support.models import loss_of, make_batch
 
-    from hytrain.comm import watch
+    from hytrain.comm import failure_watch as watch
     from hytrain.errors import RankFailedError
 
     watch.WARN_SECONDS = watch.PATIENCE_SECONDS

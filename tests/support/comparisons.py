@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hytrain.kernels.norm import Outcome
+from hytrain.kernels.clipping import Outcome
 from support.parity import (
     Case,
     Run,

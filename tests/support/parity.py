@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hytrain.kernels.clipping import Outcome
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
-from hytrain.kernels.norm import Outcome
 from hytrain.model.layer_state import LayerState
 from support.engines import OFFLOAD_AT_SCALE, built, device, make_config
 from support.models import loss_of, make_batch, make_model

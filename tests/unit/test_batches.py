@@ -14,8 +14,8 @@ from support.models import make_model
 import hytrain
 from hytrain.config import BatchShares, HyTrainConfig
 from hytrain.errors import ConfigError, UnsupportedError
-from hytrain.optimizer.batches import DealtSizes, UnequalBatchSampler
 from hytrain.optimizer.global_batch import loss_of, valid_labels
+from hytrain.optimizer.unequal_batches import DealtSizes, UnequalBatchSampler
 
 pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), min_size=1, max_size=4).filter(
     lambda rows: sum(size for size, _ in rows) > 0

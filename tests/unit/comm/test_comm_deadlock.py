@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hytrain.comm import deadlock
+from hytrain.comm.call_sites import Lookout, Standing
 from hytrain.comm.deadlock import never_comes
-from hytrain.comm.standing import Lookout, Standing
 
 pytestmark = pytest.mark.timeout(60)
 

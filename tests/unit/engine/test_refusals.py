@@ -126,7 +126,7 @@ def test_features_of_deepspeed(path: str, value: Any) -> None:
 
 
 def test_every_refused_feature_has_its_case() -> None:
-    from hytrain.engine.deepspeed_internals import _REFUSED
+    from hytrain.engine.unsupported import _REFUSED
 
     assert {path for path, _ in _REFUSED} <= {path for path, _ in FEATURES}
 

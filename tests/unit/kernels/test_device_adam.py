@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.device_adam import device_adam, reference_device_adam
-from hytrain.kernels.norm import ClipSettings, GradientNorm
 
 HYPERS = [
     AdamHyper(lr=1e-3, weight_decay=0.1, step=7),

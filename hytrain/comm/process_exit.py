@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from hytrain.comm.standing import is_in_torch_distributed
+from hytrain.comm.call_sites import is_in_torch_distributed
 from hytrain.errors import HyTrainError
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 from hytrain.comm import processes
+from hytrain.comm.failure_messages import Word, Words
 from hytrain.comm.peers import Address, Peers, can_share_loopback, neighbours_of
 from hytrain.comm.processes import Process
 from hytrain.comm.rank_status import BulletinBoard
-from hytrain.comm.words import Word, Words
 
 logger = logging.getLogger(__name__)
 

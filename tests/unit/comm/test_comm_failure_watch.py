@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from hytrain.comm import last_words, watch
+from hytrain.comm import crash_report
+from hytrain.comm import failure_watch as watch
 from hytrain.comm import rank_status as bulletin
 from hytrain.comm.daemon_executor import DaemonExecutor
-from hytrain.comm.watch import RankWatch
+from hytrain.comm.failure_watch import RankWatch
 from hytrain.errors import OutOfStepError, RankFailedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -259,7 +260,7 @@ def test_what_ends_the_process_is_told(
 ) -> None:
     # Every watch of this process is one of another rank here; rank 0's tells.
     for rank in job.ranks[1:]:
-        last_words.forget(rank)
+        crash_report.forget(rank)
     error = KeyError("the script's")
     sys.excepthook(KeyError, error, None)
     assert "the script's" in capsys.readouterr().err

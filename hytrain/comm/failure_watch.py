@@ -2,22 +2,22 @@
 
 Without it, a rank that has failed leaves the others in a collective until the process group's
 timeout, half an hour by default. Ranks meet at the process group's own store, which no collective
-and no device takes part in, and by connections of their own (witness.py), which need no store:
-nothing on the way of a step waits for anything.
+and no device takes part in, and by connections of their own (process_monitor.py), which need no
+store: nothing on the way of a step waits for anything.
 
 - Each rank counts its collectives and remembers what the last ones were. A rank that waits for
   long asks all to publish theirs. Two that have different ones at one number can never meet.
 - An exception that ends a rank's process, or leaves one of its steps in the middle, is published
   with its text. The others raise it, with the rank's number.
 - A process that is gone without a word was killed or has crashed. It comes before the failures of
-  those who only lost their connection to it (words.py).
+  those who only lost their connection to it (failure_messages.py).
 - A rank that waits for others which only have not come yet says so, and where they stand: they may
   be slow, or it may be where they never come, alone with weights that all ranks gather together.
   One that stands in a collective of the script's own, which waits for this rank, never comes.
 
 Collectives of NCCL are given up by aborting the group. Gloo's cannot be interrupted: a thread of
 their own issues them and waits, and whoever wanted one waits for that thread, and may leave. Who
-stands where neither helps is ended (ending.py).
+stands where neither helps is ended (process_exit.py).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hytrain.comm import last_words
+from hytrain.comm import crash_report
+from hytrain.comm.call_sites import Lookout
 from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.deadlock import never_comes, standings_of
-from hytrain.comm.ending import Ending
+from hytrain.comm.failure_messages import Kind, Words, is_connection_error
+from hytrain.comm.process_exit import Ending
+from hytrain.comm.process_monitor import CONFIRM_SECONDS, Witness
 from hytrain.comm.processes import Process
 from hytrain.comm.rank_status import BulletinBoard, History, Store, by_number
-from hytrain.comm.standing import Lookout
-from hytrain.comm.witness import CONFIRM_SECONDS, Witness
-from hytrain.comm.words import Kind, Words, is_connection_error
 from hytrain.errors import OutOfStepError, RankFailedError
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class RankWatch:
             )
         self._thread = threading.Thread(target=self._run, name="hytrain-watch", daemon=True)
         self._thread.start()
-        last_words.follow(self)
+        crash_report.follow(self)
 
     # -- the training thread -------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class RankWatch:
         self.leave()
         self._closed.set()
         self._wake.set()
-        last_words.forget(self)
+        crash_report.forget(self)
         self._lane.close()
         if self._witness is not None:
             self._witness.close()
@@ -404,7 +404,7 @@ class RankWatch:
             self._say("error", f"{type(failure).__name__}: {failure}", final=True)
         self._failure = failure
         if self._surveillance is not None:
-            last_words.found(failure)
+            crash_report.found(failure)
             self._surveillance.ending.doom(failure)
         if self._can_interrupt:
             # It may take long, or for ever.

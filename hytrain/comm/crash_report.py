@@ -9,8 +9,8 @@ import weakref
 from types import TracebackType
 from typing import Protocol
 
-from hytrain.comm.ending import exit_with
-from hytrain.comm.words import is_connection_error
+from hytrain.comm.failure_messages import is_connection_error
+from hytrain.comm.process_exit import exit_with
 from hytrain.errors import OutOfStepError, RankFailedError
 
 _READ_SECONDS = 1.5
@@ -18,7 +18,7 @@ _READ_SECONDS = 1.5
 
 
 class Watch(Protocol):
-    """What tells the others; see watch.py."""
+    """What tells the others; see failure_watch.py."""
 
     def tell(self, error: BaseException, *, final: bool) -> None:
         """Tells of a failure here."""

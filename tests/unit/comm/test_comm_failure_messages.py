@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hytrain.comm import words
-from hytrain.comm.words import Word, Words, is_connection_error
+from hytrain.comm import failure_messages as words
+from hytrain.comm.failure_messages import Word, Words, is_connection_error
 
 GLOO = RuntimeError(
     "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:14528"
