@@ -1,4 +1,4 @@
-"""DeepSpeed's internals: its classes, its version, its partitioned parameters, its process group."""
+"""DeepSpeed's internals: classes, version, partitioned parameters, process group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hytrain.errors import ConfigError, UnsupportedError
 
@@ -87,6 +88,17 @@ def avoid_cpu_communication_build() -> None:
     accelerator = get_accelerator()
     if accelerator is not None and accelerator.device_name() == "cpu":
         compatible_ops["deepspeed_shm_comm"] = False
+
+
+PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE
+"""A parameter's ``ds_status``: it is whole on this rank."""
+
+_CONVERTED = frozenset(
+    ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
+     "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
+     "partition_gradients", "partition_numel", "reduce_gradients_at_owner")
+)  # fmt: skip
+"""What ``deepspeed.zero.Init`` adds to a parameter beside names that begin with ``ds_``."""
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What of DeepSpeed hytrain does not do: keys and models that are refused before anything is built."""
+"""What of DeepSpeed hytrain does not do: keys and models that are refused before a build."""
 
 from __future__ import annotations
 
@@ -57,17 +57,6 @@ def _is_gathered_by_deepspeed(model: torch.nn.Module) -> bool:
     origins = {getattr(hook, "__module__", "") for hook in hooks.values()}
     # They are all wrapped by the function that marks them for profilers.
     return bool(origins & {"deepspeed.utils.nvtx", "deepspeed.runtime.zero.parameter_offload"})
-
-
-PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE
-"""A parameter's ``ds_status``: it is whole on this rank."""
-
-_CONVERTED = frozenset(
-    ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
-     "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
-     "partition_gradients", "partition_numel", "reduce_gradients_at_owner")
-)  # fmt: skip
-"""What ``deepspeed.zero.Init`` adds to a parameter beside names that begin with ``ds_``."""
 
 
 def _get(config: Mapping[str, Any], path: str) -> Any:
