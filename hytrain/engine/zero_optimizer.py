@@ -228,7 +228,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def _is_under_way(self) -> bool:
-        return self.passes.open_step.begun or any(state.sent for state in self.layer_states)
+        return self.passes.open_step.begun or any(state.update.sent for state in self.layer_states)
 
     # -- parameter groups and state --------------------------------------------------------------
 

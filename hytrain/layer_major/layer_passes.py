@@ -72,7 +72,7 @@ class LayerPasses:
     @property
     def has_sent(self) -> bool:
         """The update of some layers has begun."""
-        return any(state.sent for state in self._passes.pipeline.layers)
+        return any(state.update.sent for state in self._passes.pipeline.layers)
 
     @property
     def needs_all(self) -> bool:

@@ -1,24 +1,21 @@
-"""What the pipeline knows of one layer's trained weights on one rank."""
+"""One layer's trained weights on one rank: its shard, where its state is, and its update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
-from hytrain.model.weight_reads import WatchedParameters
-
-Placement = Literal["cpu", "gpu"]
 
 
 @dataclass(slots=True)
 class LayerState:
-    """A layer's shard: its place, its state and where the current step has got to."""
+    """A layer's shard: its place, its optimizer state and, in :attr:`update`, its current step."""
 
     layout: LayerLayout
     storage: ResidentStorage | ShardedStorage
@@ -41,41 +38,8 @@ class LayerState:
     moving: bool = False
     """The worker has not finished a move of the state that nobody has waited for."""
 
-    # The current step.
-    gradient: torch.Tensor | None = None
-    """This rank's reduced gradient, owned here until it has left the device or been applied."""
-    gradient_ready: torch.cuda.Event | None = None
-    weights_ready: torch.cuda.Event | None = None
-    sent: bool = False
-    """The gradient of a step that is not final yet has been handed over."""
-    updated_by: Placement = "cpu"
-    """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
-    gather_due: bool = False
-    """Other ranks' shards of the newest weights are still to be gathered."""
-
-    reads: WatchedParameters | None = None
-    """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
-    _waited: bool = True
-
-    @property
-    def waited(self) -> bool:
-        """The compute stream has waited for the newest weights.
-
-        While it has not, the training copy is an old one, or being overwritten.
-        """
-        return self._waited
-
-    @waited.setter
-    def waited(self, value: bool) -> None:
-        if value is self._waited:
-            return
-        self._waited = value
-        if self.reads is None:
-            return
-        if value:
-            self.reads.allow()
-        else:
-            self.reads.disallow_all()
+    update: LayerUpdate = field(default_factory=LayerUpdate)
+    """The layer's part in the current step."""
 
     @property
     def index(self) -> int:
@@ -103,6 +67,6 @@ class LayerState:
 
     def release(self) -> None:
         """Lets go of state, gradient and storage; weights that a parameter still views stay."""
-        self.gradient = None
+        self.update.release_gradient()
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
         self.storage.release()

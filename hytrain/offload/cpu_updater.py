@@ -109,11 +109,11 @@ class CpuUpdater:
             self.worker.add_slot_class(slots.slot_bytes)
         classes = iter(plan.class_of_chunk)
         for layer, spans in zip(self._all, self._chunks, strict=True):
-            layer.weights_ready = self._streams.new_event()
+            layer.update.weights_ready = self._streams.new_event()
             layer.worker_index = self.worker.add_layer(
                 layer.name,
                 _NATIVE[layer.gradient_dtype],
-                event_handle(layer.weights_ready),
+                event_handle(layer.update.weights_ready),
                 self.pinned.take_norm(),
                 native_state(layer) if layer.placement == "cpu" else _C.StateArrays(),
                 [_native_chunk(layer, span, next(classes)) for span in spans],
@@ -145,12 +145,12 @@ class CpuUpdater:
         self, layer: LayerState, sum_address: int, record: _C.StepRecord, *, direct: bool
     ) -> None:
         """Queues the update of a layer whose gradient (and event) are set."""
-        gradient = layer.gradient
+        gradient = layer.update.gradient
         assert gradient is not None
         self.worker.submit_update(
             layer.worker_index,
             gradient.data_ptr(),
-            event_handle(layer.gradient_ready),
+            event_handle(layer.update.gradient_ready),
             sum_address,
             record,
             direct,
@@ -163,13 +163,13 @@ class CpuUpdater:
     def submit_withdraw(self, layer: LayerState, destination: torch.Tensor) -> None:
         """Queues the return of a layer's gradient to the device and of its old weights.
 
-        ``layer.gradient_ready`` must be recorded after ``destination`` was made.
+        ``layer.update.gradient_ready`` must be recorded after ``destination`` was made.
         """
         self.worker.submit(
             layer.worker_index,
             _C.Pass.withdraw,
             destination.data_ptr(),
-            event_handle(layer.gradient_ready),
+            event_handle(layer.update.gradient_ready),
         )
 
     def cancel(self, layer: LayerState) -> bool:
@@ -187,8 +187,8 @@ class CpuUpdater:
         any other is withdrawn from the host.
         """
         for layer in self.layers:
-            if layer.gradient is not None and self.is_fetched(layer):
-                layer.gradient = None
+            if layer.update.gradient is not None and self.is_fetched(layer):
+                layer.update.release_gradient()
 
     def is_fetched(self, layer: LayerState) -> bool:
         """Whether the layer's gradient has left the device."""
@@ -253,12 +253,13 @@ class CpuUpdater:
 
         Args:
             layer: the layer.
-            by_compute: False: the caller makes another stream wait for ``layer.weights_ready``.
+            by_compute: False: the caller makes another stream wait for the layer's
+                ``update.weights_ready``.
         """
         if self._streams.is_cuda:
             self.worker.wait_issued(layer.worker_index)
             if by_compute:
-                self._streams.compute_waits(layer.weights_ready)
+                self._streams.compute_waits(layer.update.weights_ready)
         else:
             self.worker.wait_complete(layer.worker_index)
 

@@ -78,8 +78,8 @@ class LayerMover:
     def _keep(self, layer: LayerState, event: torch.cuda.Event | None) -> None:
         # The gradient of the step just made may still be on its way to the host.
         old = (layer.master, layer.exp_avg, layer.exp_avg_sq)
-        self._moves.append(_Move(layer, old, layer.gradient, event))
-        layer.gradient = None
+        self._moves.append(_Move(layer, old, layer.update.gradient, event))
+        layer.update.release_gradient()
 
     def wait(self, layer: LayerState) -> None:
         """Before a GPU-placed layer's state is used on the update stream."""

@@ -61,7 +61,7 @@ class UpdatePipeline:
         self.is_torn = False
         """The last step failed midway: some layers have made it and others have not."""
         for layer in self.layers:
-            layer.gradient_ready = streams.new_event()
+            layer.update.gradient_ready = streams.new_event()
         self._unscale = 1.0
         self._hyper: tuple[AdamHyper, ...] = ()
         self._record = native_record(1.0, ())
@@ -133,14 +133,13 @@ class UpdatePipeline:
             gradient: this rank's shard.
             squares: partial sums of its squares, where they are known.
         """
-        layer.gradient = gradient
-        layer.sent = True
+        layer.update.send(gradient)
         self.norm.measure(layer.index, gradient, squares)
         # One event covers the gradient and its norm.
-        self.streams.record_compute(layer.gradient_ready)
+        self.streams.record_compute(layer.update.gradient_ready)
         if layer.placement == "cpu":
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
-            layer.waited = False
+            layer.update.overwrite()
         self.cpu.release_fetched()
 
     # -- the end of a step ---------------------------------------------------------------------
@@ -193,7 +192,7 @@ class UpdatePipeline:
             for layer in self.layers:
                 if layer.placement != "gpu":
                     continue
-                gradient = layer.gradient
+                gradient = layer.update.gradient
                 assert gradient is not None
                 self.mover.wait(layer)
                 for segment in layer.layout.segments:
@@ -213,10 +212,10 @@ class UpdatePipeline:
                             hyper[segment.group],
                         )
                 self.streams.used_on_update(gradient)
-                layer.gradient = None
-                layer.waited = False
-                if layer.weights_ready is not None:
-                    layer.weights_ready.record(self.streams.update)
+                layer.update.release_gradient()
+                layer.update.overwrite()
+                if layer.update.weights_ready is not None:
+                    layer.update.weights_ready.record(self.streams.update)
                 if self.observer is not None:
                     self.observer.layer_updated(layer.index)
             self.streams.used_on_update(outcome)
@@ -226,16 +225,14 @@ class UpdatePipeline:
         for layer in self.cpu.layers:
             if not self.cpu.cancel(layer):
                 self.cpu.submit(layer, _C.Pass.drop)
-            layer.waited = False
+            layer.update.overwrite()
 
     def _after_step(self, *, skipped: bool) -> None:
         for layer in self.layers:
-            layer.sent = False
-            layer.waited = False
-            layer.updated_by = layer.placement
+            layer.update.end_step(layer.placement)
             if not skipped:
                 # A sharded layer is gathered anew for every use.
-                layer.gather_due = not layer.storage.is_sharded
+                layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
                 layer.storage.mark_overwritten()
         self.is_torn = False
 
@@ -257,40 +254,40 @@ class UpdatePipeline:
                 'cannot be withdrawn: set "gradient_clipping" or "check_grad_overflow", or set '
                 '"gradient_accumulation_steps" to the number of backward passes in a step'
             )
-        gradient = layer.gradient
-        layer.sent = False
+        gradient = layer.update.gradient
+        layer.update.withdraw()
         if layer.placement == "gpu":
             assert gradient is not None
-            layer.gradient = None
+            layer.update.release_gradient()
             return gradient
         if self.cpu.cancel(layer):
             # Its copy to the host may be under way: the gradient lives until that is over.
             self.cpu.wait_weights(layer)
             assert gradient is not None
-            layer.gradient = None
-            layer.waited = True
+            layer.update.release_gradient()
+            layer.update.wait()
             return gradient
         returned = torch.empty(
             layer.shard_size, dtype=layer.gradient_dtype, device=self.streams.device
         )
         # The copy back must come after whatever used this memory before on the compute stream.
-        self.streams.record_compute(layer.gradient_ready)
+        self.streams.record_compute(layer.update.gradient_ready)
         self.cpu.submit_withdraw(layer, returned)
         self.cpu.wait_weights(layer)
-        layer.gradient = None
-        layer.waited = True
+        layer.update.release_gradient()
+        layer.update.wait()
         return returned
 
     @property
     def is_partly_committed(self) -> bool:
         """Layers may have made a step already that is not final: direct commit has begun it."""
-        return self._direct and any(layer.sent for layer in self.cpu.layers)
+        return self._direct and any(layer.update.sent for layer in self.cpu.layers)
 
     def discard(self, layer: LayerState) -> None:
         """As :meth:`withdraw` for a gradient that nobody wants back."""
         if layer.placement == "gpu":
-            layer.gradient = None
-            layer.sent = False
+            layer.update.release_gradient()
+            layer.update.withdraw()
         else:
             self.withdraw(layer)
 
@@ -298,33 +295,33 @@ class UpdatePipeline:
 
     def wait(self, layer: LayerState) -> None:
         """Before a layer's weights are used: the compute stream waits for the newest ones."""
-        if layer.waited:
+        if layer.update.waited:
             return
-        if layer.gather_due and self._collectives.world_size > 1:
+        if layer.update.gather_due and self._collectives.world_size > 1:
             # All ranks gather in forward order, whichever layer this rank's forward uses first.
             for earlier in self.layers[: layer.index]:
-                if earlier.gather_due:
+                if earlier.update.gather_due:
                     self._wait(earlier)
         self._wait(layer)
 
     def _wait(self, layer: LayerState) -> None:
         # Only the wait for this rank's own update is counted, not the one for the other ranks'.
-        if layer.updated_by == "cpu":
+        if layer.update.updated_by == "cpu":
             with self.exposure.waiting():
                 # A sharded layer's gather waits for the shard; compute waits for the gather.
                 self.cpu.wait_weights(layer, by_compute=not layer.storage.is_sharded)
         elif not layer.storage.is_sharded:
-            self.streams.compute_waits(layer.weights_ready)
-        if layer.gather_due and self._collectives.world_size > 1:
+            self.streams.compute_waits(layer.update.weights_ready)
+        if layer.update.gather_due and self._collectives.world_size > 1:
             self._gather(layer)
-        layer.gather_due = False
-        layer.waited = True
+        layer.update.end_gather()
+        layer.update.wait()
         self.cpu.release_fetched()
 
     def _gather(self, layer: LayerState) -> None:
         # After this rank's shard has arrived, and beside whatever compute is doing: the backward
         # that read the old weights was over before the shard could be updated.
-        with self.streams.on_communication(after=layer.weights_ready):
+        with self.streams.on_communication(after=layer.update.weights_ready):
             for low, high, flat in layer.storage.runs:
                 self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
         self.streams.compute_waits_for_communication()

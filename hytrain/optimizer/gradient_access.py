@@ -47,7 +47,7 @@ class GradientAccess:
         self._passes.clean_up_aborted()
         if self._collector.in_backward or self._passes.open_step.by_layer:
             raise ConfigError(f"{what} while a backward is running: call it before or after")
-        if not any(state.sent for state in self._pipeline.layers):
+        if not any(state.update.sent for state in self._pipeline.layers):
             return
         # On every rank, also where no layer is updated by the CPU: the others raise this.
         if self._pipeline.norm.settings.direct:

@@ -66,7 +66,7 @@ class KeptState:
         if self._passes.is_closed or os.getpid() != self._process:
             return
         kept = [state for state in self.pipeline.layers if not state.storage.is_sharded]
-        if all(state.waited and not state.sent for state in kept):
+        if all(state.update.waited and not state.update.sent for state in kept):
             return
         try:
             self.synchronize()
@@ -84,10 +84,8 @@ class KeptState:
             # Updates are committed as they arrive; what they wrote is about to be replaced.
             self.pipeline.cpu.wait_all()
             for layer in self.layers:
-                if layer.sent:
-                    layer.sent = False
-                    layer.gradient = None
-                    layer.waited = True
+                if layer.update.sent:
+                    layer.update.forget()
         self._passes.discard_gradients()
         self.pipeline.is_torn = False  # all of it is replaced
         self.flush()
@@ -103,8 +101,8 @@ class KeptState:
         # The gather runs beside the compute stream and does not wait for these copies.
         pipeline.streams.synchronize()
         for layer in pipeline.layers:
-            layer.waited = False
-            layer.gather_due = not layer.storage.is_sharded
+            layer.update.overwrite()
+            layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
             layer.storage.mark_overwritten()
         for weights in self.weights.layers:
             if weights.frozen is not None:

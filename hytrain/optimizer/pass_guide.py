@@ -45,7 +45,9 @@ class PassGuide:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self._weights.forbid_reads()
             for state in passes.pipeline.layers:
-                if state.sent:  # what is gathered ahead must not be what a later step would make it
+                if (
+                    state.update.sent
+                ):  # what is gathered ahead must not be what a later step would make it
                     passes.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
@@ -57,7 +59,7 @@ class PassGuide:
         # Whatever was not used is made ready now: every rank gathers every layer, in one order,
         # and reads of parameters between forward and backward see the newest weights.
         for state in passes.pipeline.layers:
-            if state.sent or not state.waited:
+            if state.update.sent or not state.update.waited:
                 passes.before_use(state)
         passes.end_forward()
 
@@ -76,13 +78,13 @@ class PassGuide:
                 if schedule is not None:
                     schedule.use(layer.index)
                 continue
-            if state.sent and not passes.collector.in_backward:
+            if state.update.sent and not passes.collector.in_backward:
                 passes.before_use(state)  # withdraws
             if schedule is not None:
-                passes.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+                passes.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
                 schedule.use(state.index)
                 passes.timer.wait_ends(state.index)
-            elif not state.waited:
+            elif not state.update.waited:
                 passes.before_use(state)
         if layers[0].trained is not None:  # the time of others counts as the layer's before them
             passes.timer.enter(layers[0].index)
@@ -139,7 +141,7 @@ class PassGuide:
         passes, schedule = self._passes, self._weights.active
         state = layer.resident
         assert state is not None
-        if state.sent and passes.is_in_graph:
+        if state.update.sent and passes.is_in_graph:
             raise UnsupportedError(
                 f"weights of layer '{layer.name}' are read in a backward that has given the layer "
                 "its last gradient: its update has begun and overwrites them. Read them before "

@@ -250,7 +250,7 @@ class PassTracker:
         """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
         for gradient in self.collector.layers:
             state = self.pipeline.layers[gradient.layout.index]
-            if not state.sent:
+            if not state.update.sent:
                 held, gradient.held = gradient.held, None
                 assert held is not None
                 with self.pipeline.reducing():
@@ -266,7 +266,7 @@ class PassTracker:
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
         """More of a gradient has come that this backward took for complete."""
         state = self.pipeline.layers[gradient.layout.index]
-        if state.sent:
+        if state.update.sent:
             self.timer.invalidate()
             self.withdraw(state)
 
@@ -276,7 +276,7 @@ class PassTracker:
     def withdraw_all(self) -> None:
         """Takes back every update that has begun: weights are those of the last step."""
         for state in self.pipeline.layers:
-            if state.sent:
+            if state.update.sent:
                 self.withdraw(state)
 
     # -- forward -------------------------------------------------------------------------------
@@ -284,10 +284,10 @@ class PassTracker:
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
         self.clean_up_aborted()
-        if state.sent and not self.collector.in_backward:
+        if state.update.sent and not self.collector.in_backward:
             self.timer.invalidate()
             self.withdraw(state)
-        self.timer.wait_begins(state.index, on_cpu=state.updated_by == "cpu")
+        self.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
         self.pipeline.wait(state)
         self.timer.wait_ends(state.index)
 
@@ -335,7 +335,7 @@ class PassTracker:
     @property
     def is_between_steps(self) -> bool:
         """Nothing is kept for the next step, and none is under way."""
-        idle = not self.collector.open and not any(s.sent for s in self.pipeline.layers)
+        idle = not self.collector.open and not any(s.update.sent for s in self.pipeline.layers)
         return idle and self.collector.is_empty
 
     def join_micro_batch(self) -> None:
@@ -405,7 +405,7 @@ class PassTracker:
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""
         for state in self.pipeline.layers:
-            if state.sent:
+            if state.update.sent:
                 self.pipeline.discard(state)
         self.collector.discard()
         self.weights.forget()

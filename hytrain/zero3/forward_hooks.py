@@ -209,7 +209,7 @@ class LayerGuards:
                 unguarded |= indices
         for index in sorted(unguarded & self._resident.keys()):
             state = self._resident[index]
-            if state.sent or not state.waited:
+            if state.update.sent or not state.update.waited:
                 self._owner.before_use(state)
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
@@ -237,10 +237,10 @@ def _watch(layer: LayerWeights, owner: WeightsOwner) -> Iterator[WatchedParamete
 
     state = layer.resident
     if state is not None:
-        state.reads = WatchedParameters(
+        state.update.reads = WatchedParameters(
             [slot.parameter for slot in state.layout.slots], read_trained
         )
-        yield state.reads
+        yield state.update.reads
     for part in layer.sharded:
         reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
         reads.disallow_all()

@@ -80,8 +80,12 @@ class LayerGatherer:
         if state is not None:
             self._pipeline.wait(state)  # this rank's shard is the newest, or a copy in flight
         with self._streams.on_communication(after=flight.memory_free):
-            if state is not None and self._streams.is_cuda and state.weights_ready is not None:
-                self._streams.communication.wait_event(state.weights_ready)
+            if (
+                state is not None
+                and self._streams.is_cuda
+                and state.update.weights_ready is not None
+            ):
+                self._streams.communication.wait_event(state.update.weights_ready)
             for part in flight.parts:
                 self._gather_part(part)
             flight.arrived = self._streams.record_communication()
@@ -143,4 +147,4 @@ def _sharded_state(layer: LayerWeights) -> LayerState | None:
 def _may_block(layer: LayerWeights) -> bool:
     """Whether a gather may have to wait for this rank's own update."""
     state = _sharded_state(layer)
-    return state is not None and not state.waited and state.updated_by == "cpu"
+    return state is not None and not state.update.waited and state.update.updated_by == "cpu"

@@ -309,7 +309,7 @@ def one_rank_reads(stage: int) -> None:
                 read = engine.module.head.weight.data.clone()
                 master = engine.optimizer.layer_states[-1]
                 assert torch.isfinite(read).all()
-                assert master.waited
+                assert master.update.waited
         engine.synchronize()
         assert_equal_on_all_ranks(engine.optimizer.layer_states)
 

@@ -34,7 +34,7 @@ def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], N
     def disturb(engine: Any) -> None:
         optimizer = engine.optimizer
         between = not optimizer.passes.open_step.begun and not any(
-            s.sent for s in optimizer.layer_states
+            s.update.sent for s in optimizer.layer_states
         )
         if between and not optimizer.collector.in_backward and rng.random() < share:
             before = optimizer.pipeline.num_gpu_layers

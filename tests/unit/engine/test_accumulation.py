@@ -113,7 +113,7 @@ def test_loss_backward_without_the_engine(
                 forward(**batch).backward()
                 engine.step()
             forward(**batches[-1]).backward()
-            early.append(sum(state.sent for state in shadow.states))
+            early.append(sum(state.update.sent for state in shadow.states))
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
         shadow.check()
@@ -218,7 +218,7 @@ def test_a_first_backward_without_gradients_teaches_nothing(gpu_fraction: float)
         early = []
         for number in range(3):
             backward(engine, number)
-            early.append(sum(state.sent for state in shadow.states))
+            early.append(sum(state.update.sent for state in shadow.states))
             shadow.step()
         assert early[1:] == [6, 6]
         shadow.check()

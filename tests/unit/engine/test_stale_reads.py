@@ -125,9 +125,9 @@ def test_one_weight_waits_for_its_layer_alone() -> None:
         for number in range(3):
             backward(engine, number)
             engine.step()
-            assert not any(state.waited for state in states)
+            assert not any(state.update.waited for state in states)
             engine.module.get_parameter("blocks.2.up.bias").detach()
-            assert [state.waited for state in states] == [index == 3 for index in range(6)]
+            assert [state.update.waited for state in states] == [index == 3 for index in range(6)]
 
 
 @pytest.mark.usefixtures("process_group")
@@ -151,7 +151,7 @@ def test_loops_that_read_no_weights_wait_for_nothing(gpu_fraction: float) -> Non
                 assert torch.empty_like(p).shape == p.size()
                 assert p.requires_grad_(True) is p
                 assert name
-            assert not any(state.waited for state in engine.optimizer.layer_states)
+            assert not any(state.update.waited for state in engine.optimizer.layer_states)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -138,7 +138,7 @@ def test_gradients_leave_the_device_during_backward(clipping: float) -> None:
                 assert len(alive) == len(shadow.states)
                 # The one sent last is let go with the next.
                 assert max(alive) <= 1
-                assert all(state.sent for state in shadow.states)
+                assert all(state.update.sent for state in shadow.states)
             with torch.no_grad():
                 _loss(engine, 77)
             shadow.assert_copy_is_current()

@@ -60,7 +60,7 @@ def train_and_compare(
                 before(number)
             expected = twin.gradients(engine, [inputs(number)])
             backward(engine, number)
-            early.append(sum(state.sent for state in shadow.states))
+            early.append(sum(state.update.sent for state in shadow.states))
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
         shadow.check()

@@ -250,7 +250,7 @@ def test_steps_by_hand_between_steps_of_train_batch() -> None:
                 continue
             for micro in range(2):
                 engine.backward(engine(**make_batch("gpt2", 20 * step + micro)).loss)
-                early.append(sum(s.sent for s in engine.optimizer.layer_states))
+                early.append(sum(s.update.sent for s in engine.optimizer.layer_states))
                 engine.step()
         assert engine.batch_training.accumulation.refusal is None
     layers = len(engine.optimizer.layer_states)

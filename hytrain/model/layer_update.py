@@ -1,0 +1,96 @@
+"""Where a layer's update has got to: from its reduced gradient to weights that compute may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hytrain.model.weight_reads import WatchedParameters
+
+Placement = Literal["cpu", "gpu"]
+
+
+@dataclass(slots=True)
+class LayerUpdate:
+    """One layer's part in the current step, and what of the last one is still to be waited for.
+
+    Attributes are read anywhere and assigned by its methods only, each of which is one transition.
+    """
+
+    gradient: torch.Tensor | None = None
+    """This rank's reduced gradient, owned here until it has left the device or been applied."""
+    gradient_ready: torch.cuda.Event | None = None
+    """The gradient and its norm are there; set once, recorded for every step."""
+    weights_ready: torch.cuda.Event | None = None
+    """The newest weights are on the device; set once, recorded for every update."""
+    sent: bool = False
+    """The gradient of a step that is not final yet has been handed over."""
+    updated_by: Placement = "cpu"
+    """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
+    gather_due: bool = False
+    """Other ranks' shards of the newest weights are still to be gathered."""
+    reads: WatchedParameters | None = None
+    """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
+    _waited: bool = True
+
+    @property
+    def waited(self) -> bool:
+        """The compute stream has waited for the newest weights.
+
+        While it has not, the training copy is an old one, or being overwritten.
+        """
+        return self._waited
+
+    def send(self, gradient: torch.Tensor) -> None:
+        """The final reduced gradient is handed over; its update may begin at once."""
+        self.gradient = gradient
+        self.sent = True
+
+    def release_gradient(self) -> None:
+        """The gradient has left the device, has been applied, or is somebody else's now."""
+        self.gradient = None
+
+    def overwrite(self) -> None:
+        """The training copy will be overwritten, or is: nobody may read it before a wait."""
+        self._set_waited(False)
+
+    def wait(self) -> None:
+        """The compute stream has waited for the weights, or they are the old ones again."""
+        self._set_waited(True)
+
+    def withdraw(self) -> None:
+        """The step is not taken with what was sent."""
+        self.sent = False
+
+    def forget(self) -> None:
+        """What was sent is committed and about to be replaced."""
+        self.sent = False
+        self.gradient = None
+        self.wait()
+
+    def end_step(self, updated_by: Placement) -> None:
+        """The step is final, or skipped; new weights, or the old ones, are on their way."""
+        self.sent = False
+        self.updated_by = updated_by
+        self.overwrite()
+
+    def make_gather_due(self, *, is_due: bool) -> None:
+        """There are newer weights; ``is_due``: other ranks' shards of them are missing here."""
+        self.gather_due = is_due
+
+    def end_gather(self) -> None:
+        """Other ranks' shards are on their way."""
+        self.gather_due = False
+
+    def _set_waited(self, value: bool) -> None:
+        if value is self._waited:
+            return
+        self._waited = value
+        if self.reads is None:
+            return
+        if value:
+            self.reads.allow()
+        else:
+            self.reads.disallow_all()
