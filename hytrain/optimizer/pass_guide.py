@@ -45,9 +45,8 @@ class PassGuide:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self._weights.forbid_reads()
             for state in passes.pipeline.layers:
-                if (
-                    state.update.sent
-                ):  # what is gathered ahead must not be what a later step would make it
+                # What is gathered ahead must not be what a later step would make it.
+                if state.update.sent:
                     passes.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
 

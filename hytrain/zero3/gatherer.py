@@ -80,12 +80,10 @@ class LayerGatherer:
         if state is not None:
             self._pipeline.wait(state)  # this rank's shard is the newest, or a copy in flight
         with self._streams.on_communication(after=flight.memory_free):
-            if (
-                state is not None
-                and self._streams.is_cuda
-                and state.update.weights_ready is not None
-            ):
-                self._streams.communication.wait_event(state.update.weights_ready)
+            # A copy from the host may still be writing the shard that is about to be sent.
+            ready = None if state is None else state.update.weights_ready
+            if self._streams.is_cuda and ready is not None:
+                self._streams.communication.wait_event(ready)
             for part in flight.parts:
                 self._gather_part(part)
             flight.arrived = self._streams.record_communication()
