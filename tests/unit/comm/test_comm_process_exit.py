@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 SCRIPT = """
 import sys, threading, time
 from hytrain.errors import RankFailedError
-from hytrain.parallel import ending
+from hytrain.comm import process_exit as ending
 ending.RAISE_SECONDS, ending.STUCK_SECONDS, ending.EXIT_SECONDS = 0.5, 2.0, 2.0
 own = ending.Ending()
 failure = RankFailedError("rank 1 was killed")
