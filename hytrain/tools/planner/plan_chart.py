@@ -14,6 +14,8 @@ from hytrain.tools.planner.result import Plan
 
 _GIB = 1024**3
 _MOST_RANKS = 16
+_LONGEST_BAR = 2.5
+"""Of the plan's step: longer bars are cut, and have their number at the end."""
 
 
 def draw_plan(path: Path, problem: PlanProblem, plan: Plan, others: Sequence[Baseline]) -> None:
@@ -57,6 +59,7 @@ def draw_plan(path: Path, problem: PlanProblem, plan: Plan, others: Sequence[Bas
 def _draw(axes: Any, problem: PlanProblem, plans: Sequence[tuple[str, Plan]], shown: int) -> None:
     time, memory = axes
     thickness = 0.8 / len(plans)
+    longest = _LONGEST_BAR * 1e3 * plans[0][1].predicted_seconds
     for number, (name, plan) in enumerate(plans):
         places = [rank + (number + 0.5) * thickness - 0.4 for rank in range(shown)]
         ranks = plan.ranks[:shown]
@@ -64,8 +67,13 @@ def _draw(axes: Any, problem: PlanProblem, plans: Sequence[tuple[str, Plan]], sh
         color = f"C{number}"
         step = 1e3 * plan.predicted_seconds
         label = f"{name}: step of {step:.0f} ms"
-        time.barh(places, milliseconds, height=thickness * 0.9, color=color, label=label)
-        time.axvline(step, color=color, linestyle=":")
+        bars = [min(each, longest) for each in milliseconds]
+        time.barh(places, bars, height=thickness * 0.9, color=color, label=label)
+        for place, each in zip(places, milliseconds, strict=True):
+            if each > longest:
+                time.text(longest, place, f"{each:.0f} > ", ha="right", va="center", fontsize=7)
+        if step <= longest:
+            time.axvline(step, color=color, linestyle=":")
         for place, rank in zip(places, ranks, strict=True):
             words = f" {rank.batch_size} by {rank.microbatch_size}" if rank.batch_size else " none"
             time.text(0.0, place, words, va="center", fontsize=7, color="black")
