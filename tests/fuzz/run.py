@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -41,6 +42,7 @@ def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
 
     logging.disable(logging.WARNING)
     threads._ELEMENTS = 1 << 12  # the kernel's speed is measured on next to nothing
+    _use_linear_of(case)
     disturb = None
     if on_gpu:  # every stream is delayed, and every hand-off
         from support.streams import stream_delays
@@ -57,6 +59,30 @@ def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
         if case.then is not None:
             torch.save(judge.kept, kept)
     return "same" if case.refusal is None else "refused"
+
+
+def _use_linear_of(case: Any) -> None:
+    """One F.linear for all of a case: the judge's model must round as the trained one.
+
+    deepspeed.zero.Init puts one of its own, which rounds between product and bias, in the place of
+    torch's, for the rest of the process.
+    """
+    import torch
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    builds = [case.build, *(event.build for step in case.steps for event in step.after)]
+    has_init = any(build is not None and build.zero_init for build in builds)
+    plain = _torch_linear()  # before the first zero.Init of this process
+    partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk = plain
+    torch.nn.functional.linear = zero3_linear_wrap if has_init else plain
+
+
+@functools.cache
+def _torch_linear() -> Any:
+    import torch
+
+    return torch.nn.functional.linear
 
 
 FIXED = 200
