@@ -80,7 +80,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
         self._hyper = hyper
-        self._closed = False
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
 
@@ -339,9 +338,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
-        if self._closed:
+        if self.passes.is_closed:
             return
-        self._closed = True
         self.passes.close()
         self.pipeline.close()
         self.weights.close()

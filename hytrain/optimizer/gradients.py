@@ -11,8 +11,8 @@ wrong: the pipeline overwrites no weights of a step that is sent this way before
 ranks send nothing early then: they have not agreed on an order.
 
 Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
-them; how often is learned for that manner by itself, and what one micro-batch fired counts. The
-order and who may go early are the same in both manners: ranks may differ in theirs.
+them; how often is learned for this mode by itself, and what one micro-batch fired counts. The
+order and who may go early are the same in both modes: ranks may differ in theirs.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GradientCollector:
         self._parts = False  # parts of this backward's gradients have been reduced
         self._late = late_policy(num_ranks, direct=direct)
         self.record: FiringRecord | None = None
-        self._expected: dict[bool, Firings] = {}  # by manner: layer by layer or not
+        self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
         self._by_layer = False
         self._micro_batches = 1
         self._may_withdraw = False  # layers of this backward may be consumed too early
@@ -149,7 +149,7 @@ class GradientCollector:
     # -- one backward --------------------------------------------------------------------------
 
     def knows(self, *, by_layer: bool) -> bool:
-        """Whether a backward of this manner has taught how often each parameter fires.
+        """Whether a backward of this mode has taught how often each parameter fires.
 
         The first one may consume gradients too early.
         """

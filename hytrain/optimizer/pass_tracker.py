@@ -166,6 +166,7 @@ class PassTracker:
             self.weights.active.begin("backward")
 
     def meet_in_backward(self) -> None:
+        """The ranks say that they are about to reduce, where each backward does; a collective."""
         # In train_batch ranks reduce once a step, however many micro-batches they have.
         if self.settings.reduce_every_backward and not self.open_step.sums_over_ranks:
             self.collectives.meet("the reduction of a backward pass's gradients")
@@ -242,6 +243,7 @@ class PassTracker:
     def send(
         self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
+        """Hands a layer's final reduced gradient to the pipeline; its update may begin."""
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
         self.pipeline.send(state, shard, squares)
@@ -271,6 +273,7 @@ class PassTracker:
             self.withdraw(state)
 
     def withdraw(self, state: LayerState) -> None:
+        """Takes a layer's update back; its gradient is kept for the step."""
         self.collector.layers[state.index].held = self.pipeline.withdraw(state)
 
     def withdraw_all(self) -> None:
