@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> P
         train(engine, 0, 2)
         engine.save_checkpoint(folder)
     return folder
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint, to be damaged."""
-    shutil.copytree(original, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-@pytest.fixture(scope="module")
-def engine(process_group: None) -> Iterator[Any]:
-    """An engine in the middle of a run."""
-    with engine_of(Run().another()) as built:
-        train(built, 0, 1)
-        yield built
 
 
 def check_refused(engine: Any, folder: Path, *words: str, **arguments: Any) -> None:
