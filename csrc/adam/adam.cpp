@@ -72,6 +72,8 @@ void for_blocks(std::size_t n, std::size_t block, int num_threads, const Body& b
         }
         return;
     }
+    // No two blocks share an element, so the loops need no barrier of their own (nowait); the one
+    // at the end of the parallel region is needed: the caller sends the result at once.
     const auto team = static_cast<int>(std::min<std::int64_t>(num_threads, num_blocks));
     const bool dynamic = g_tuning.dynamic_schedule;
 #pragma omp parallel num_threads(team)

@@ -81,7 +81,7 @@ struct Vec {
         const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x0040));
         const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
         const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, is_nan);
-        // packus works within 128-bit halves, so the two wanted quarters lie apart.
+        // packus works within 128-bit halves, so the two wanted quarters are apart.
         const __m256i packed = _mm256_packus_epi32(chosen, chosen);
         return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
     }

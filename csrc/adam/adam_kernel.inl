@@ -35,7 +35,7 @@ struct NoOut {
 
 template <DType kType, bool kStream>
 struct Out {
-    using Cached = Out<kType, false>;  // for the padded tail, which lies on the stack
+    using Cached = Out<kType, false>;  // for the padded tail, which is on the stack
     static constexpr std::size_t kBytes = kType == DType::kFloat32 ? 4 : 2;
     static inline void store(void* data, std::size_t index, Reg value) {
         char* address = static_cast<char*>(data) + index * kBytes;
@@ -145,7 +145,7 @@ inline void prefetch_state(const float* p, const float* m, const float* v, std::
 struct alignas(64) Padded {
     float data[kLanes];
     Padded() { std::memset(data, 0, sizeof(data)); }
-    // Room for the widest element type; the first count * bytes are filled.
+    // Large enough for the widest element type; the first count * bytes are filled.
     Padded(const void* from, std::size_t first, std::size_t count, std::size_t bytes) : Padded() {
         std::memcpy(data, static_cast<const char*>(from) + first * bytes, count * bytes);
     }

@@ -95,6 +95,7 @@ class CudaDevice final : public Device {
 
     ~CudaDevice() override { cuda_.primary_context_release(device_); }
 
+    // CUDA's current context is a thread's own: the worker's thread starts without one.
     void attach_thread() override {
         cuda_.check(cuda_.context_set_current(context_), "cuCtxSetCurrent");
     }

@@ -15,6 +15,8 @@
 namespace hytrain {
 namespace {
 
+// Counters, not flags, as an event is recorded anew for every step: a wait is for the latest record
+// when it is queued, and must not be satisfied by the completion of an older one.
 struct HostEvent {
     std::atomic<std::uint64_t> recorded{0};
     std::atomic<std::uint64_t> completed{0};
@@ -39,6 +41,8 @@ class LaneThread {
     // After what is queued. May be called twice.
     void stop() {
         {
+            // Without the lock the thread could test stop_ before and sleep after the notification,
+            // and join() would never return.
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
         }
@@ -57,6 +61,8 @@ class LaneThread {
         wake_.notify_one();
     }
 
+    // Until the queue is empty and nothing runs: an empty queue alone would miss the copy that has
+    // been taken from it and still writes.
     void drain() {
         std::unique_lock<std::mutex> lock(mutex_);
         idle_.wait(lock, [this] { return stop_ || (operations_.empty() && !busy_); });
@@ -80,7 +86,7 @@ class LaneThread {
                 std::this_thread::sleep_for(
                     std::chrono::microseconds(random_() % (max_delay_us_ + 1)));
             }
-            operation();
+            operation();  // without the lock: callers must be able to queue meanwhile
             {
                 std::lock_guard<std::mutex> lock(mutex_);
                 busy_ = false;
@@ -115,6 +121,7 @@ class HostDevice final : public Device {
         HostEvent* e = as_event(event);
         const std::uint64_t generation = ++e->recorded;
         lane_thread(lane).push([e, generation] {
+            // The time first: whoever sees the completion may ask for it at once.
             e->completed_ns.store(now_ns());
             e->completed.store(generation);
         });
@@ -123,6 +130,8 @@ class HostDevice final : public Device {
     void lane_wait(Lane lane, EventHandle event) override {
         if (event == kNoEvent) return;
         HostEvent* e = as_event(event);
+        // Read now, as CUDA does: a later record of the same event must not be waited for, it may
+        // be queued behind this very wait.
         const std::uint64_t generation = e->recorded.load();
         LaneThread& thread = lane_thread(lane);
         thread.push([e, generation, &thread] {

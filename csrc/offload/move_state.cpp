@@ -44,6 +44,8 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
          runs(job.host_state.at(chunk.shard_offset), job.device_state.at(chunk.shard_offset))) {
         for (std::size_t at = 0; at < chunk.n; at += most) {
             const std::size_t bytes = std::min(most, chunk.n - at) * sizeof(float);
+            // All buffers are in flight: the next copy would overwrite the oldest piece before it
+            // has been copied to its place.
             if (flying.size() == outgoing_.addresses.size()) {
                 land_piece(flying.front());
                 flying.pop_front();
@@ -59,6 +61,7 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
 }
 
 void UpdateWorker::land_piece(const StatePiece& piece) {
+    // Without this wait the buffer would be read while the device still writes it.
     wait_event(outgoing_.ends[piece.buffer]);
     parallel_copy(piece.destination, outgoing_.addresses[piece.buffer], piece.bytes, num_threads_);
 }

@@ -13,6 +13,7 @@ void parallel_copy(void* destination, const void* source, std::size_t bytes, int
     const int threads = static_cast<int>(
         std::min<std::size_t>(most, static_cast<std::size_t>(std::max(1, num_threads))));
     const std::size_t share = (bytes / static_cast<std::size_t>(threads) / kLine + 1) * kLine;
+    // The team's barrier at the end is needed: callers pass the destination on at once.
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int i = 0; i < threads; ++i) {
         const std::size_t begin = std::min(bytes, static_cast<std::size_t>(i) * share);

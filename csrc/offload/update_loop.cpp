@@ -32,11 +32,15 @@ void UpdateWorker::run() {
     try {
         device_->attach_thread();
         for (;;) {
+            // Only a worker that has nothing begun may sleep: no notification comes for work that
+            // is already its own.
             if (active_.empty() && !fetching_) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 wake_.wait(lock, [&] { return stop_ || has_job(); });
             }
             if (stop_) return;
+            // Before a job is picked, whose memory was added before it was submitted. What comes
+            // after this line is found in the next turn: until then issue_next sees no free slot.
             absorb_growth();
             while (issue_next()) {
             }
@@ -114,6 +118,7 @@ bool UpdateWorker::issue_next() {
     work.last = fetching_chunk_ + 1 == layer.chunks.size();
     if (fetches(job.pass)) {
         SlotClass& slots = slots_[static_cast<std::size_t>(chunk.slot_class)];
+        // Every slot holds a gradient that a pass is still to read: no copy may go there yet.
         if (slots.free.empty()) return false;
         work.slot = slots.free.back();
         slots.free.pop_back();
@@ -133,8 +138,10 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
     const auto slot = static_cast<std::size_t>(work.slot);
     const std::int64_t begin = now_ns();
     if (work.chunk == 0) {
-        // The gradient must be final before it is copied.
+        // Without this wait the copy could read the gradient, or its sum of squares, before the
+        // kernel has written it. Once a job: the chunks' copies follow on the same lane.
         device_->lane_wait(Lane::kToHost, job.gradient_ready);
+        // Before the first chunk's copy, so that the chunk's event covers it (begin_job reads it).
         if (job.sum_of_squares != nullptr) {
             device_->copy(Lane::kToHost, layer.norm_slot, job.sum_of_squares, sizeof(double));
         }
@@ -151,7 +158,7 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
 void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
     const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
     const auto index = static_cast<std::size_t>(slot);
-    const std::int64_t waited = wait_event(slots.ends[index]);
+    const std::int64_t waited = wait_event(slots.ends[index]);  // as said above
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
     job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
@@ -159,7 +166,7 @@ void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
         static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
 }
 
-// New pinned buffers are the worker's alone once it has taken them.
+// Takes over new pinned buffers; from then on only the worker touches them, without a lock.
 void UpdateWorker::absorb_growth() {
     if (!has_growth_) return;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -196,7 +203,9 @@ void UpdateWorker::process(const Work& work) {
     if (work.slot >= 0) arrived(layer, chunk, work.slot);
     delay();
     if (work.chunk == 0) begin_job(job, layer);
+    // Read without the lock: begin_job has set `started`, after which it does not change.
     if (job.cancelled) {
+        // After arrived(): the copy into the slot must have completed before it is used again.
         slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(work.slot);
     } else {
         run_pass(layer, chunk, work);
@@ -215,6 +224,7 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
     previous_.reset();
     switch (job.pass) {
         case Pass::kUpdate:
+            // Copied before the first chunk, which has arrived: see fetch().
             if (job.sum_of_squares != nullptr) running_sum_ += *layer.norm_slot;
             previous_ = std::move(layer.pending);
             span_.committed = previous_.has_value();
@@ -239,11 +249,12 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             if (layer.tentative) throw std::logic_error("a step that is not final is committed");
             previous_ = std::move(layer.pending);
             layer.pending.reset();
-            // Whoever used the destination before must be done with it.
+            // Without this wait the copies could overwrite what compute still reads there.
             if (job.pass == Pass::kLeave) device_->lane_wait(Lane::kToDevice, job.gradient_ready);
             break;
         case Pass::kArrive:
             layer.state = job.host_state;
+            // Without this wait the copies could read state that the last update still writes.
             device_->lane_wait(Lane::kToHost, job.gradient_ready);
             break;
         case Pass::kDrop:
@@ -267,7 +278,7 @@ void UpdateWorker::finish_job(const Work& work) {
     if (event != kNoEvent) {
         device_->record(event, Lane::kToDevice);
     } else if (moved) {
-        // Nobody can wait for the copies later: they complete now.
+        // There is no event by which the caller could wait for the copies: they complete now.
         for (EventHandle sent : outgoing_.ends) wait_event(sent);
     }
     if (work.job->pass == Pass::kLeave) layer.state = StateArrays{};
@@ -281,6 +292,7 @@ void UpdateWorker::finish_job(const Work& work) {
             }
         }
         if (fetches(work.job->pass)) layer.fetched = true;
+        // Last of a job: from here callers may use the weights' event, or free the gradient.
         moved ? --layer.moving : --layer.outstanding;
         statistics_.kernel_ns += job_statistics_.kernel_ns;
         statistics_.wait_gradient_ns += job_statistics_.wait_gradient_ns;
@@ -303,6 +315,7 @@ std::int64_t UpdateWorker::wait_event(EventHandle event) {
     if (device_->is_complete(event)) return 0;
     const std::int64_t begin = now_ns();
     for (int polls = 0; !device_->is_complete(event); ++polls) {
+        // A copy that waits for a gradient of an aborted step may never complete: close() joins.
         if (stop_) throw std::runtime_error("closed while waiting for a copy");
         if (polls < 200) {
             std::this_thread::yield();

@@ -98,7 +98,8 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     } else if (!holding_) {
         timed([&] { adam_preview(s.p, s.m, s.v, chunk.n, current, out, num_threads_); });
     }
-    // Slots are swapped, not copied: the new gradient is the pending one from here on.
+    // Slots are swapped, not copied: the new gradient is the pending one from here on. The old slot
+    // is released after the pass that reads it: the next fetch may be copied into it at once.
     release_slot(chunk);
     chunk.slot = slot;
     if (!holding_) send(chunk, out);
@@ -109,6 +110,7 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
     const StateArrays s = layer.state.at(chunk.shard_offset);
     const Outgoing out = next_outgoing(chunk);
     timed([&] { adam_commit(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+    // After the pass, for the same reason as in run_update.
     slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
     send(chunk, out);
 }
@@ -134,16 +136,19 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
     const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
     const EventHandle event = slots.ends[static_cast<std::size_t>(chunk.slot)];
     const std::size_t size = size_of(layer.gradient_dtype);
-    // Whoever used that device memory before must be done with it.
+    // Without this wait the copy could overwrite what the compute stream still reads: the memory
+    // was allocated in its order.
     device_->lane_wait(Lane::kToDevice, job.gradient_ready);
     device_->copy(Lane::kToDevice, job.withdraw_to + chunk.shard_offset * size,
                   slots.addresses[static_cast<std::size_t>(chunk.slot)], chunk.n * size);
     device_->record(event, Lane::kToDevice);
-    // The slot is released next: the copy out of it must have completed.
+    // The slot is released next: without this wait the next gradient could be copied into it while
+    // this one is still being read.
     wait_event(event);
 }
 
-// The next outgoing buffer, once the copy that last used it has left it.
+// The next outgoing buffer, in turn. Without the wait the kernel could overwrite weights that the
+// copy engine has not read yet.
 std::size_t UpdateWorker::take_outgoing() {
     if (outgoing_.addresses.empty()) throw std::logic_error("there are no outgoing buffers");
     const std::size_t buffer = next_outgoing_++ % outgoing_.addresses.size();
@@ -157,8 +162,8 @@ std::size_t UpdateWorker::take_outgoing() {
 }
 
 Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
-    // Whoever has copied the old weights from here is done: a layer's gradient comes after its
-    // uses. Nobody reads it soon: past the cache.
+    // In place, without a wait: gathers that copy the old weights from here come before the layer's
+    // gradient is final. Not read again soon: stored past the cache.
     if (chunk.weights_on_host) return Outgoing{chunk.weights, chunk.weights_dtype, true};
     // Stored through the cache: the copy engine reads the buffer soon after.
     return Outgoing{outgoing_.addresses[take_outgoing()], chunk.weights_dtype, false};

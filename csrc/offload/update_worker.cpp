@@ -44,7 +44,7 @@ int UpdateWorker::add_slot_class(std::size_t slot_bytes) {
 }
 
 void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int count) {
-    device_->attach_thread();
+    device_->attach_thread();  // this is a caller's thread: CUDA events need a current context
     Growth growth;
     growth.slot_class = slot_class;
     growth.buffers.bytes = bytes;
@@ -58,6 +58,8 @@ void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int 
                 own_events_.push_back(events->back());
             }
         }
+        // Left for the worker to take (absorb_growth): it reads the buffer lists without a lock,
+        // and an append here could move them while it does.
         growth_.push_back(std::move(growth));
         has_growth_ = true;
     }
@@ -92,12 +94,14 @@ bool UpdateWorker::in_own_process() const { return process_ == static_cast<long>
 void UpdateWorker::close() noexcept {
     if (!in_own_process()) return;
     {
+        // stop_ is atomic, but set under the lock: otherwise the worker could test it before and
+        // sleep after the notification, and join() would never return.
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
         if (error_.empty()) error_ = "the update worker was closed";
     }
     wake_.notify_all();
-    changed_.notify_all();
+    changed_.notify_all();  // callers that wait for a layer get the error instead of hanging
     if (thread_.joinable()) thread_.join();
     // The caller is about to unmap what copies in flight still read and write.
     device_->stop();
@@ -124,7 +128,9 @@ void UpdateWorker::submit(Job job) {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
+        // Counted before the job is visible: a wait that comes next must not find the layer idle.
         ++layer.outstanding;
+        // So that the caller keeps the gradient's memory until the copy of it has completed.
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
         job.sequence = sequence_++;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
@@ -148,6 +154,8 @@ bool UpdateWorker::cancel_update(int layer) {
     throw_if_failed();
     for (const auto& job : jobs_) {
         const bool is_update = job->pass == Pass::kUpdate || job->pass == Pass::kDirect;
+        // `started` is set under the same lock (begin_job): either the job sees that it is
+        // cancelled and touches no state, or it has begun and cannot be cancelled any more.
         if (job->layer == layer && is_update && !job->started && !job->cancelled) {
             job->cancelled = true;
             return true;
@@ -162,8 +170,8 @@ std::vector<bool> UpdateWorker::layers_taken_back() {
     for (const auto& job : jobs_) {
         if (job->started || (job->pass != Pass::kDrop && job->pass != Pass::kWithdraw)) continue;
         const Layer& layer = layers_[static_cast<std::size_t>(job->layer)];
-        // Whoever ends a step has waited for the moves of the layers that take part in it: one that
-        // still has a gradient of the step before cannot have arrived on the device.
+        // The end of a step waits for the moves of the layers that take part in it, so a layer that
+        // still has a gradient of the step before cannot be moving.
         if (layer.tentative && layer.moving != 0) {
             error_ = "layer '" + layer.name + "' moves and has not begun to give up the gradient " +
                      "that was " + (job->pass == Pass::kDrop ? "dropped" : "withdrawn") +
@@ -179,6 +187,8 @@ std::vector<bool> UpdateWorker::layers_taken_back() {
 int UpdateWorker::finalize(const StepRecord& record) {
     int again = 0;
     {
+        // One critical section for all layers: the worker must not begin a job in between, which
+        // would then be missed both as a job to amend and as a layer to preview again.
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         const std::vector<bool> taken_back = layers_taken_back();
@@ -214,6 +224,8 @@ int UpdateWorker::finalize(const StepRecord& record) {
 template <typename Predicate>
 void UpdateWorker::wait_for(Predicate predicate) {
     std::unique_lock<std::mutex> lock(mutex_);
+    // The error is part of the condition: a worker that has failed finishes no job, and the caller
+    // would wait for ever.
     changed_.wait(lock, [&] { return !error_.empty() || predicate(); });
     throw_if_failed();
 }
@@ -224,7 +236,7 @@ void UpdateWorker::wait_issued(int layer) {
 }
 
 void UpdateWorker::wait_complete(int layer) {
-    wait_issued(layer);
+    wait_issued(layer);  // first: before that the event's latest record is an earlier update's
     device_->attach_thread();
     wait_event(layers_.at(static_cast<std::size_t>(layer)).ready);
 }

@@ -22,7 +22,7 @@ _MAX_REGISTER = 64 << 30
 
 
 class Arena:
-    """One anonymous mapping, handed out front to back, released as a whole."""
+    """One anonymous mapping, allocated from front to back, released as a whole."""
 
     def __init__(
         self,
@@ -76,8 +76,7 @@ class Arena:
                 # Copies from pageable memory block the worker but stay correct.
                 logger.warning(
                     "pinning %.2f GiB of host memory for %s failed (CUDA error %s): copies will be "
-                    "slower; check `ulimit -l` and the container's memory limit; there is room "
-                    "as follows: %s",
+                    "slower; check `ulimit -l` and the container's memory limit; host memory: %s",
                     self.num_bytes / 2**30,
                     self._purpose,
                     int(result),

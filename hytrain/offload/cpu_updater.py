@@ -31,7 +31,8 @@ class CpuSettings:
         chunk_elements: most elements of a chunk.
         direct: updates are committed at once: no gradient stays pending.
         delay_seed: seed of the injected delays.
-        max_delay_us: most microseconds of a random delay at every hand-off (tests); 0 for none.
+        max_delay_us: longest random delay before every copy and every pass (tests), in
+            microseconds; 0 for none.
     """
 
     num_threads: int
@@ -47,7 +48,7 @@ def native_record(scale: float, hyper: Sequence[AdamHyper]) -> _C.StepRecord:
 
 
 class CpuUpdater:
-    """Hands gradients of CPU-placed layers to the update worker and waits for the results."""
+    """Passes gradients of CPU-placed layers to the update worker and waits for the results."""
 
     def __init__(
         self, layers: Sequence[LayerState], streams: Streams, settings: CpuSettings
@@ -74,8 +75,9 @@ class CpuUpdater:
         try:
             self.worker = self._make_worker(settings)
             try:
+                # The thread starts last: layers and slot classes are added without a lock.
                 self._register(plan)
-                self.make_room(())
+                self.allocate_for(())
                 self.worker.start()
             except BaseException:
                 self.worker.close()  # it has threads, and the error keeps this frame
@@ -119,7 +121,7 @@ class CpuUpdater:
                 [_native_chunk(layer, span, next(classes)) for span in spans],
             )
 
-    def make_room(self, coming: Collection[LayerState]) -> None:
+    def allocate_for(self, coming: Collection[LayerState]) -> None:
         """Takes the pinned memory for the CPU-placed layers and those that are about to be.
 
         Raises:
@@ -183,9 +185,10 @@ class CpuUpdater:
     def release_fetched(self) -> None:
         """Lets go of gradients that have left the device.
 
-        Nobody asks for one again: an update that can still be cancelled has not been fetched, and
-        any other is withdrawn from the host.
+        None is needed again: an update that can still be cancelled has not been fetched, and any
+        other is withdrawn from the host.
         """
+        # Without the check the allocator could reuse a gradient's memory while it is being copied.
         for layer in self.layers:
             if layer.update.gradient is not None and self.is_fetched(layer):
                 layer.update.release_gradient()
@@ -211,7 +214,7 @@ class CpuUpdater:
         Args:
             layer: the layer; its last step must be final.
             device: where the state goes.
-            free: whoever used that memory before is done with it.
+            free: recorded after all earlier uses of that memory.
         """
         handles = event_handle(free), event_handle(layer.state_ready)
         self.worker.submit_leave(layer.worker_index, device, *handles)
@@ -223,7 +226,7 @@ class CpuUpdater:
         device: _C.StateArrays,
         ready: torch.cuda.Event | None,
     ) -> None:
-        """Queues the move of a layer's state to the host, where there is room for it.
+        """Queues the move of a layer's state to the host, where its memory has been allocated.
 
         Both sides' state must live until :meth:`is_moving` is false.
 
@@ -231,7 +234,7 @@ class CpuUpdater:
             layer: the layer.
             host: where the state goes.
             device: where it is.
-            ready: the layer's last update on the device is done.
+            ready: recorded after the layer's last update on the device.
         """
         handle = event_handle(ready)
         self.worker.submit_arrive(layer.worker_index, host, device, handle)
@@ -257,10 +260,13 @@ class CpuUpdater:
                 ``update.weights_ready``.
         """
         if self._streams.is_cuda:
+            # First until the worker has recorded the event for this update: a wait for the last
+            # update's record would pass at once, and compute would read weights being written.
             self.worker.wait_issued(layer.worker_index)
             if by_compute:
                 self._streams.compute_waits(layer.update.weights_ready)
         else:
+            # No stream to put the wait on: the thread that computes waits for the copy itself.
             self.worker.wait_complete(layer.worker_index)
 
     def wait_all(self) -> None:
@@ -274,10 +280,12 @@ class CpuUpdater:
 
     def commit_pending(self) -> None:
         """Applies every pending gradient, so that the state is that of the last step."""
+        # Whether a layer has a pending gradient is settled by its last job only.
         self.wait_all()
         for layer in self.layers:
             if self.has_pending(layer):
                 self.submit(layer, _C.Pass.commit)
+        # The caller reads the state next: without this wait the worker could still be writing it.
         self.wait_all()
 
     def close(self) -> None:
@@ -285,8 +293,8 @@ class CpuUpdater:
         if self._closed:
             return
         self._closed = True
-        self.worker.close()
-        # A copy may still read or write the pinned memory.
+        self.worker.close()  # first: no copy is queued any more
+        # Without this wait a copy in flight would read or write memory that is unmapped below.
         self._streams.synchronize()
         self.pinned.close()
 

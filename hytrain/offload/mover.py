@@ -24,7 +24,7 @@ class _Move:
     old_state: tuple[torch.Tensor, ...]
     gradient: torch.Tensor | None
     event: torch.cuda.Event | None
-    """The worker has its handle only."""
+    """The worker has only its handle, which would be invalid once torch destroys the event."""
 
 
 class LayerMover:
@@ -41,13 +41,15 @@ class LayerMover:
         What is pending is committed on the host first, by the kernel that previewed it.
 
         Raises:
-            torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has no room
-                for the state; nothing has changed.
+            torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has not
+                enough memory for the state; nothing has changed.
         """
         self._cpu.wait_moved(layer)
         size = 3 * layer.shard_size
         with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU
             flat = torch.empty(size, dtype=torch.float32, device=self._streams.device)
+        # The allocator gives memory in compute's order: without the event the copy could overwrite
+        # what a kernel that is queued still reads there.
         free = self._streams.new_event()
         if layer.state_ready is None:
             layer.state_ready = self._streams.new_event()
@@ -61,12 +63,15 @@ class LayerMover:
         """A GPU-placed layer is updated on the host from the next step on.
 
         Raises:
-            HostMemoryError: the host has no room for the state or its pinned gradient; nothing has
-                changed.
+            HostMemoryError: the host has not enough memory for the state or its pinned gradient;
+                nothing has changed.
         """
+        # The event below then covers an earlier move to the device, too: without this wait the copy
+        # back could read state that has not arrived there.
         self.wait(layer)
-        self._cpu.make_room([layer])
+        self._cpu.allocate_for([layer])
         flat = host_zeros(3 * layer.shard_size, purpose=_state_of(layer))
+        # Without the event the copy could read state that the last update still writes.
         ready = self._streams.record_update()
         device = native_state(layer)
         self._keep(layer, ready)
@@ -76,7 +81,8 @@ class LayerMover:
         layer.moving = True
 
     def _keep(self, layer: LayerState, event: torch.cuda.Event | None) -> None:
-        # The gradient of the step just made may still be on its way to the host.
+        # The worker still reads or writes the old state, and copies the gradient of the step just
+        # made. Freed now, their memory could be reused under it.
         old = (layer.master, layer.exp_avg, layer.exp_avg_sq)
         self._moves.append(_Move(layer, old, layer.update.gradient, event))
         layer.update.release_gradient()
@@ -85,6 +91,8 @@ class LayerMover:
         """Before a GPU-placed layer's state is used on the update stream."""
         if not layer.moving:
             return
+        # First until the worker has recorded the event (a wait on an older record would pass at
+        # once); then the update stream waits for the copies themselves.
         self._cpu.wait_moved(layer)
         self._streams.update_waits(layer.state_ready)
         layer.moving = False

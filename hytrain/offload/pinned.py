@@ -16,8 +16,8 @@ _CACHE_LINE = 64
 class PinnedMemory:
     """Gives the worker the slots and buffers that the layers on the host need.
 
-    Slots of layers that have left stay in the pool: other layers' pending gradients may lie in
-    any of them, and the next layer that comes finds them.
+    Slots of layers that have left stay in the pool: slots are swapped, so other layers' pending
+    gradients may be in any of them, and the next layer that comes uses them.
     """
 
     def __init__(self, plan: SlotPlan, num_norms: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class PinnedMemory:
         self._device = device
         self._counts = [0] * len(plan.classes)
         self._has_outgoing = False
-        # Each norm lies on a cache line of its own.
+        # A cache line each: the worker reads one while the device writes the next.
         self._arenas = [Arena(num_norms * _CACHE_LINE, device, purpose="the layers' norms")]
 
     @property
@@ -76,6 +76,8 @@ class PinnedMemory:
             self._device,
             purpose="pinned gradients of layers whose state is on the host",
         )
+        # Kept even if add_slots fails halfway: the worker already uses the slots it was given, so
+        # the memory must stay mapped until close().
         self._arenas.append(arena)
         for number, needed in enumerate(self._needed(on_host)):
             count = needed - self._counts[number]

@@ -113,12 +113,14 @@ class UpdatePipeline:
             return flat
         shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
         self._collectives.reduce_scatter(flat, layer.sizes, shard, layer.name)
+        # The caller drops it: backward must not write its next gradients there before it is read.
         self.streams.used_on_communication(flat)
         return shard
 
     def add(self, shard: torch.Tensor, held: torch.Tensor) -> None:
         """Adds what was reduced before to a reduced gradient; within :meth:`reducing`."""
         shard.add_(held)
+        # The caller drops it, too, with the sum still to be computed.
         self.streams.used_on_communication(held)
 
     def send(
@@ -135,10 +137,13 @@ class UpdatePipeline:
         """
         layer.update.send(gradient)
         self.norm.measure(layer.index, gradient, squares)
-        # One event covers the gradient and its norm.
+        # One event covers the gradient and its norm: without it the copy to the host could read
+        # either before the reduction, or the sum of squares, has written it. It comes before the
+        # job, because a wait on an event that is not recorded for this step is no wait.
         self.streams.record_compute(layer.update.gradient_ready)
         if layer.placement == "cpu":
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
+            # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
         self.cpu.release_fetched()
 
@@ -147,6 +152,9 @@ class UpdatePipeline:
     def launch_outcome(self) -> None:
         """Starts the decision on the device, and the updates there, which wait for nobody."""
         if self._collectives.world_size > 1:
+            # The sums of squares are made on the communication stream: without this wait the norm
+            # could miss the last layers. It is also what orders updates on the device after the
+            # reductions, since the update stream waits for compute only.
             self.streams.compute_waits_for_communication()
         self.norm.launch_decision(self._unscale)
 
@@ -194,6 +202,7 @@ class UpdatePipeline:
                     continue
                 gradient = layer.update.gradient
                 assert gradient is not None
+                # State that has just left the host may not have arrived yet.
                 self.mover.wait(layer)
                 for segment in layer.layout.segments:
                     begin, end = max(layer.begin, segment.begin), min(layer.end, segment.end)
@@ -215,9 +224,12 @@ class UpdatePipeline:
                 layer.update.release_gradient()
                 layer.update.overwrite()
                 if layer.update.weights_ready is not None:
+                    # One event a layer: the first layers' forward need not wait for the last's
+                    # update. Without it forward would read weights that are being written.
                     layer.update.weights_ready.record(self.streams.update)
                 if self.observer is not None:
                     self.observer.layer_updated(layer.index)
+            # The next decision drops it: compute could write there before the update has read it.
             self.streams.used_on_update(outcome)
 
     def _drop_all(self) -> None:
@@ -270,9 +282,11 @@ class UpdatePipeline:
         returned = torch.empty(
             layer.shard_size, dtype=layer.gradient_dtype, device=self.streams.device
         )
-        # The copy back must come after whatever used this memory before on the compute stream.
+        # The copy back must come after all earlier uses of this memory on the compute stream. The
+        # event is free for it: the update has begun, so the worker has queued its wait for it.
         self.streams.record_compute(layer.update.gradient_ready)
         self.cpu.submit_withdraw(layer, returned)
+        # Without this wait compute could read the gradient, or the old weights, on their way back.
         self.cpu.wait_weights(layer)
         layer.update.release_gradient()
         layer.update.wait()
@@ -319,11 +333,13 @@ class UpdatePipeline:
         self.cpu.release_fetched()
 
     def _gather(self, layer: LayerState) -> None:
-        # After this rank's shard has arrived, and beside whatever compute is doing: the backward
-        # that read the old weights was over before the shard could be updated.
+        # After this rank's shard has arrived: without the event its old weights could be sent. No
+        # wait for compute is needed: the shard's update came after the layer's gradient was
+        # final, and with that after the last kernel that reads the old weights.
         with self.streams.on_communication(after=layer.update.weights_ready):
             for low, high, flat in layer.storage.runs:
                 self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
+        # Without this wait forward would read the other ranks' shards before they are there.
         self.streams.compute_waits_for_communication()
 
     def wait_all(self) -> None:
@@ -335,6 +351,8 @@ class UpdatePipeline:
         """Commits what is pending, so that every layer's state is that of the last step."""
         self.wait_all()
         self.cpu.commit_pending()
+        # State on the device is written on the update and copy streams: without this wait the
+        # caller, on the host or on compute, could read it half written.
         self.streams.synchronize()
 
     def close(self) -> None:
@@ -342,6 +360,7 @@ class UpdatePipeline:
 
         The weights stay the model's; whoever keeps a reference to the engine keeps no gigabytes.
         """
+        # In this order: until the worker has ended, it and its copies use what is freed below.
         self.cpu.close()
         self.mover.close()
         for layer in self.layers:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RING_BYTES = 128 << 20
-"""Spare room for gradients on their way to the host: some milliseconds of the kernel's work."""
+"""Spare memory for gradients being copied to the host: some milliseconds of the kernel's work."""
 MIN_SPARES = 3
 MAX_SPARES = 32
 NUM_OUTGOING = 6

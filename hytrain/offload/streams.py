@@ -19,6 +19,8 @@ class Streams:
         self.device = device
         self.is_cuda = device.type == "cuda"
         if self.is_cuda:
+            # Two copy streams: a copy to the host that waits for a gradient must not hold up the
+            # weights that go to the device (and PCIe carries both directions at once).
             self.to_host = torch.cuda.Stream(device)
             self.to_device = torch.cuda.Stream(device)
             # Updates and collectives are short and hold up the next forward: they go first.
@@ -31,6 +33,8 @@ class Streams:
         if not self.is_cuda:
             return None
         event = torch.cuda.Event()
+        # Without a first record torch has no CUDA event yet, and the worker would get handle 0:
+        # "no event", for which it does not wait.
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -51,11 +55,12 @@ class Streams:
             yield
             return
         current = torch.cuda.current_stream(self.device)
-        if current != self.communication:
+        if current != self.communication:  # may be nested
             self._compute = current
         if after is not None:
             self.communication.wait_event(after)
         else:
+            # Without this wait a collective could read a gradient that compute still writes.
             self.communication.wait_stream(current)
         with torch.cuda.stream(self.communication):
             yield
@@ -72,14 +77,18 @@ class Streams:
             return torch.empty(numel, dtype=dtype, device=self.device)
         with torch.cuda.stream(self._compute):
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        # The memory is free in compute's order only: without this wait communication could write
+        # to it while a kernel that compute has queued still reads what was there.
         self.communication.wait_stream(self._compute)
-        # Whoever drops it: it is not reused while communication may still write to it.
+        # Without this the allocator gives the memory to compute again as soon as the tensor is
+        # dropped, while communication may still write to it.
         tensor.record_stream(self.communication)
         return tensor
 
     def compute_waits_for_communication(self) -> None:
         """What the compute stream runs from now on comes after all communication so far."""
         if self.is_cuda:
+            # Without this wait compute reads shards and weights that are still being received.
             torch.cuda.current_stream(self.device).wait_stream(self.communication)
 
     @contextmanager
@@ -88,6 +97,8 @@ class Streams:
         if not self.is_cuda:
             yield
             return
+        # Without this wait the kernels could read gradients and the clip coefficient before they
+        # are there, and overwrite weights that the end of backward still reads.
         self.update.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.update):
             yield
@@ -116,11 +127,14 @@ class Streams:
     def used_on_communication(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's memory from being reused before the communication stream is done."""
         if self.is_cuda:
+            # Its memory is the compute stream's: dropped, it would be written to by compute while a
+            # collective still reads it.
             tensor.record_stream(self.communication)
 
     def used_on_update(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's memory from being reused before the GPU update is done."""
         if self.is_cuda:
+            # As above: compute would write to it while the update still reads it.
             tensor.record_stream(self.update)
 
     def synchronize(self) -> None:

@@ -47,7 +47,7 @@ class Device {
     virtual void stop() noexcept {}
 };
 
-// Copy threads on the host. Every hand-off sleeps a random time up to max_delay_us where that is
+// Copy threads on the host. Each operation sleeps a random time up to max_delay_us where that is
 // not 0: the tests' way to expose a missing wait.
 std::unique_ptr<Device> make_host_device(std::uint64_t seed, unsigned max_delay_us);
 

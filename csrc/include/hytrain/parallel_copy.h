@@ -1,5 +1,5 @@
 // Copies and first touches by several threads: one alone does not reach the memory's bandwidth, nor
-// the rate at which the kernel hands out pages.
+// the rate at which the kernel can provide pages.
 #pragma once
 
 #include <cstddef>

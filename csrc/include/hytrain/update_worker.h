@@ -10,8 +10,8 @@
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
 //
 // Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
-// first; a layer that arrives has nothing pending. The weights stay where they are, so nobody's
-// forward waits for a move.
+// first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
+// waits for a move.
 #pragma once
 
 #include <atomic>
@@ -106,7 +106,7 @@ struct WorkerStatistics {
     std::int64_t kernel_ns = 0;         // inside the optimizer's passes
     std::int64_t wait_gradient_ns = 0;  // waiting for a gradient to arrive on the host
     std::int64_t wait_outgoing_ns = 0;  // waiting for an outgoing buffer
-    std::int64_t issue_ns = 0;          // handing copies to the device
+    std::int64_t issue_ns = 0;          // queueing copies on the device
     std::int64_t elements = 0;          // elements passed over
     std::int64_t jobs = 0;
     // Time that the copies themselves took on their lanes, and what they carried.
