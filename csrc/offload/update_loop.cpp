@@ -315,7 +315,8 @@ std::int64_t UpdateWorker::wait_event(EventHandle event) {
     if (device_->is_complete(event)) return 0;
     const std::int64_t begin = now_ns();
     for (int polls = 0; !device_->is_complete(event); ++polls) {
-        // A copy that waits for a gradient of an aborted step may never complete: close() joins.
+        // A copy may be behind a reduction that a failed rank never joins: without this, close()
+        // would wait for this thread for ever.
         if (stop_) throw std::runtime_error("closed while waiting for a copy");
         if (polls < 200) {
             std::this_thread::yield();

@@ -156,7 +156,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if not passes.open_step.begun:
             passes.begin_update()
         if not collector.open and not passes.open_step.was_reduced:
-            # No backward on this rank: it takes part in the others' collectives with zeros.
+            # No backward on this rank: it takes part in the others' collectives with zeros. The
+            # wait is PassTracker.begin_backward's, in the same place among the collectives.
             self.pipeline.wait_all()
             passes.meet_in_backward()
             collector.begin(early=False)
@@ -165,6 +166,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collectives.meet("the end of a step")
         self.pipeline.launch_outcome()
         self.placement.end_backward(collector.num_firings)
+        # Before updates on the device: giving a layer up makes compute, and with it the update
+        # stream, wait for its gather. Otherwise a gather could send a shard half overwritten.
         self.weights.forget()
         outcome = self.pipeline.finish_step(self._hyper.read())
         passes.open_step.end()
@@ -207,7 +210,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     # -- placement -------------------------------------------------------------------------------
 
     def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
-        """Places layers by hand, between two steps; see :class:`PlacementManager`.
+        """Sets the placement, between two steps; see :class:`PlacementManager`.
 
         Raises:
             ConfigError: a step is under way, or the number is not in [0, 1] or does not fit.
@@ -218,7 +221,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.placement.set_gpu_fraction(value)
 
     def free_gpu_memory(self) -> str:
-        """The user's forward found no room on the device: state moves to the host, if it may.
+        """The user's forward ran out of device memory: state moves to the host, if it may.
 
         Returns:
             What was done and what can be done, for people.

@@ -114,7 +114,9 @@ class GradientNorm:
                 _kernel_cache.append(sum_of_squares_kernel)
             n = gradient.numel()
             per_program = -(-n // (_PROGRAMS * _BLOCK)) * _BLOCK
-            # Fixed grid and order: the sum depends on the numbers alone.
+            # Fixed grid and order: the sum depends on the numbers alone. All layers share the
+            # partial sums: two calls on different streams would overwrite each other's, so a step
+            # measures all layers on the one stream that reduces them.
             _kernel_cache[0][(_PROGRAMS,)](
                 gradient, self._partials, n, per_program, BLOCK=_BLOCK, num_warps=8
             )
@@ -145,6 +147,7 @@ class GradientNorm:
         self.outcome = result[:2].float()
         self._host.copy_(result, non_blocking=True)
         if self._event is not None:
+            # Behind the copy: it is what the host waits for (read_decision).
             self._event.record(torch.cuda.current_stream(self._device))
 
     def norm_tensor(self) -> torch.Tensor:
@@ -154,6 +157,8 @@ class GradientNorm:
     def read_decision(self) -> Outcome:
         """Waits for the decision (the end of backward on the device) and returns it."""
         if self._event is not None:
+            # Without this wait the numbers read would be the last step's. An event, not the device:
+            # updates on the device are queued already and need not be waited for.
             self._event.synchronize()
         scale, skip, norm, coefficient = self._host.tolist()
         scale = float(torch.tensor(scale, dtype=torch.float32))

@@ -51,6 +51,8 @@ class GradientCopier:
             gradient: any shape and dtype, dense.
             destination: contiguous, as many elements, the layer's gradient dtype.
         """
+        # A part a parameter: kernels of different parameters never write to the same sums. The
+        # next backward overwrites them, behind the read of them on the same stream.
         part = self._parts[index]
         if gradient.device.type != "cuda":
             reference_copy(gradient, destination, part)

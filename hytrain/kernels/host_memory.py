@@ -23,7 +23,7 @@ STATE_REMEDY = (
     'raise "hytrain.gpu_fraction" (or let it be "solve"), use more ranks, or a host with more '
     "memory"
 )
-"""What helps where optimizer state, or its pinned gradients, have no room."""
+"""What helps where there is not enough memory for optimizer state, or its pinned gradients."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def taking_host_memory(
     try:
         yield
     except HostMemoryError:
-        raise  # somebody within knows more
+        raise  # an inner call has said it with more detail
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_host_memory(error):
             raise
@@ -101,7 +101,7 @@ def host_zeros(
     Args:
         numel: elements.
         purpose: what it is for, in an error.
-        touch_threads: threads that touch all of it now, each its own part; 0: whoever uses it will.
+        touch_threads: threads that touch all of it now, each its own part; 0: its first use will.
 
     Raises:
         HostMemoryError: the mapping is refused.

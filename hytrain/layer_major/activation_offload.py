@@ -42,7 +42,8 @@ class Offloaded:
         if self._here is None or self._back is not None:
             return
         self.check()
-        # What takes this memory next, on the compute stream, comes behind the copy from it.
+        # Without this wait the memory's next tensor, on the compute stream, could be written before
+        # the copy has read this one.
         self._left.wait()
         self._here = None
 
@@ -51,6 +52,7 @@ class Offloaded:
         if self._here is not None or self._slot is None:
             return
         self._here = torch.empty_like(self._host, device=self._store.device)
+        # After `_left`: on another lane, the copy could read the slot before it has been filled.
         self._back = self._store.to_device.copy(self._here, self._host, self._left)
 
     def take(self) -> torch.Tensor:
@@ -58,7 +60,7 @@ class Offloaded:
         self.check()
         self.come()
         if self._back is not None:
-            self._back.wait()
+            self._back.wait()  # or the block would read a tensor that is not back yet
         here = self._here
         assert here is not None
         self.release()
@@ -68,7 +70,8 @@ class Offloaded:
         """The slot is free: a later copy into it comes behind those of this tensor."""
         if self._slot is None:
             return
-        # Where it is taken before it has left, nobody else waits for the copy.
+        # The slot's next copy waits for compute only: without these waits it could overwrite the
+        # slot, or this tensor's memory be reused, while a copy is in flight.
         self._left.wait()
         if self._back is not None:
             self._back.wait()
@@ -127,6 +130,7 @@ class OffloadedActivations:
         if self._is_closed:
             return
         self._is_closed = True
+        # Lanes first: the slots are unmapped below.
         self.to_host.close()
         self.to_device.close()
         self.begin_step()

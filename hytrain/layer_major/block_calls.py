@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 
 class BlockCalls:
-    """Knows the blocks, and how they are called where nobody stops."""
+    """Knows the blocks, and how they are called outside a suspended forward."""
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
         """

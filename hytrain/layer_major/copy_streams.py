@@ -1,7 +1,7 @@
 """Copies between device and host beside the compute stream, for tensors that torch owns.
 
-On a GPU a lane is a stream. On a CPU it is a thread, so that whoever uses memory too early is
-caught there, too: with ``HYTRAIN_DELAYS`` the thread sleeps before each copy.
+On a GPU a lane is a stream. On a CPU it is a thread, so that a use of memory before its copy is
+found there, too: with ``HYTRAIN_DELAYS`` the thread sleeps before each copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CopyStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
         """Copies after everything that the compute stream runs so far, and after a ticket.
 
-        Whoever calls keeps both tensors until the ticket has been waited for.
+        The caller keeps both tensors until it has waited for the ticket.
         """
         ...
 
@@ -46,6 +46,8 @@ class _StreamTicket:
         self.event = event
 
     def wait(self) -> None:
+        # Without this wait compute could read a tensor that is not back yet, or write to the memory
+        # of one that has not left.
         torch.cuda.current_stream().wait_event(self.event)
 
 
@@ -58,9 +60,11 @@ class DeviceCopyStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
         """See :class:`CopyStream`."""
-        # The source may still be computed, and the target's memory still be in use.
+        # Without this wait the copy could read a source that is still being computed, or write to
+        # a target whose memory an earlier kernel still reads.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if isinstance(after, _StreamTicket):
+            # A copy of another stream: compute need not have waited for it.
             self._stream.wait_event(after.event)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -70,7 +74,7 @@ class DeviceCopyStream:
 
     def close(self) -> None:
         """See :class:`CopyStream`."""
-        self._stream.synchronize()
+        self._stream.synchronize()  # the caller unmaps host memory next
 
 
 class _ThreadTicket:
@@ -107,7 +111,7 @@ class ThreadCopyStream:
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 self._copy(*job)
-                del job  # memory that nobody else keeps must go now, not at the next copy
+                del job  # or the tensors would live until the next copy
 
     def _copy(
         self,
@@ -118,17 +122,18 @@ class ThreadCopyStream:
     ) -> None:
         try:
             if after is not None:
-                after.wait()
+                after.wait()  # the other lane's thread may still be writing the source
             if self._most_microseconds:
                 time.sleep(self._random.uniform(0, self._most_microseconds) / 1e6)
             target.copy_(source)
         except BaseException as error:
-            ticket.error = error
+            ticket.error = error  # raised by whichever thread waits: this one has no caller
         finally:
-            ticket.done.set()
+            ticket.done.set()  # also after an error, or the waiting thread would hang
 
     def close(self) -> None:
         """See :class:`CopyStream`."""
+        # Behind all copies that are queued: the caller unmaps their memory next.
         self._jobs.put(None)
         self._thread.join()
 

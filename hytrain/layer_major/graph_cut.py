@@ -155,7 +155,7 @@ class InsideBlock:
     """In place of a target where no gradient may arrive: the inputs of a block's first pass."""
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Nobody can use it: the block is computed again for its gradients."""
+        """No gradient is expected: the block is computed again for its gradients."""
         raise AssertionError("a gradient went back through a block's first pass")
 
 
@@ -294,6 +294,8 @@ class MicroBatchGraph:
         Raises:
             NotLayerMajor: see :meth:`BlockOutput.check`.
         """
+        # All in one backward: autograd frees a node that it has run, so a second call that reaches
+        # the same node would fail.
         due = [t for t in self._targets.values() if t.piece == piece and t.gradient is not None]
         ways = [(cast(GradientEdge, t.edge), cast(torch.Tensor, t.take())) for t in due]
         outputs = self._outputs.pop(piece, ())

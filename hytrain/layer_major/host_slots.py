@@ -67,12 +67,14 @@ class HostSlots:
         return slot
 
     def give_back(self, slot: HostSlot) -> None:
-        """The slot may be taken again: what is copied there next comes behind all copies so far."""
+        """The slot may be taken again. Its next copy waits for compute, so compute must have been
+        made to wait for the last one.
+        """
         self._free.append(slot)
 
     def _close(self, slot: HostSlot) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a copy from it may not have been made yet
+            torch.cuda.synchronize(self._device)  # a copy from it may still be in flight
         self.num_bytes -= slot.num_bytes
         slot.close()
 

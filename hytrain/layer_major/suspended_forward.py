@@ -1,7 +1,8 @@
 """A model's forward that stands still at every block until it is told the block's output.
 
 The loop over the blocks is in the user's model, so each forward runs in a thread of its own. One
-thread runs at a time: whoever hands over waits until it is handed to again.
+thread runs at a time: a thread that passes control on blocks until it gets it back. So what they
+share (random states, the model's switches, the gatherer) needs no lock.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Finished:
 
 
 class _Cancelled(BaseException):
-    """Unwinds a forward that nobody will hand to again."""
+    """Unwinds a forward that will not be continued."""
 
 
 class _CancelOrder:
@@ -101,9 +102,11 @@ class SuspendedForward:
             self._thread.start()
         else:
             self._to_forward.put(output)
+        # Blocks until the forward is at its next block: two threads must not compute at once.
         event = self._to_caller.get()
         if isinstance(event, BlockCall):
             return event
+        # The event is the thread's last act but not its end: its frames still hold tensors.
         self._thread.join()
         if isinstance(event, BaseException):
             try:
@@ -117,6 +120,8 @@ class SuspendedForward:
         if self._thread is None or not self._thread.is_alive():
             return
         self._to_forward.put(_CancelOrder())
+        # The user's context managers must be left before the step goes on. With a limit: its code
+        # may catch the exception and never return.
         self._thread.join(_END_SECONDS)
 
     # -- the forward's own thread --------------------------------------------------------------

@@ -73,7 +73,8 @@ class Surroundings:
         """For a thread that has just begun."""
         with ExitStack() as stack:
             if self.stream is not None:
-                # A new thread would launch on device 0, and on the default stream.
+                # A new thread would launch on device 0, and on the default stream: not ordered with
+                # the kernels of the engine's thread, which computes the blocks.
                 torch.cuda.set_device(self.stream.device)
                 stack.enter_context(torch.cuda.stream(self.stream))
             if self.default_device != torch.get_default_device():

@@ -26,7 +26,7 @@ class LayerUpdate:
     weights_ready: torch.cuda.Event | None = None
     """The newest weights are on the device; set once, recorded for every update."""
     sent: bool = False
-    """The gradient of a step that is not final yet has been handed over."""
+    """The gradient of a step that is not final yet has been sent to the update."""
     updated_by: Placement = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     gather_due: bool = False
@@ -44,7 +44,7 @@ class LayerUpdate:
         return self._waited
 
     def send(self, gradient: torch.Tensor) -> None:
-        """The final reduced gradient is handed over; its update may begin at once."""
+        """The final reduced gradient is sent to the update, which may begin at once."""
         self.gradient = gradient
         self.sent = True
 
@@ -53,7 +53,7 @@ class LayerUpdate:
         self.gradient = None
 
     def overwrite(self) -> None:
-        """The training copy will be overwritten, or is: nobody may read it before a wait."""
+        """The training copy will be overwritten, or is: it must not be read before a wait."""
         self._set_waited(False)
 
     def wait(self) -> None:

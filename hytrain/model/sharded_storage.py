@@ -4,7 +4,7 @@ The whole copy is one flat tensor a dtype whose *storage* is given memory when t
 and loses it afterwards. What autograd saved of a weight, views such as a transpose included, refers
 to that storage: it costs nothing while the layer is away and holds the weights again in backward.
 Parameters are views of it while the layer is there. In between they are numbers that are none, of
-the right shape: a read that nobody gathered for gives NaN, not memory that is gone.
+the right shape: a read without a gather gives NaN, not memory that is gone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ShardedStorage:
             self.parts.append((begin, part))
         self.is_gathered = False
         self.reads: WatchedParameters | None = None
-        """Told of reads where no module of the layer runs, and nobody has gathered it by hand."""
+        """Told of reads where no module of the layer runs and it was not gathered explicitly."""
         for slot in layout.slots:
             self.take(slot, slot.parameter.data)
         self._away: dict[torch.dtype, torch.Tensor] = {

@@ -70,6 +70,7 @@ class GradientAccess:
         gradient = self._collector.layers[state.index]
         shard = gradient.held if gradient.closed else self._reduce(state)
         assert shard is not None
+        # Made on the communication stream: without this wait the caller could read half a sum.
         self._pipeline.streams.compute_waits_for_communication()
         return shard.clone() if gradient.closed else shard
 
@@ -83,6 +84,7 @@ class GradientAccess:
             gradient.held = self._reduce(state)
             gradient.release()
         assert gradient.held is not None
+        # Without this wait the caller could write to it before the reduction does.
         self._pipeline.streams.compute_waits_for_communication()
         return gradient.held
 
@@ -105,8 +107,8 @@ class GradientAccess:
         Raises:
             ConfigError: a backward is running, or updates are committed directly and have begun.
         """
-        # Called at the end of every step, when nobody may read the weights unnoticed: no weight is
-        # read here, and telling so costs microseconds a parameter.
+        # Called at the end of every step, when reads of weights are reported. No weight is read here,
+        # and the report would cost microseconds a parameter.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             for layer in self._collector.layers:
                 for slot in layer.layout.slots:

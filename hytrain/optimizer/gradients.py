@@ -2,8 +2,8 @@
 
 A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
 tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
-Layers with a parameter that got no gradient then are never sent early: nobody could tell "not yet"
-from "not this time".
+Layers with a parameter that got no gradient then are never sent early: "not yet" and "not this
+time" cannot be told apart.
 
 The first backward itself cannot know. With one rank it takes each parameter's first firing for its
 last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
@@ -49,7 +49,7 @@ class GradientSink(Protocol):
         ...
 
     def begin_unannounced(self) -> None:
-        """The first gradient of a backward has come that nobody announced."""
+        """The first gradient of a backward has come that was not announced."""
         ...
 
     def agree_on_order(
@@ -128,12 +128,12 @@ class GradientCollector:
 
     @property
     def num_firings(self) -> int:
-        """Grows with every gradient that autograd has handed over."""
+        """Grows with every gradient that autograd has given to a hook."""
         return self._firings
 
     @property
     def has_fired(self) -> bool:
-        """Whether autograd has handed over a gradient of this backward."""
+        """Whether autograd has given a hook a gradient of this backward."""
         return self._clock > 0
 
     def set_pace(self, pace: Pace | None) -> None:
@@ -227,6 +227,7 @@ class GradientCollector:
             if not self.in_backward:
                 self._sink.begin_unannounced()
             if layer.final or layer.closed:
+                # The layer's update may have begun with a gradient that lacks this part.
                 if self._may_withdraw:
                     self._withdraw(layer)
                 else:
@@ -236,7 +237,9 @@ class GradientCollector:
                     self._take(layer, index, gradient)
             else:
                 self._take(layer, index, gradient)
-            # zero_grad() and create_graph must not reach a gradient that is on its way.
+            # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
+            # there, and autograd would add the next micro-batch to it. The copy is queued on the stream
+            # that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
             self._count(layer, index)
 
@@ -310,7 +313,7 @@ class GradientCollector:
                 self._next += 1  # complete() takes it
                 continue
             if not layer.final:
-                return
+                return  # layers behind it wait: reductions must have one order on all ranks
             self._next += 1
             self._close(layer)
 
@@ -342,7 +345,7 @@ class GradientCollector:
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self._zeros)
         layer.closed = True
-        self._sink.consume(layer)
+        self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
 
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.

@@ -1,4 +1,4 @@
-"""Weights and optimizer state between steps: made current, handed out, replaced."""
+"""Weights and optimizer state between steps: made current, returned, replaced."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class KeptState:
         self._passes.check_open()
         for state in self.pipeline.layers:
             self._passes.before_use(state)
+        # For readers on the host and on streams of their own: what has only been ordered before
+        # the compute stream could still be in flight.
         self.pipeline.cpu.wait_all()
         self.pipeline.streams.synchronize()
 
@@ -98,7 +100,8 @@ class KeptState:
                 for start, weights in layer.storage.shard_slices(layer.begin, layer.end):
                     at = start - layer.begin
                     weights.copy_(layer.master[at : at + weights.numel()])
-        # The gather runs beside the compute stream and does not wait for these copies.
+        # The gather waits for the last update's event, not for these copies on the compute stream:
+        # without this the other ranks could be sent weights that are half written.
         pipeline.streams.synchronize()
         for layer in pipeline.layers:
             layer.update.overwrite()

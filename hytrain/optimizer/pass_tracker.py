@@ -46,7 +46,7 @@ class BackwardMarks(Protocol):
 
 
 class PassTracker:
-    """Follows the passes between two steps, and hands gradients on as they become final."""
+    """Follows the passes between two steps, and passes gradients on as they become final."""
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class PassTracker:
             return  # announced twice: by engine.backward and by the output's hook
         self.end_micro_batch()
         self.withdraw_all()
-        # Layers that no forward has waited for: their last gradient must have left before the
-        # next one takes its place, and other ranks gather them now.
+        # Layers that no forward has waited for: without this wait a gradient could be replaced, and
+        # its memory reused, before the worker has copied it. And other ranks gather them now.
         self.pipeline.wait_all()
         is_shared = self.collectives.world_size > 1
         is_boundary = self._engine.is_boundary()
@@ -228,6 +228,7 @@ class PassTracker:
         """A layer's gradient of this backward is complete (called in one order on all ranks)."""
         state = self.pipeline.layers[gradient.layout.index]
         squares = gradient.squares if gradient.held is None else None
+        # One stream for reduction, norm and send: the event that send records covers all of them.
         with self.pipeline.reducing():
             if gradient.local is not None:
                 self.consume_part(gradient)
@@ -243,7 +244,7 @@ class PassTracker:
     def send(
         self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
-        """Hands a layer's final reduced gradient to the pipeline; its update may begin."""
+        """Passes a layer's final reduced gradient to the pipeline; its update may begin."""
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
         self.pipeline.send(state, shard, squares)

@@ -18,7 +18,7 @@ class StepState:
         self.begun = False
         """The hyper-parameters of this step's updates have been read: updates may begin."""
         self.is_reducing = False
-        """The current backward hands layers on as they become final."""
+        """The current backward passes layers on as they become final."""
         self.was_reduced = False
         """One of the backward passes since the last step did."""
         self.has_gradients = False
@@ -39,7 +39,7 @@ class StepState:
     # -- backward --------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """A backward begins; ``reduces``: it hands layers on as they become final."""
+        """A backward begins; ``reduces``: it passes layers on as they become final."""
         self.graph_task = -1
         self.is_announced = False
         self.was_aborted = False

@@ -1,4 +1,4 @@
-"""A later pass of a kind: it follows the plan made from the record, and nobody has to ask."""
+"""A later pass of a kind: it follows the plan made from the record, without asking other ranks."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class FollowedPass:
             return
         self._context.release(self._extra - {index})
         self._extra.clear()
+        # Everything up to there, also gathers and reductions of layers that this rank leaves out:
+        # the other ranks wait in them.
         self._force(place)
         self._at = place + 1
         self._context.wait_resident(index)

@@ -25,7 +25,7 @@ class _Flight:
     layer: LayerWeights
     parts: list[ShardedWeights]
     memory_free: torch.cuda.Event | None
-    """Whoever used the memory before is done with it."""
+    """Recorded after all earlier uses of the memory."""
     arrived: torch.cuda.Event | None = None
     is_started: bool = False
     is_waited: bool = False
@@ -61,7 +61,9 @@ class LayerGatherer:
         assert parts
         for part in parts:
             part.storage.materialize()
-        event = self._streams.new_event()  # recorded on the compute stream
+        # Recorded on the compute stream, whose memory it is: without it the gather could write to
+        # the memory while a kernel that is queued still reads what was there.
+        event = self._streams.new_event()
         self._flights[layer.index] = _Flight(layer, parts, event)
         self.most_live = max(self.most_live, len(self._flights))
         self._held_back.append(layer)
@@ -78,14 +80,17 @@ class LayerGatherer:
         flight = self._flights[layer.index]
         state = _sharded_state(layer)
         if state is not None:
-            self._pipeline.wait(state)  # this rank's shard is the newest, or a copy in flight
+            # The shard is then the newest, or a copy in flight that the event below covers.
+            self._pipeline.wait(state)
         with self._streams.on_communication(after=flight.memory_free):
-            # A copy from the host may still be writing the shard that is about to be sent.
+            # Without this wait the old shard could be sent, or one that the copy from the host, or
+            # the update on the device, is still writing.
             ready = None if state is None else state.update.weights_ready
             if self._streams.is_cuda and ready is not None:
                 self._streams.communication.wait_event(ready)
             for part in flight.parts:
                 self._gather_part(part)
+            # Behind this gather only: a wait for the whole stream would also wait for later ones.
             flight.arrived = self._streams.record_communication()
         flight.is_started = True
 
@@ -116,12 +121,15 @@ class LayerGatherer:
         if not flight.is_started:
             self.start_held()
         if not flight.is_waited:
+            # Without this wait the layer's kernels would read weights that have not arrived.
             self._streams.compute_waits(flight.arrived)
             flight.is_waited = True
 
     def release(self, layer: LayerWeights) -> None:
         """Gives the layer's whole copy up, after all compute so far."""
-        self.use(layer)  # a gather in flight must not write into memory that is somebody else's
+        # The memory goes back to compute's allocator: without the wait in use() a gather in flight
+        # could write over the next tensor that is put there.
+        self.use(layer)
         flight = self._flights.pop(layer.index)
         for part in flight.parts:
             part.storage.dismiss()

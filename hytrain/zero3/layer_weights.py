@@ -62,7 +62,7 @@ class LayerWeights:
             in which nothing is trained.
         trained: the part that the pipeline updates; None where nothing is trained.
         frozen: the part that never changes, where it is sharded (ZeRO-3). What is frozen and whole
-            on every rank is in no layer: nobody has to do anything about it.
+            on every rank is in no layer: there is nothing to do for it.
     """
 
     index: int
@@ -119,7 +119,7 @@ class BuiltWeights:
     Attributes:
         states: the trained parts, in forward order.
         layers: all weights, in forward order.
-        home: host memory of shards that are kept there; whoever closes the layers closes it.
+        home: host memory of shards that are kept there; closed with the layers.
         live_bytes: of gathered layers at the peak of a step.
     """
 
@@ -131,7 +131,7 @@ class BuiltWeights:
     def close(self) -> None:
         """Gives memory back, where nothing is built on them; sharded weights are lost with it.
 
-        By hand: whoever catches the error that ended the build keeps all its frames alive.
+        Explicitly: the error that ended the build keeps all its frames alive while it is handled.
         """
         for layer in self.layers:
             if layer.trained is not None:

@@ -3,7 +3,7 @@
 The first pass of a kind (forward with or without gradients, backward) is recorded
 (:mod:`hytrain.zero3.recorded_pass`): every use is agreed upon by all ranks, which costs a small
 collective each, and gathered when it comes. Later passes follow a plan made from the record
-(:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`), and nobody has to ask:
+(:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`) without asking the other ranks:
 a rank does whatever the plan says up to the use that it has come to, including its part in gathers
 of layers that it leaves out itself. A rank without a batch walks through the plan alone.
 
@@ -102,7 +102,7 @@ class GatherSchedule:
         """
         latest = 1
         found: dict[int, tuple[int, ...]] = {}
-        # The most of all ranks: nobody has to reduce what it has not got.
+        # The largest over the ranks: no rank has to reduce a gradient before it is there.
         positions = self._collectives.maximum(uses_before)
         for index in order:
             if early[index]:
@@ -144,6 +144,8 @@ class GatherSchedule:
             context.release(context.gatherer.live)
             begun = RecordedPass(context)
         self._kind, self._pass = kind, begun
+        # Layers that the plan does not use are waited for here, in one place on all ranks: each of
+        # these waits may be a collective.
         context.wait_beside(self._records[kind].uses if self.knows(kind) else ())
         for index in context.held:
             context.keep(index)

@@ -56,7 +56,7 @@ class WeightPasses:
 
     @property
     def active(self) -> GatherSchedule | None:
-        """Who gathers layers as passes use them; None where nobody does."""
+        """Gathers layers as passes use them; None where no layer is gathered so."""
         return None if self._explicit else self.schedule
 
     def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule | None], None]) -> None:
@@ -64,7 +64,7 @@ class WeightPasses:
 
         Args:
             reducer: who reduces.
-            set_pace: called with who says when; None: nobody.
+            set_pace: called with what says when; None: as soon as gradients are final.
         """
         if self.schedule is not None:
             self.schedule.set_reducer(reducer)
