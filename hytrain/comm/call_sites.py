@@ -80,8 +80,8 @@ class Standing:
         return f"{call}{where}, for {self.seconds:.0f} s at least"
 
 
-class Lookout:
-    """Looks at one thread again and again."""
+class ThreadSampler:
+    """Samples where one thread stands."""
 
     def __init__(self, thread: int) -> None:
         """
@@ -119,7 +119,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_in_torch_distributed(thread: int) -> bool:
-    """Whether a thread stands in a call of torch.distributed, whoever has made it."""
+    """Whether a thread stands in a call of torch.distributed, hytrain's or the script's."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     return frame is not None and frame.f_code.co_filename.endswith(_TORCH)
 

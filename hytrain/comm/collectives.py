@@ -60,7 +60,7 @@ class ShardCollectives:
         self.is_nccl = dist.get_backend(group) == "nccl"
         """Collectives run on the device, beside compute; otherwise by gloo, on the host."""
         self.watch: RankWatch | None = None
-        """Sees that nobody waits for ever; None before :meth:`start_watch`."""
+        """Ends waits for ranks that have failed; None before :meth:`start_watch`."""
         self._gate: StreamGate | None = None
 
     def start_watch(self) -> None:
@@ -151,6 +151,7 @@ class ShardCollectives:
         return nullcontext() if self.watch is None else self.watch.waiting()
 
     def _abort(self) -> None:
+        # The gate first: an abort may have to wait for collectives that are queued behind it.
         if self._gate is not None:
             self._gate.open_for_good()
         self._process_group()._get_backend(torch.device("cuda")).abort()
@@ -170,9 +171,9 @@ class ShardCollectives:
         """
         watch = self.watch
         if watch is not None:
-            watch.issue(what)
+            watch.issue(what)  # before the call: if it never returns, the others see where it is
         if self._gate is not None:
-            self._gate.arrive()
+            self._gate.arrive()  # directly before: the collective must be what is queued next
         if watch is None:
             collective(*arguments, **named, group=self.group)
             return
@@ -311,7 +312,7 @@ class ShardCollectives:
         seen = torch.tensor(mine, device=self._device())
         what = "the agreement on the next layer"
         self._run(what, dist.all_reduce, seen, op=dist.ReduceOp.MAX)
-        with self.waiting():
+        with self.waiting():  # tolist() waits for the device, which may wait for a failed rank
             largest, negated = (int(value) for value in seen.tolist())
         if largest != -negated:
             own = "this rank has no samples" if index is None else f"this rank's is {words(index)}"

@@ -1,4 +1,4 @@
-"""A thread of one's own for what may never end."""
+"""A separate thread for calls that may never return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Ended(threading.Event):
-    """Set when something that was handed over has ended."""
+    """Set when a submitted task has ended."""
 
     error: BaseException | None = None
 
@@ -35,8 +35,10 @@ class DaemonExecutor:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], object]) -> Ended:
-        """Hands a task over."""
+        """Queues a task."""
         if self._thread is None:
+            # A daemon: the interpreter's end would join any other thread, which may stand in a
+            # collective whose other ranks are gone.
             self._thread = threading.Thread(target=self._run, name="hytrain-lane", daemon=True)
             self._thread.start()
         ended = Ended()
@@ -50,11 +52,13 @@ class DaemonExecutor:
                 task()
             except BaseException as error:
                 ended.error = error
-            del task, item  # tensors must not live on here
-            ended.set()
+            # The thread blocks in get() next: what its frame refers to would live until then. And
+            # before set(), or the caller could go on with the tensors' memory still taken.
+            del task, item
+            ended.set()  # after `error`, which the caller reads without a lock
             del ended
 
     def close(self) -> None:
-        """No task follows; one that does not end is left alone."""
+        """No task follows; one that does not end is left alone: a join could take for ever."""
         if self._thread is not None:
             self._tasks.put(None)

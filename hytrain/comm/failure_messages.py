@@ -1,7 +1,7 @@
 """What ranks say when they fail or leave, and which of it is the first cause.
 
 A rank that has failed makes others fail: their connections to it break, or their launcher ends
-them. Whoever is asked then must tell the first failure from what follows of it. So a rank that
+them. A rank that reports it must tell the first failure from what follows of it. So a rank that
 fails says so before it goes, and says what kind of failure it is; a rank whose process is gone and
 that has said nothing was killed or has crashed, and comes before all who only lost a connection.
 """
@@ -86,6 +86,8 @@ class Words:
             rank: this one.
         """
         self._rank = rank
+        # The training, watching and monitoring threads all add words: without the lock a table
+        # could change while another thread iterates over it, or two words get one number.
         self._lock = threading.Lock()
         self._serial = 0
         self._states: dict[int, Word] = {}
@@ -142,7 +144,7 @@ class Words:
         return has_state or rank in self._found or rank in self._left
 
     def has_anyone_left(self) -> bool:
-        """Whether a rank has closed its engine: nobody can need this one for long."""
+        """Whether a rank has closed its engine: no rank needs this one for long."""
         return bool(self._left)
 
     def cause(self, gone: Mapping[int, str], *, number: int | None) -> tuple[int, str] | None:
@@ -169,7 +171,7 @@ class Words:
         return None
 
     def _cause_said(self, gone: Mapping[int, str], *, is_late: bool) -> tuple[int, str] | None:
-        # Where all have failed alike they may all go on; nobody waits for anybody.
+        # Where all have failed alike they may all go on; no rank waits for another.
         own = self._states.get(self._rank)
         may_come_back = not is_late or (own is not None and own.kind == "error")
         for rank, word in self._states.items():

@@ -15,9 +15,9 @@ store: nothing on the way of a step waits for anything.
   be slow, or it may be where they never come, alone with weights that all ranks gather together.
   One that stands in a collective of the script's own, which waits for this rank, never comes.
 
-Collectives of NCCL are given up by aborting the group. Gloo's cannot be interrupted: a thread of
-their own issues them and waits, and whoever wanted one waits for that thread, and may leave. Who
-stands where neither helps is ended (process_exit.py).
+Collectives of NCCL are given up by aborting the group. Gloo's cannot be interrupted: a separate
+thread issues them and waits, and the training thread waits for that thread, and may give up. A
+process that stands where neither helps is ended (process_exit.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hytrain.comm import crash_report
-from hytrain.comm.call_sites import Lookout
+from hytrain.comm.call_sites import ThreadSampler
 from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.deadlock import never_comes, standings_of
 from hytrain.comm.failure_messages import Kind, Words, is_connection_error
 from hytrain.comm.process_exit import Ending
-from hytrain.comm.process_monitor import CONFIRM_SECONDS, Witness
+from hytrain.comm.process_monitor import CONFIRM_SECONDS, ProcessMonitor
 from hytrain.comm.processes import Process
-from hytrain.comm.rank_status import BulletinBoard, History, Store, by_number
+from hytrain.comm.rank_status import StatusStore, History, Store, by_number
 from hytrain.errors import OutOfStepError, RankFailedError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ SAME_NUMBER = (
     "job again from a checkpoint"
 )
 WARN_SECONDS = 30.0
-"""How long a rank waits at least before it says whom it waits for."""
+"""How long a rank waits at least before it says which ranks it waits for."""
 _USUAL = 32
 """Waits that tell how long one usually takes: a step's backward may be longer than patience."""
 _MOST_POLLS = 16
@@ -145,6 +145,8 @@ class RankWatch:
         self._told_last = False
         self._has_left = False
         self._failure: RankFailedError | OutOfStepError | None = None
+        # The watching thread and the process monitor's both decide: without the lock both could
+        # find a cause, and abort and report twice.
         self._deciding = threading.RLock()
         self._failed = threading.Event()
         self._closed = threading.Event()
@@ -154,16 +156,16 @@ class RankWatch:
         self._must_read = False
         self._is_store_lost = False
         self._store_uses: list[threading.Thread] = []
-        self._lookout = Lookout(threading.get_ident())
+        self._sampler = ThreadSampler(threading.get_ident())
         self._surveillance = surveillance
-        self._board = BulletinBoard(rank, world_size, connect, group=group)
-        self._witness: Witness | None = None
+        self._status = StatusStore(rank, world_size, connect, group=group)
+        self._monitor: ProcessMonitor | None = None
         if surveillance is not None:
-            self._witness = Witness(
+            self._monitor = ProcessMonitor(
                 rank,
                 world_size,
                 surveillance.process,
-                self._board,
+                self._status,
                 self._words,
                 state=lambda: self._history.last,
                 notice=self._take_notice,
@@ -204,6 +206,7 @@ class RankWatch:
         Raises:
             RankFailedError, OutOfStepError: in vain.
         """
+        # Read by the watching thread without a lock: one assignment, of a float or None.
         begin = self._waits_since = time.monotonic()
         try:
             yield
@@ -224,7 +227,7 @@ class RankWatch:
 
         Raises:
             RankFailedError, OutOfStepError: it will not end.
-            RuntimeError: it has failed, and nobody knows why.
+            RuntimeError: it has failed, and no rank has given a reason.
         """
         try:
             if self._can_interrupt:
@@ -235,6 +238,8 @@ class RankWatch:
                 return
             ended = self._lane.submit(collective)
             with self.waiting():
+                # In turns with check(): a wait without a limit would hold this thread in a
+                # collective that a failed rank never joins.
                 while not ended.wait(POLL_SECONDS):
                     self.check()
             ended.result()
@@ -247,11 +252,11 @@ class RankWatch:
             raise failure from error
 
     def explain(self, error: Exception) -> RankFailedError | OutOfStepError | None:
-        """What is behind a collective that has failed; None where nobody has said anything."""
+        """What is behind a collective that has failed; None where no rank has said anything."""
         if self._failure is None and not self._closed.is_set():
             is_lost = is_connection_error(error)
-            self.tell(error, final=False) if is_lost else self._shortly(self._board.ask)
-            # Whoever has left will not come back to this one. A rank tells before it goes; what
+            self.tell(error, final=False) if is_lost else self._shortly(self._status.ask)
+            # A rank that has left will not come to this one. Ranks tell before they go; what
             # the others do they say when they look next.
             self._waits_since = -math.inf
             self._wake.set()
@@ -298,7 +303,7 @@ class RankWatch:
             return
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            # On its way out, through whoever tidies up; nobody may see it end the process.
+            # On its way out, through clean-up code; it may never reach the excepthook.
             self.tell(error, final=True)
             if is_connection_error(error):
                 self.explain(error)
@@ -307,9 +312,10 @@ class RankWatch:
         self._wake.set()
         crash_report.forget(self)
         self._lane.close()
-        if self._witness is not None:
-            self._witness.close()
-        # A thread that is in the store's C++ when the interpreter ends aborts the process.
+        if self._monitor is not None:
+            self._monitor.close()
+        # Without the joins a thread could be in the store's C++ when the interpreter ends, which
+        # aborts the process. With a limit: the store may be gone. A thread cannot join itself.
         is_over = self._failure is not None or self._is_store_lost
         until = time.monotonic() + (_OVER_SECONDS if is_over else _CLOSING_SECONDS)
         for thread in (self._thread, *self._store_uses):
@@ -328,16 +334,16 @@ class RankWatch:
         with suppress(Exception):
             issued = self._history.issued
             word = self._words.say(kind, text, final=final, about=about, issued=issued)
-            if self._witness is not None:
-                self._witness.say(word)
+            if self._monitor is not None:
+                self._monitor.say(word)
                 # Every use of a store that has ended in order is a warning of torch's.
-                if kind == "left" and self._witness.hears_all():
+                if kind == "left" and self._monitor.hears_all():
                     return
             self._shortly(self._write_down)
 
     def _write_down(self) -> None:
-        self._board.say(self._words.own())
-        self._board.ask()
+        self._status.say(self._words.own())
+        self._status.ask()
 
     def _shortly(self, use: Callable[[], None], *, is_short: bool = True) -> bool:
         """Uses the store, and waits for it for a little while only: it may be gone."""
@@ -350,6 +356,8 @@ class RankWatch:
                 use()
             done.set()
 
+        # A thread of its own: the store's calls cannot be interrupted, and the caller must go on
+        # although the process that holds the store is gone.
         thread = threading.Thread(target=run, name="hytrain-store", daemon=True)
         if is_short:  # else it may wait for minutes, and that through the end of the process
             self._store_uses = [*(each for each in self._store_uses if each.is_alive()), thread]
@@ -377,18 +385,18 @@ class RankWatch:
 
     def _gone(self, *, is_late: bool) -> dict[int, str]:
         """Ranks whose processes are gone, where their last words would have come."""
-        if self._witness is None:
+        if self._monitor is None:
             return {}
         gone: dict[int, str] = {}
-        for rank, text in self._witness.gone().items():
-            needs_store = not self._witness.hears(rank) and not self._is_store_lost
-            gone_since = time.monotonic() - self._witness.gone_for(rank)
+        for rank, text in self._monitor.gone().items():
+            needs_store = not self._monitor.hears(rank) and not self._is_store_lost
+            gone_since = time.monotonic() - self._monitor.gone_for(rank)
             if needs_store and self._words_read_at < gone_since + CONFIRM_SECONDS:
                 self._must_read = True
                 self._wake.set()
             else:
                 gone[rank] = text
-        return {**(self._witness.unreachable() if is_late else {}), **gone}
+        return {**(self._monitor.unreachable() if is_late else {}), **gone}
 
     def _fail(
         self,
@@ -402,12 +410,13 @@ class RankWatch:
             self._say("found", str(failure), final=True, about=about)
         elif is_seen_here_only:
             self._say("error", f"{type(failure).__name__}: {failure}", final=True)
+        # Before any thread is woken: it looks for the failure at once.
         self._failure = failure
         if self._surveillance is not None:
             crash_report.found(failure)
-            self._surveillance.ending.doom(failure)
+            self._surveillance.ending.require(failure)
         if self._can_interrupt:
-            # It may take long, or for ever.
+            # It may take long, or for ever: in a thread that is not waited for to its end.
             aborting = threading.Thread(target=self._end_collectives, daemon=True)
             aborting.start()
             aborting.join(timeout=POLL_SECONDS)
@@ -439,7 +448,7 @@ class RankWatch:
                 # The store has gone with the process that holds it, or a connection was lost.
                 failures += 1
                 if failures < _RETRIES:
-                    self._shortly(self._board.reconnect, is_short=False)
+                    self._shortly(self._status.reconnect, is_short=False)
                 else:
                     self._lose_store(error)
 
@@ -451,7 +460,7 @@ class RankWatch:
                 break
         with self._deciding:
             is_over = self._failure is not None or self._closed.is_set()
-            # Whoever holds the store has ended in order: there is nothing to share any more.
+            # The store's holder has ended in order: there is nothing to share any more.
             if is_over or self._words.has_anyone_left():
                 return
             self._fail(
@@ -473,18 +482,18 @@ class RankWatch:
         patience = self._patience()
         since = self._late_since(patience)
         if since is not None:
-            self._board.ask()
-        elif not (self._board.is_asked(forget_after=3 * PATIENCE_SECONDS) or self._must_read):
+            self._status.ask()
+        elif not (self._status.is_asked(forget_after=3 * PATIENCE_SECONDS) or self._must_read):
             return False
         self._must_read = False
         waited = 0.0 if since is None else min(time.monotonic() - since, 1e9)
-        self._board.publish(self._history, self._lookout.look(), waited)
+        self._status.publish(self._history, self._sampler.look(), waited)
         begin = time.monotonic()
-        for word in self._board.words():
+        for word in self._status.words():
             self._words.hear(word)
         self._words_read_at = begin
         self._decide(self._late_number(since))
-        histories = self._board.histories()
+        histories = self._status.histories()
         if self._failure is not None:
             return True
         failure = self._mismatch(histories)
@@ -492,7 +501,7 @@ class RankWatch:
             self._fail(failure)
         elif since is not None:
             if since != self._stale_of:
-                # What lies on the store was written for an earlier wait.
+                # What is on the store now was written for an earlier wait.
                 self._stale_of = since
                 self._stale = {rank: history["serial"] for rank, history in histories.items()}
             self._judge_others(since, max(WARN_SECONDS, patience), histories)
@@ -508,7 +517,7 @@ class RankWatch:
         # The host has gone on; that the device has not is seen at what was queued last.
         try:
             return None if self._mark.query() else self._marked_at
-        except RuntimeError:  # a broken device is reported by whoever uses it
+        except RuntimeError:  # a broken device is reported by the code that uses it
             return None
 
     def _judge_others(

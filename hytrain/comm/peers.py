@@ -1,11 +1,11 @@
 """Connections between the ranks' watches: what is said there needs no store, and comes at once.
 
 The store is gone with the process that holds it, rank 0 mostly. So each rank listens at a port of
-its own, whose address and secret lie on the store, and the ranks connect to each other as soon as
+its own, whose address and secret are on the store, and the ranks connect to each other as soon as
 they have started: each to all where they are few, else each to those 1, 2, 4, 8, ... ranks away;
-words are passed on. The end of a process closes its connections, and whoever then connects to its
-port again is refused: that tells a process that is gone from one that is stopped (its kernel still
-accepts) and from a network that is slow (nobody answers).
+words are passed on. The end of a process closes its connections, and a connection to its port is
+then refused: that tells a process that is gone from one that is stopped (its kernel still accepts)
+and from a network that is slow (there is no answer).
 
 Nothing depends on it: where a firewall is in the way the ranks have the store.
 """
@@ -54,7 +54,7 @@ class Address:
     Attributes:
         hosts: names or numbers of its host, to be tried in turn.
         port: its port.
-        secret: shown by whoever connects; the store is where it is told.
+        secret: shown by a rank that connects; ranks learn it from the store.
     """
 
     hosts: tuple[str, ...]
@@ -83,6 +83,8 @@ class Wire:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
+        # Any thread sends: without the lock two messages could be mixed, or one sent twice. One
+        # thread at a time receives.
         self._lock = threading.Lock()
         self._received = b""
         self._to_send = b""
@@ -209,7 +211,7 @@ class Peers:
         """Opens the port.
 
         Args:
-            is_one_host: all ranks share a loopback interface, and nobody else is listened to.
+            is_one_host: all ranks share a loopback interface, and only that is listened on.
 
         Raises:
             OSError: it cannot be opened.
@@ -271,6 +273,8 @@ class Peers:
         return False
 
     def _adopt(self, rank: int, wire: Wire, host: str) -> None:
+        # A probe's thread and the turn's may adopt for one rank at once: each must close the wire
+        # that it replaces. And close() must see this wire, or it is closed here.
         with self._lock:
             peer = self._peers[rank]
             if peer.wire is not None:
@@ -317,6 +321,7 @@ class Peers:
             finally:
                 peer.is_probing = False
 
+        # Not in the turn: a host that does not answer would hold up the words of all others.
         threading.Thread(target=probe, name="hytrain-probe", daemon=True).start()
 
     def _accept(self) -> None:
@@ -324,7 +329,7 @@ class Peers:
         while listener is not None:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # nobody is there, or it is closed
+            except OSError:  # no connection is waiting, or the listener is closed
                 break
             self._callers.append(_Caller(Wire(connection)))
         for caller in list(self._callers):
@@ -357,7 +362,7 @@ class Peers:
         return rank in self._peers and self._peers[rank].wire is not None
 
     def is_refused(self, rank: int) -> bool:
-        """Whether nobody listens any more where a connected neighbour did."""
+        """Whether connections to a neighbour that was connected are refused now."""
         peer = self._peers.get(rank)
         if peer is None or peer.wire is None or not peer.refused:
             return False
@@ -431,7 +436,8 @@ def _remember(connection: socket.socket) -> None:
 
 
 def _close_in_child() -> None:
-    # A data loader's worker outlives its killed rank by seconds: the connections would, too.
+    # A data loader's worker outlives its killed rank by seconds: with the connections open in it
+    # the other ranks would take the rank for alive.
     for connection in list(_sockets):
         with suppress(OSError):
             connection.close()

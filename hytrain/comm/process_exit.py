@@ -1,4 +1,4 @@
-"""Sees to it that a process that cannot go on ends: with an exception where that can be, else so.
+"""Ends a process that cannot go on: with an exception where that is possible, else at once.
 
 A rank whose job is lost may stand where no exception reaches it: in a collective of gloo's that
 waits for another survivor, in a call of the user's own, or in code that has no collective for an
@@ -56,16 +56,17 @@ class Ending:
         if self._failure is not None and threading.get_ident() == self._thread:
             _raise_in(self._thread, None)  # not once more
 
-    def doom(self, failure: HyTrainError) -> None:
+    def require(self, failure: HyTrainError) -> None:
         """From now on the process is to end.
 
         Args:
-            failure: what its thread shall raise.
+            failure: what its thread is to raise.
         """
         if self._failure is not None or os.getpid() != self._process:
             return
         self._failure = failure
         _exit_handler()
+        # A thread of its own: the one that trains may stand in a call that never returns.
         threading.Thread(target=self._run, name="hytrain-end", daemon=True).start()
 
     def _run(self) -> None:
@@ -101,7 +102,7 @@ class Ending:
         )
 
     def _see_it_out(self) -> None:
-        """Who tidies up after the failure must not wait for the others again."""
+        """Clean-up after the failure must not wait for the others again."""
         since: float | None = None
         while True:
             time.sleep(0.5)
@@ -128,7 +129,7 @@ class Ending:
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
             kind = type(failure)
             _flush()
-            # Whoever tidies up may have redirected Python's own stream (seen in destroy()).
+            # Clean-up code may have redirected Python's own stream (seen in destroy()).
             text = (
                 f"Traceback (most recent call last):\n{stack}"
                 f"{kind.__module__}.{kind.__qualname__}: {failure}\n"

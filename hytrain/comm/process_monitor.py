@@ -17,7 +17,7 @@ from hytrain.comm import processes
 from hytrain.comm.failure_messages import Word, Words
 from hytrain.comm.peers import Address, Peers, can_share_loopback, neighbours_of
 from hytrain.comm.processes import Process
-from hytrain.comm.rank_status import BulletinBoard
+from hytrain.comm.rank_status import StatusStore
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _GREETING_SECONDS = 120.0
 """How long ranks wait at most for each other's addresses; they come as the engines are built."""
 
 
-class Witness:
+class ProcessMonitor:
     """Sees what becomes of the other ranks of a group."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Witness:
         rank: int,
         world_size: int,
         here: Process,
-        board: BulletinBoard,
+        status: StatusStore,
         words: Words,
         *,
         state: Callable[[], tuple[int, str]],
@@ -50,8 +50,8 @@ class Witness:
         Args:
             rank: this rank.
             world_size: ranks of the group.
-            here: this process, as the others shall see it.
-            board: the store, for the beginning.
+            here: this process, as the others see it.
+            status: the store, for the beginning.
             words: where the others' are noted.
             state: number and name of this rank's last collective.
             notice: called every turn, and when something was said.
@@ -59,7 +59,7 @@ class Witness:
         self._rank = rank
         self._world_size = world_size
         self._here = here
-        self._board = board
+        self._status = status
         self._words = words
         self._state = state
         self._notice = notice
@@ -72,10 +72,12 @@ class Witness:
         neighbours = neighbours_of(rank, world_size)
         self._peers = Peers(rank, neighbours, self._all_words)
         self._neighbours = neighbours
-        board.put("process", here.packed())
+        status.put("process", here.packed())
+        # Two threads: to exchange addresses takes up to minutes, for which the other one must not
+        # stop looking at processes. Both start last: they use everything above.
         self._greeter = threading.Thread(target=self._greet, name="hytrain-greeter", daemon=True)
         self._greeter.start()
-        self._thread = threading.Thread(target=self._run, name="hytrain-witness", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hytrain-monitor", daemon=True)
         self._thread.start()
 
     # -- for others ----------------------------------------------------------------------------
@@ -112,6 +114,8 @@ class Witness:
         """Ends the threads and the connections; what was said still arrives."""
         self._closed.set()
         self._peers.close()
+        # The notice of a turn calls into the watch, which the caller takes down next. With a limit,
+        # as a thread may be connecting. A thread cannot join itself.
         for thread in (self._thread, self._greeter):
             if thread is not threading.current_thread():
                 thread.join(timeout=2.0)
@@ -123,7 +127,7 @@ class Witness:
             self._learn_processes()
             everywhere = [self._here, *self._processes.values()]
             is_one_host = len(everywhere) == self._world_size and can_share_loopback(everywhere)
-            self._board.put("address", self._peers.listen(is_one_host=is_one_host).packed())
+            self._status.put("address", self._peers.listen(is_one_host=is_one_host).packed())
             self._learn_addresses()
             for other in self._neighbours:
                 # One of the two connects. Who was not reached at once may be busy.
@@ -159,7 +163,7 @@ class Witness:
         missing, deadline = set(ranks), time.monotonic() + _GREETING_SECONDS
         while missing and time.monotonic() < deadline and not self._closed.is_set():
             for rank in sorted(missing):
-                packed = self._board.find(kind, rank)
+                packed = self._status.find(kind, rank)
                 if packed is not None:
                     learn(rank, packed)
                     missing.discard(rank)

@@ -22,7 +22,7 @@ from hytrain.comm.failure_messages import Word
 _HISTORY = 1024
 
 _numbers = itertools.count()
-"""Boards are made by all ranks in one order, engine by engine."""
+"""All ranks make their status stores in one order, engine by engine: the numbers are the same."""
 
 
 class Store(Protocol):
@@ -54,7 +54,8 @@ class History:
 
     def add(self, what: str) -> None:
         """One more; ``what`` is the same on all ranks."""
-        # In one piece: another thread may look at any moment.
+        # Number and name in one append: the watching thread, which takes no lock, must never see a
+        # number with another one's name.
         self._recent.append((self.issued, what))
         self.issued += 1
 
@@ -81,7 +82,7 @@ def by_number(packed: dict[str, Any]) -> dict[int, str]:
     return dict(enumerate((names[number] for number in packed["recent"]), packed["first"]))
 
 
-class BulletinBoard:
+class StatusStore:
     """One rank's view of the ranks' notes; may be used by several threads."""
 
     def __init__(
@@ -98,6 +99,8 @@ class BulletinBoard:
         self._world_size = world_size
         self._connect = connect
         self._prefix = f"hytrain/watch/{group}/{next(_numbers)}"
+        # Several threads use it: a check and what follows from it must be one piece, and
+        # reconnect() must not replace the connection in between.
         self._lock = threading.Lock()
         self._store = connect()
         self._trouble_since: float | None = None
@@ -106,7 +109,7 @@ class BulletinBoard:
     def reconnect(self) -> None:
         """A new connection, where one can be had. May take long: the store may be gone."""
         with suppress(Exception):
-            store = self._connect()
+            store = self._connect()  # without the lock: it may take long, and others must go on
             with self._lock:
                 self._store = store
 
@@ -119,7 +122,7 @@ class BulletinBoard:
         """Whether a rank has asked.
 
         Args:
-            forget_after: seconds; whoever is still in trouble then asks again.
+            forget_after: seconds; a rank that is still in trouble then asks again.
         """
         key = f"{self._prefix}/trouble"
         with self._lock:

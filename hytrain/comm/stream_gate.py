@@ -10,7 +10,7 @@ Measured on H200s, steps of unequal GPUs are 2.5 to 6 % shorter for it (experime
 Ranks of other hosts have no such memory: for them the kernel waits as before.
 
 A wait in a stream also holds what other streams have queued behind it, where the device has fewer
-hardware queues than the process has streams. Nobody waits for ever for that: all ranks issue their
+hardware queues than the process has streams. That cannot deadlock: all ranks issue their
 collectives in one order, and what a collective waits for, on any stream, was queued before it. So
 nothing that the first unmet collective needs can be behind its gate, or behind a later one.
 """
@@ -46,7 +46,7 @@ _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdi
 
 
 class GateStream(Protocol):
-    """A stream of the gate's own: numbers go through it in order, whoever waits behind it."""
+    """A stream of the gate's own: numbers go through it in order, from whichever stream."""
 
     def register(self, address: int, num_bytes: int) -> int:
         """Makes host memory known to the device; returns its address for the device.
@@ -138,7 +138,7 @@ class SharedFlags:
     def __init__(self, path: str, num_ranks: int) -> None:
         """
         Args:
-            path: of the file; whoever comes first makes it.
+            path: of the file; the first rank that comes makes it.
             num_ranks: flags.
 
         Raises:
@@ -166,7 +166,7 @@ class SharedFlags:
         self._flag(rank).value = value
 
     def close(self) -> None:
-        """Unmaps it; nobody may use an address of it any more."""
+        """Unmaps it; no address of it may be used any more."""
         del self._bytes
         self._mapping.close()
 
@@ -202,20 +202,24 @@ class StreamGate:
         if self._is_open:
             return
         self._number = (self._number + 1) % _NUMBERS
+        # Before the number is written: otherwise the others' kernels could start, and hold
+        # multiprocessors, while this rank is still computing what the collective sends.
         self._stream.follow()
         self._stream.set(self._base + self._rank * _LINE, self._number)
         for other in self._others:
             self._stream.wait(self._base + other * _LINE, self._number)
+        # Without it the collective, on the current stream, would not be held by the waits above.
         self._stream.lead()
 
     def open_for_good(self) -> None:
-        """Nobody is waited for any more, by any rank: one of them has failed. From any thread."""
+        """No rank waits for another any more: one of them has failed. From any thread."""
+        # Before the flags: what is issued from here on does not wait at all.
         self._is_open = True
         for rank in (self._rank, *self._others):
             self._flags.set(rank, (self._number + _FOR_GOOD) % _NUMBERS)
 
     def close(self) -> None:
-        """Gives the memory back. Nobody is waited for any more: the others may be gone."""
+        """Gives the memory back. No rank is waited for any more: the others may be gone."""
         self.open_for_good()
         _give_back(self._flags, self._stream)
 
@@ -231,7 +235,8 @@ def _settled(stream: GateStream) -> bool:
 
 
 def _give_back(flags: SharedFlags, stream: GateStream) -> None:
-    # Behind a collective that will never end the stream may still read it: then it stays.
+    # Behind a collective that will never end the stream may still read the flags: unmapped, that
+    # would be a fault of the device. Then the memory stays.
     if _settled(stream):
         stream.unregister(flags.address)
         flags.close()
@@ -267,7 +272,7 @@ def open_gate(
     tokens: list[int | None] = [None] * world_size
     dist.all_gather_object(tokens, None if made is None else token, group=group)
     with suppress(OSError):
-        os.unlink(path)  # all who will have it have it
+        os.unlink(path)  # after the gather above, so every rank that can has mapped it
     others: list[int] = []
     if made is not None:
         others = [
@@ -275,7 +280,8 @@ def open_gate(
             for other, written in enumerate(tokens)
             if other != rank and written is not None and written == made.flags.get(other)
         ]
-    # Nobody writes a number before all have read the tokens. (A barrier might take other devices.)
+    # A barrier: without it a rank could write its first number over a token that another has yet to
+    # read. (dist.barrier might choose another device.)
     seen: list[bool] = [False] * world_size
     dist.all_gather_object(seen, True, group=group)
     if made is None:

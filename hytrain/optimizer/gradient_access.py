@@ -107,8 +107,8 @@ class GradientAccess:
         Raises:
             ConfigError: a backward is running, or updates are committed directly and have begun.
         """
-        # Called at the end of every step, when reads of weights are reported. No weight is read here,
-        # and the report would cost microseconds a parameter.
+        # Called at the end of every step, when reads of weights are reported. No weight is read
+        # here, and the report would cost microseconds a parameter.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             for layer in self._collector.layers:
                 for slot in layer.layout.slots:

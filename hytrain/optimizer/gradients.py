@@ -238,8 +238,8 @@ class GradientCollector:
             else:
                 self._take(layer, index, gradient)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
-            # there, and autograd would add the next micro-batch to it. The copy is queued on the stream
-            # that made the gradient, so its memory is reused after the copy only.
+            # there, and autograd would add the next micro-batch to it. The copy is queued on the
+            # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
             self._count(layer, index)
 

@@ -1,1 +1,1 @@
-"""ZeRO-3: when sharded weights are gathered and released, and the guard against reads in between."""
+"""ZeRO-3: when sharded weights are gathered and released; the guard against reads in between."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hytrain.comm import deadlock
-from hytrain.comm.call_sites import Lookout, Standing
+from hytrain.comm.call_sites import ThreadSampler, Standing
 from hytrain.comm.deadlock import never_comes
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,15 +114,15 @@ def doing() -> Iterator[Doing]:
 
 def test_a_thread_stands_at_a_line_of_the_script(doing: Doing) -> None:
     assert doing.thread.ident is not None
-    lookout = Lookout(doing.thread.ident)
+    sampler = ThreadSampler(doing.thread.ident)
     time.sleep(0.1)
-    first = lookout.look()
+    first = sampler.look()
     assert first is not None
     assert first.call is None
     assert first.place.startswith(__file__)
     assert first.place.endswith("in wait")
     time.sleep(0.3)
-    later = lookout.look()
+    later = sampler.look()
     assert later is not None
     assert later.seconds >= 0.3
     assert Standing.unpacked(later.packed()) == later
@@ -132,6 +132,6 @@ def test_a_thread_that_has_ended_stands_nowhere() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     assert thread.ident is not None
-    lookout = Lookout(thread.ident)
+    sampler = ThreadSampler(thread.ident)
     thread.join()
-    assert lookout.look() is None
+    assert sampler.look() is None

@@ -17,13 +17,13 @@ from hytrain.comm import process_exit as ending
 ending.RAISE_SECONDS, ending.STUCK_SECONDS, ending.EXIT_SECONDS = 0.5, 2.0, 2.0
 own = ending.Ending()
 failure = RankFailedError("rank 1 was killed")
-threading.Timer(0.1, lambda: own.doom(failure)).start()
+threading.Timer(0.1, lambda: own.require(failure)).start()
 {}
 """
 
 
 def run(body: str) -> tuple[int, str, float]:
-    """Exit code, what was said, and seconds from the doom on."""
+    """Exit code, what was said, and seconds from then on."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format("print('begin', flush=True)\n" + body)],
         stdout=subprocess.PIPE,
