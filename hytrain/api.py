@@ -30,7 +30,7 @@ from hytrain.optimizer.hyper import check_optimizer
 
 logger = logging.getLogger(__name__)
 
-# Kept: whoever puts hytrain's in the place of ``deepspeed.initialize`` must not call itself.
+# Kept: hytrain's function in the place of ``deepspeed.initialize`` must not call itself.
 _deepspeed_initialize = deepspeed.initialize
 
 

@@ -145,7 +145,7 @@ class HyTrainConfig(_Section):
 
     accumulation: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
     """How ``engine.train_batch`` computes a step's micro-batches: one after another, or all of them
-    layer by layer, with what lies inside the layers computed again in backward."""
+    layer by layer, with what is inside the layers computed again in backward."""
 
     activations: Literal["keep", "offload"] = "keep"
     """Where the activations between the layers wait for backward with "layer_major": on the device,

@@ -16,7 +16,7 @@ class ConfigError(HyTrainError, ValueError):
 
 
 class KernelArgumentError(HyTrainError, ValueError):
-    """A buffer or hyper-parameter handed to a CPU kernel is unusable; nothing was touched."""
+    """A buffer or hyper-parameter passed to a CPU kernel is unusable; nothing was touched."""
 
 
 class UnsupportedError(HyTrainError, ValueError):

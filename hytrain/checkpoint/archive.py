@@ -1,10 +1,10 @@
 """The files that ``torch.save`` writes: archives of records, read from checked bytes.
 
-<root>/data.pkl     the objects, pickled; where a tensor's elements lie is said by a record's key
+<root>/data.pkl     the objects, pickled; where a tensor's elements are is said by a record's key
 <root>/data/<key>   the elements
 <root>/byteorder    "little" or "big"
 
-torch's own reader looks at no checksum, and hands out elements that nobody has looked at.
+torch's own reader looks at no checksum, and returns elements that were never checked.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Archive:
             raise _unreadable(file.path, "its numbers are in another machine's byte order")
 
     def pickled(self) -> bytes:
-        """The objects, with what says where tensors' elements lie."""
+        """The objects, with what says where tensors' elements are."""
         return self._bytes(self._root + _PICKLE)
 
     def elements(self, key: str) -> Record:
-        """Where a storage's elements lie."""
+        """Where a storage's elements are."""
         return self._record(f"{self._root}data/{key}")
 
     def bad_records(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A file of a checkpoint of which nothing is handed out that is not what was written."""
+"""A file of a checkpoint that returns only what was written: every byte read is checked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CheckedFile:
 
 
 class CheckedStream(io.RawIOBase):
-    """A :class:`CheckedFile` for whoever wants to read from a stream."""
+    """A :class:`CheckedFile` for code that reads from a stream."""
 
     def __init__(self, file: CheckedFile) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Tensors that lie in a file, and check each byte of it that they hand out.
+"""Tensors in a mapped file that check each byte of it that they return.
 
 A :class:`CheckedTensor` is a view of a mapping that is never read: it has shape and dtype, and says
-where its elements lie. Whatever computes with it gets a copy that was read and checked for that
+where its elements are. Whatever computes with it gets a copy that was read and checked for that
 purpose, of these elements alone: what is checked is what is used, and host memory grows by one
 tensor, or by the piece of it that is used.
 """
@@ -22,7 +22,7 @@ _LOOKS = frozenset(
 """Asked of a tensor without reading an element, unless the answer is a tensor."""
 
 _VIEWS = frozenset(("__getitem__", "detach", "flatten", "narrow", "reshape", "view"))
-"""What these return may lie in the file as well."""
+"""What these return may be in the file as well."""
 
 
 class Mapped:
@@ -42,7 +42,7 @@ class Mapped:
         return self._storage[begin:end]
 
     def checked(self, value: Any) -> Any:
-        """``value``, if it lies in the mapping as a tensor that checks what it hands out."""
+        """``value``, if it is in the mapping as a tensor that checks what it returns."""
         if not isinstance(value, torch.Tensor) or not self.has(value):
             return value
         tensor = value.detach().as_subclass(CheckedTensor)
@@ -50,7 +50,7 @@ class Mapped:
         return tensor
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's elements lie in the mapping."""
+        """Whether a tensor's elements are in the mapping."""
         if self._storage is None or tensor.device.type != "cpu":
             return False
         begin = self._storage.data_ptr()
@@ -75,7 +75,7 @@ class CheckedTensor(torch.Tensor):
     """See the module's description.
 
     Attributes:
-        mapped: the mapping that it lies in.
+        mapped: the mapping that it is in.
         place: it, as a plain tensor of the mapping.
         own: the copy that it keeps, if it was written into.
     """
@@ -131,7 +131,7 @@ def _changes(name: str) -> bool:
 
 
 def _read(value: Any) -> Any:
-    """``value``, or the like of it, with checked copies in place of what lies in a file."""
+    """``value``, or the like of it, with checked copies in place of what is in a file."""
     if isinstance(value, CheckedTensor):
         if value.own is not None:
             return value.own

@@ -48,7 +48,7 @@ def stored_names(files: Iterable[str]) -> set[str]:
     Args:
         files: paths in the checkpoint's folder.
     """
-    # A name with "/" is a path, and on the way to it lie folders that are no parameter's.
+    # A name with "/" is a path, and on the way to it are folders that are no parameter's.
     found = map(CheckpointPaths.state_of, files)
     return {state[0] for state in found if state is not None}
 

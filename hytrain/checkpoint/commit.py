@@ -114,7 +114,7 @@ def saved_tags(load_dir: Path) -> list[str]:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder is that of a save, which nobody can tell to be whole."""
+    """Whether a folder is that of a save, which is not known to be whole."""
     return folder.name.startswith(_SAVING)
 
 
@@ -124,7 +124,7 @@ def seen_from(save_dir: Path, path: Path) -> str:
 
 
 def _target(folder: Path) -> Path:
-    # A tag may be a link to where there is room: what it leads to is replaced, not the link.
+    # A tag may be a link to another disk: what it leads to is replaced, not the link.
     return folder.resolve() if folder.is_symlink() else folder
 
 
@@ -179,4 +179,4 @@ def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        logger.warning("%s cannot be removed: %s; it takes room and is not loaded", path, error)
+        logger.warning("%s cannot be removed: %s; it takes space and is not loaded", path, error)

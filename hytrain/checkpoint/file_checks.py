@@ -240,7 +240,7 @@ def _sums_of(
     wanted: Sequence[str],
     collectives: ShardCollectives,
 ) -> dict[str, FileSums]:
-    """Sums of files that nobody has listed, each held against its archive's checksums.
+    """Sums of files that no manifest lists, each held against its archive's checksums.
 
     Raises:
         CheckpointError: one is damaged; raised on all ranks.

@@ -2,7 +2,7 @@
 
 A rank's shard of a layer is one run of the layer's flat space, and so is a parameter: each rank
 has at most one piece of it. Ranks walk one list of rounds; in a round every rank may receive one
-parameter, so that nobody holds more than one beside its shard, and all of them receive at once.
+parameter, so that no rank holds more than one beside its shard, and all of them receive at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """Where a parameter's state lies.
+    """Where a parameter's state is.
 
     Attributes:
         name: as in ``model.named_parameters()``.
@@ -120,7 +120,7 @@ def _pieces(slot: ParameterSlot, sizes: Sequence[int]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A parameter and the rank that shall get it whole."""
+    """A parameter and the rank that gets it whole."""
 
     place: ParameterPlace
     destination: int

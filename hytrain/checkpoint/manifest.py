@@ -1,6 +1,6 @@
 """What a save has written: every file's length and sums, in one file that is sure of itself.
 
-It lies in ``zero``, whose contents are one checkpoint's and nobody else's. Its first line has the
+It is in ``zero``, whose contents belong to one checkpoint only. Its first line has the
 sum of all that follows, and the whole of it is JSON. Plain DeepSpeed does not look at it. A
 checkpoint without it (plain DeepSpeed's, or an older one) is held against its files' own checksums.
 """

@@ -32,7 +32,7 @@ def find_origins(
     Args:
         places: the parameters.
         states: names of those that the checkpoint has state of.
-        module: the weights that the checkpoint loads into the module, by name; None: nobody knows
+        module: the weights that the checkpoint loads into the module, by name; None: not known
             which, and all are taken for loaded.
         current: the module's tensors under all their names, as a tied one has several.
     """

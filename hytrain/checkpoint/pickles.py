@@ -1,8 +1,8 @@
 """Makes objects of an archive's pickle; large tensors stay in the file until they are used.
 
-The pickle is read twice. First nothing is made but a map of where each tensor's elements lie: no
+The pickle is read twice. First nothing is made but a map of where each tensor's elements are: no
 class of anybody's is looked up, so that a damaged file can be asked, too. Then the objects are
-made. Elements below keys that may wait are mapped and handed out checked, piece by piece
+made. Elements below keys that may wait are mapped and returned checked, piece by piece
 (``checked_tensor.py``); all others are read and checked here.
 """
 
@@ -22,7 +22,7 @@ from torch.storage import TypedStorage
 from hytrain.checkpoint.archive import Archive
 from hytrain.checkpoint.checked_tensor import Mapped
 from hytrain.errors import CheckpointError
-from hytrain.kernels.host_limits import describe_room
+from hytrain.kernels.host_limits import describe_free_memory
 from hytrain.kernels.host_memory import is_out_of_host_memory
 
 LAZY = ("module", "frozen_param_fragments", "param")
@@ -57,8 +57,8 @@ def load_archive(archive: Archive, *, wait: Sequence[str] = LAZY) -> Any:
         seen = f"{archive.file.path} cannot be read ({type(error).__name__}: {error})"
         if is_out_of_host_memory(error):
             raise CheckpointError(
-                f"{seen}: the host has no memory for it; {describe_room()}: free some, or use more "
-                "ranks or hosts"
+                f"{seen}: the host has no memory for it; {describe_free_memory()}: free "
+                "some, or use more ranks or hosts"
             ) from error
         raise CheckpointError(
             f"{seen}: the file is damaged, or a class in it is not there; load another tag"
@@ -72,7 +72,7 @@ class StoredTensor:
 
     Attributes:
         name: as ``"module: 'blocks.0.weight'"``.
-        key: of the storage that its elements lie in.
+        key: of the storage that its elements are in.
         begin, end: where in the storage, in bytes.
     """
 
@@ -231,7 +231,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _with_checked(loaded: Any, mapped: Mapped, wait: Sequence[str]) -> Any:
-    """``loaded``, its tensors that wait made such that check what they hand out."""
+    """``loaded``, its tensors that wait made such that check what they return."""
     if not isinstance(loaded, dict):
         return loaded
     checked = cast("dict[str, Any]", loaded)

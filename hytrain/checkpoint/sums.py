@@ -58,13 +58,13 @@ class SummingFile:
         view = memoryview(data).cast("B")
         begin = 0
         while begin < len(view):
-            room = BLOCK_BYTES - self._num_bytes % BLOCK_BYTES
-            part = view[begin : begin + room]
+            space = BLOCK_BYTES - self._num_bytes % BLOCK_BYTES
+            part = view[begin : begin + space]
             self._sum = zlib.crc32(part, self._sum)
             self._append(part)
             self._num_bytes += len(part)
             begin += len(part)
-            if len(part) == room:
+            if len(part) == space:
                 self._blocks.append(self._sum)
                 self._sum = 0
         return len(view)

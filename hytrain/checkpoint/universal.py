@@ -1,4 +1,4 @@
-"""The format: DeepSpeed's universal checkpoints. What lies where, under which keys.
+"""The format: DeepSpeed's universal checkpoints. What is where, under which keys.
 
 <save_dir>/latest, latest_universal           the tag
 <save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters

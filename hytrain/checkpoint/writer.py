@@ -125,7 +125,7 @@ class _Writes:
         """Calls ``act`` where nothing has failed before.
 
         Args:
-            act: what shall be done.
+            act: what is to be done.
             problem: how the message begins where it fails.
             outcome: what there is then.
         """
@@ -156,7 +156,7 @@ def write_checkpoint(
         tag: the checkpoint's name in it; the same on all ranks.
         kept: whose state is written; it is flushed, which changes no number.
         model_states: contents of the model states' file; called on rank 0 only.
-        save_latest: whether ``latest`` shall name this checkpoint.
+        save_latest: whether ``latest`` will name this checkpoint.
 
     Raises:
         CheckpointError: a file could not be written on some rank; raised on all. The tag and
@@ -199,7 +199,7 @@ def write_checkpoint(
                 lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", _UNCHANGED
             )
             _commit(writes, saving, folder, save_dir if save_latest else None, tag)
-        # Nobody returns before the checkpoint is there for all.
+        # No rank returns before the checkpoint is there for all.
         raise_together(writes.failure, collectives)
     except CheckpointError:
         if is_first and saving.exists():

@@ -42,7 +42,7 @@ from hytrain.comm.failure_messages import Kind, Words, is_connection_error
 from hytrain.comm.process_exit import Ending
 from hytrain.comm.process_monitor import CONFIRM_SECONDS, ProcessMonitor
 from hytrain.comm.processes import Process
-from hytrain.comm.rank_status import StatusStore, History, Store, by_number
+from hytrain.comm.rank_status import History, StatusStore, Store, by_number
 from hytrain.errors import OutOfStepError, RankFailedError
 
 logger = logging.getLogger(__name__)

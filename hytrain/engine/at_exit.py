@@ -1,4 +1,4 @@
-"""Optimizers that nobody has destroyed are closed before the interpreter ends."""
+"""Optimizers that the script has not destroyed are closed before the interpreter ends."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class BatchTraining:
                 )
         finally:
             self.is_running = False
-        # Also where some were made by hand before.
+        # Also where engine.backward() made some before.
         engine.micro_steps = (steps_before + 1) * steps
         return loss
 

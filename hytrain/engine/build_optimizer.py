@@ -74,7 +74,7 @@ def build_optimizer(
     Raises:
         ConfigError: the section does not fit the model or the job.
         UnsupportedError: the optimizer is not an Adam.
-        HostMemoryError: the host has no room for the state, or for what comes with it.
+        HostMemoryError: the host has not enough memory for the state, or for what comes with it.
         MemoryBudgetError: where k is solved, no placement fits in memory.
     """
     give_shapes(model)
@@ -96,7 +96,7 @@ def build_optimizer(
     _check_all_found(trained, found_ids={id(p) for p in model.parameters()})
     gathers = settings.weights.gathers
     if collectives.world_size == 1 and not settings.weights.on_host:
-        gathers = None  # nobody else could keep anything
+        gathers = None  # no other rank could keep anything
     cut = cut_model(model, group_of, config, collectives.world_size, gathers)
     with taking_host_memory("the engine"):
         weights = build_weights(model, cut, settings.weights, collectives)
@@ -105,7 +105,7 @@ def build_optimizer(
                 weights, model, basic_optimizer, reader, config, settings, collectives, engine
             )
         except BaseException:
-            weights.close()  # nobody else knows of them
+            weights.close()  # no other object refers to them
             raise
 
 
@@ -168,7 +168,7 @@ def _build_on(
             passes.when_closed(offered.detach)
         return optimizer
     except BaseException:
-        cpu.close()  # its thread and its pinned memory belong to nobody now
+        cpu.close()  # no engine will: its thread and its pinned memory would stay
         raise
 
 

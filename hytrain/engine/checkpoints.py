@@ -59,7 +59,7 @@ class EngineCheckpoints:
             folder: of checkpoints.
             tag: the checkpoint's name.
             client_state: saved along.
-            latest: whether loading without a tag shall find this one.
+            latest: whether loading without a tag finds this one.
             no_frozen: leave frozen weights out.
 
         Raises:

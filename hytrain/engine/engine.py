@@ -376,7 +376,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """Changes k between two steps: state moves while training goes on.
 
         Args:
-            value: share of the layers, counted from the first, whose state shall be on the GPU;
+            value: share of the layers, counted from the first, whose state is to be on the GPU;
                 "solve" lets the solver decide from the next step on.
 
         Raises:
@@ -526,14 +526,14 @@ class HyTrainEngine(DeepSpeedEngine):
         """Saves a universal checkpoint; a collective. Training goes on as if it had not been.
 
         It takes its place when all of it is written. A checkpoint that was saved under the tag
-        before stays whole until then (there must be room for both), and is then removed; other
+        before stays whole until then (the disk must hold both), and is then removed; other
         files that are beside it in the tag's folder stay.
 
         Args:
             save_dir: folder of checkpoints; made where missing; one that all hosts share.
             tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
             client_state: saved along, returned by :meth:`load_checkpoint`.
-            save_latest: whether loading without a tag shall find this one.
+            save_latest: whether loading without a tag finds this one.
             exclude_frozen_parameters: leave frozen weights out.
 
         Returns:

@@ -21,7 +21,7 @@ from hytrain.formats.text_table import align
 _GIB = 1024**3
 _WARM_UP = 3
 _STEPS = 10
-# Reports that nobody asked for: after steps 13, 23, ..., until layers no longer move.
+# Reports that were not asked for: after steps 13, 23, ..., until layers no longer move.
 _MOST_REPORTS = 4
 
 
@@ -197,7 +197,7 @@ class PlanWatch:
         self._reports += 1
         report = self.report()
         if self._collectives.rank == 0 and (report.is_settled or self._reports == _MOST_REPORTS):
-            # Whoever trains by a plan wants to see it, whether logging is set up or not.
+            # A user who trains by a plan wants to see it, whether logging is set up or not.
             print(report.table(), flush=True)
 
     def report(self) -> PlanReport:

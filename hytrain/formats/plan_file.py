@@ -1,4 +1,4 @@
-"""plan.json: what was decided, for which ranks, model and batch, and what it shall take.
+"""plan.json: what was decided, for which ranks, model and batch, and what it is predicted to take.
 
     {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len},
      "global_batch", "stage", "offload_param",
@@ -114,8 +114,8 @@ class PlanFile(_Record):
             raise ValueError(f"the ranks' shard fractions sum to {fractions}, not to 1")
         if self.offload_param is not None and self.stage != 3:
             raise ValueError(f"offload_param needs stage 3, but stage is {self.stage}")
-        manners = {rank.activations in LAYER_MAJOR for rank in self.ranks}
-        if self.stage == 3 and len(manners) > 1:
+        modes = {rank.activations in LAYER_MAJOR for rank in self.ranks}
+        if self.stage == 3 and len(modes) > 1:
             raise ValueError(
                 "in stage 3 all ranks use each layer together, but the activations of some are of "
                 "layer by layer (keep, offload), of others of one micro-batch after another"

@@ -24,4 +24,4 @@ MANNERS: dict[Accumulation, tuple[Activations, ...]] = {
     "micro_batch_major": ("store", "recompute"),
     "layer_major": LAYER_MAJOR,
 }
-"""The policies of each. In stage 3 all ranks are of one manner: they use each layer together."""
+"""The policies of each mode. In stage 3 all ranks have the same: they use each layer together."""

@@ -1,4 +1,4 @@
-"""What memory a GPU has left for this process, and what torch's allocator has handed out."""
+"""What memory a GPU has left for this process, and what torch's allocator has allocated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def usable_gpu_bytes(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
-    """What torch's allocator has handed out on a GPU: now, and the most so far.
+    """What torch's allocator has allocated on a GPU: now, and the most so far.
 
     ``torch.cuda.memory_allocated`` says the same, but names and sorts hundreds of statistics for
     it in Python: too much for autograd's thread, once a layer.

@@ -61,7 +61,7 @@ class AdamHyper:
         bias_correction: Whether the moments are corrected for their start at zero.
 
     Raises:
-        KernelArgumentError: A value lies outside its range.
+        KernelArgumentError: A value is outside its range.
     """
 
     lr: float
@@ -87,7 +87,7 @@ class AdamHyper:
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= value < 1.0:
                 raise KernelArgumentError(
-                    f"{name} is {value}; it must lie in [0, 1): "
+                    f"{name} is {value}; it must be in [0, 1): "
                     "change betas in the optimizer's parameter group"
                 )
         if not 1 <= self.step <= _MAX_STEP:
@@ -340,6 +340,6 @@ def _check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 def _check_threads(num_threads: int) -> None:
     if not 1 <= num_threads <= _MAX_THREADS:
         raise KernelArgumentError(
-            f"num_threads is {num_threads}; it must lie in [1, {_MAX_THREADS}]: "
+            f"num_threads is {num_threads}; it must be in [1, {_MAX_THREADS}]: "
             "set offload.cpu_threads"
         )

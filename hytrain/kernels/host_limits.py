@@ -77,7 +77,7 @@ def _reclaimable_bytes(memory_stat: str) -> int:
     return int(entries.get("total_inactive_file", entries.get("inactive_file", "0")))
 
 
-def describe_room() -> str:
+def describe_free_memory() -> str:
     """What is left, for people: the machine, the tightest control group, the address space."""
     pools = host_memory_pools()
     machine = pools.pop("machine")

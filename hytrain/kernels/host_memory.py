@@ -15,7 +15,7 @@ import torch
 
 from hytrain import _C
 from hytrain.errors import HostMemoryError
-from hytrain.kernels.host_limits import describe_room
+from hytrain.kernels.host_limits import describe_free_memory
 
 PAGE = mmap.PAGESIZE
 
@@ -50,7 +50,8 @@ def taking_host_memory(
         size = "" if num_bytes is None else f" of {_size(num_bytes)}"
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise HostMemoryError(
-            f"the host has no memory{size} for {purpose} ({cause}); {describe_room()}: {remedy}"
+            f"the host has no memory{size} for {purpose} ({cause}); "
+            f"{describe_free_memory()}: {remedy}"
         ) from error
 
 

@@ -63,7 +63,7 @@ class MicroBatchMajor:
 class LayerMajor:
     """Layer by layer, where the model can be computed so; otherwise one after another.
 
-    A model's first step is a trial: it overwrites no weights before all of it has turned out well.
+    A model's first step is validated: it overwrites no weights before all its checks have passed.
     Whether a rank computes layer by layer is its own affair: layers are reduced in the same order.
 
     Attributes:
@@ -116,12 +116,14 @@ class LayerMajor:
             # Gradients that the user has left for this step are its first ones.
             if not by_layer or not self._passes.can_begin:
                 return micro_batch_major(self._engine, share, randomness)
-            trial = self._begin_trial(share, randomness) if self._passes.is_first else None
+            validation: Validation | None = None
+            if self._passes.is_first:
+                validation = self._begin_validation(share, randomness)
             mean = share.mean()
             run = self._passes.join
             if share.batches:
-                run = self._step(share, mean, randomness, trial).run
-            reason = self._try(run, trial)
+                run = self._step(share, mean, randomness, validation).run
+            reason = self._try(run, validation)
             if reason is None:
                 return mean
             randomness.restart()
@@ -130,9 +132,11 @@ class LayerMajor:
             self._refuse(reason)
             return mean
 
-    def _begin_trial(self, share: MicroBatches, randomness: MicroBatchRandomness) -> Validation:
+    def _begin_validation(
+        self, share: MicroBatches, randomness: MicroBatchRandomness
+    ) -> Validation:
         """One plain forward after another, for their losses; an error of the user's shows here."""
-        trial = Validation(self._model, self._calls.blocks, self._calls.names)
+        validation = Validation(self._model, self._calls.blocks, self._calls.names)
         mean = share.mean()
         with torch.no_grad():
             for _ in range(share.absent):
@@ -141,18 +145,18 @@ class LayerMajor:
                 randomness.choose(number)
                 with self._engine.watching_reads():
                     output = share.forward(number, self._model)
-                trial.plain_losses.append(share.weigh(number, output, mean))
+                validation.plain_losses.append(share.weigh(number, output, mean))
                 del output
-        trial.undo()
+        validation.undo()
         randomness.restart()
-        return trial
+        return validation
 
     def _step(
         self,
         share: MicroBatches,
         mean: torch.Tensor,
         randomness: MicroBatchRandomness,
-        trial: Validation | None,
+        validation: Validation | None,
     ) -> LayerMajorStep:
         def work(number: int) -> Work:
             return Work(
@@ -167,28 +171,28 @@ class LayerMajor:
             self._store,
             randomness,
             share.device,
-            trial,
+            validation,
         )
 
-    def _try(self, run: Callable[[], None], trial: Validation | None) -> str | None:
+    def _try(self, run: Callable[[], None], validation: Validation | None) -> str | None:
         """Runs the step; returns why it cannot be run so, with everything as before it."""
         self._engine.set_gradient_accumulation_boundary(True)
         try:
             run()
-            if trial is not None:
-                self._passes.agree(trial.check)
+            if validation is not None:
+                self._passes.agree(validation.check)
             return None
         except NotLayerMajor as error:
             reason = str(error)
         except torch.OutOfMemoryError as error:
             self._give_up()
-            room = self._passes.free_gpu_memory()
-            raise torch.OutOfMemoryError(f"{error}\n{room}") from error
+            done = self._passes.free_gpu_memory()
+            raise torch.OutOfMemoryError(f"{error}\n{done}") from error
         except HyTrainError:
             self._give_up()
             raise
         except Exception as error:
-            if trial is None:
+            if validation is None:
                 self._give_up()
                 raise
             # Whether it is the user's own error shows where the step is computed as usual.
@@ -196,13 +200,13 @@ class LayerMajor:
         except BaseException:
             self._give_up()
             raise
-        if trial is not None:
+        if validation is not None:
             self._passes.fail()
         self._give_up()
-        if trial is None:
+        if validation is None:
             self._refuse_late(reason)
         else:
-            trial.undo()
+            validation.undo()
         self._passes.drop()
         return reason
 

@@ -109,7 +109,7 @@ class LayerMajorStep:
         store: ActivationStore,
         randomness: MicroBatchRandomness,
         device: torch.device,
-        trial: Validation | None = None,
+        validation: Validation | None = None,
     ) -> None:
         """
         Args:
@@ -119,14 +119,14 @@ class LayerMajorStep:
             store: keeps the blocks' inputs.
             randomness: a stream for each micro-batch.
             device: of the model.
-            trial: checks that what is computed again is what was computed first.
+            validation: checks that what is computed again is what was computed first.
         """
         self._calls = calls
         self._work = list(work)
         self._owner = owner
         self._store = store
         self._randomness = randomness
-        self._trial = trial
+        self._validation = validation
         self._forwards = [
             SuspendedForward(part.forward, device, f"micro-batch {number}")
             for number, part in enumerate(work)
@@ -183,7 +183,7 @@ class LayerMajorStep:
     def _forward_through(self, index: int, block: Call, is_last: bool) -> None:
         """One block for all micro-batches; behind the last one none of them goes on.
 
-        Then what lies behind it, for all of them: weights there are needed in one go as well.
+        Then what is behind it, for all of them: weights there are needed in one go as well.
         """
         self._saved.append([])
         waiting, self._waiting = self._waiting, []
@@ -222,8 +222,8 @@ class LayerMajorStep:
                 f"'{self._calls.names[block]}' is called inside of a checkpoint, or of other hooks "
                 "on saved tensors: remove them, for blocks are recomputed here anyway"
             )
-        if self._trial is not None:
-            self._trial.at_block(block)
+        if self._validation is not None:
+            self._validation.at_block(block)
         return event
 
     def _compute(self, block: Call, number: int, call: BlockCall) -> Any:
@@ -236,12 +236,12 @@ class LayerMajorStep:
         saved = self._save(number, call)
         passed = map_leaves((call.args, call.kwargs), torch.Tensor, _cut_inside)
         before = snapshot(passed)
-        if self._trial is not None:
-            self._trial.before_block(call.index)
+        if self._validation is not None:
+            self._validation.before_block(call.index)
         with call.autocast.applied():
             output = call.context.run(block, *passed[0], **passed[1])
-        if self._trial is not None:
-            self._trial.after_block(call.index)
+        if self._validation is not None:
+            self._validation.after_block(call.index)
         if was_changed(before):
             raise NotLayerMajor(
                 f"'{self._calls.names[call.index]}' changes a list or mapping among its arguments"
@@ -255,8 +255,8 @@ class LayerMajorStep:
             saved.outputs.append(target)
             return tensor if target is None else self._graphs[number].output(tensor, target)
 
-        if self._trial is not None:
-            self._trial.first_pass(call.index, number, leaves(output, torch.Tensor))
+        if self._validation is not None:
+            self._validation.first_pass(call.index, number, leaves(output, torch.Tensor))
         return map_leaves(output, torch.Tensor, cut_off)
 
     def _needs_gradient(self, call: BlockCall) -> bool:
@@ -310,14 +310,14 @@ class LayerMajorStep:
             output, self._outputs[number] = self._outputs[number], None
             loss = part.weigh(output)
             del output
-            if self._trial is not None:
-                self._trial.loss(loss)
+            if self._validation is not None:
+                self._validation.loss(loss)
             if loss.grad_fn is not None:
                 self._graphs[number].claim_loss(loss.grad_fn)
             loss.backward()
 
     def _back_through(self, index: int, block: Call) -> None:
-        """One block for all micro-batches, then what lies between it and the block before it."""
+        """One block for all micro-batches, then what is between it and the block before it."""
         number_of = len(self._work)
         for number in range(number_of):
             coming = range(number, number + 1 + PREFETCHED)
@@ -352,8 +352,8 @@ class LayerMajorStep:
                 f"'{self._calls.names[index]}' returned {len(saved.outputs)} tensors, and "
                 f"{len(found)} when it was computed again"
             )
-        if self._trial is not None:
-            self._trial.second_pass(index, number, found)
+        if self._validation is not None:
+            self._validation.second_pass(index, number, found)
         targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
         del args, kwargs, output, found
         run_back([out for out, _ in targets], [target for _, target in targets])

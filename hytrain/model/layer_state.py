@@ -36,7 +36,7 @@ class LayerState:
     state_ready: torch.cuda.Event | None = None
     """State that is moving to the device is there."""
     moving: bool = False
-    """The worker has not finished a move of the state that nobody has waited for."""
+    """A move of the state has not been waited for; the worker may not have finished it."""
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
@@ -62,7 +62,7 @@ class LayerState:
         self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
 
     def sizes_within(self, low: int, high: int) -> list[int]:
-        """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
+        """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)
 
     def release(self) -> None:

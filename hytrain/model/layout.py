@@ -1,4 +1,4 @@
-"""Where each parameter of a layer lies in the layer's flat space, its segments and its chunks."""
+"""Where each parameter of a layer is in the layer's flat space, its segments and its chunks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class PartitionTable:
 
 
 def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
-    """Elements of each rank's shard that lie in ``[low, high)`` of a layer's flat space.
+    """Elements of each rank's shard that are in ``[low, high)`` of a layer's flat space.
 
     Args:
         sizes: elements that each rank owns of the layer.
@@ -91,7 +91,7 @@ def _cut(size: int, shares: Sequence[float]) -> tuple[int, ...]:
         cumulative += share
         cut = round(units * cumulative / total)
         ranks_left = len(shares) - 1 - rank
-        # Nobody may own nothing: collectives and the update have no empty case then.
+        # Every rank owns something: collectives and the update then have no empty case.
         cuts.append(min(max(cut, cuts[-1] + 1), units - ranks_left))
     cuts.append(units)
     return tuple(cut * ALIGNMENT for cut in cuts)

@@ -42,7 +42,7 @@ class ResidentStorage:
                 self._views.append((slot, view, view.data_ptr()))
 
     def slice(self, begin: int, end: int) -> torch.Tensor:
-        """The training copy of ``[begin, end)``, which must lie within one dtype.
+        """The training copy of ``[begin, end)``, which must be within one dtype.
 
         Returns:
             A 1-D view of ``end - begin`` elements.

@@ -75,7 +75,7 @@ class WatchedParameters:
 
     @property
     def are_readable(self) -> bool:
-        """Whether nobody is told of reads."""
+        """Whether reads are not reported."""
         return self._readers > 0
 
     def allow(self) -> None:
@@ -112,13 +112,13 @@ class WatchedParameters:
             self._read("saved for backward", was_read=True)
 
     def close(self) -> None:
-        """Nobody is told any more; they are what they were. May be called twice."""
+        """Reads are not reported any more; they are what they were. May be called twice."""
         self.allow()
         self._items = []  # refers to classes, which refer to this: nothing of an engine stays here
-        self._read = _nobody
+        self._read = _ignored
 
 
-def _nobody(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+def _ignored(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
     """Is told of nothing."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from hytrain.kernels.host_limits import describe_room
+from hytrain.kernels.host_limits import describe_free_memory
 from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Arena:
                     self.num_bytes / 2**30,
                     self._purpose,
                     int(result),
-                    describe_room(),
+                    describe_free_memory(),
                 )
                 return
             self._registered.append(self.address + offset)

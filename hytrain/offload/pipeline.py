@@ -150,7 +150,7 @@ class UpdatePipeline:
     # -- the end of a step ---------------------------------------------------------------------
 
     def launch_outcome(self) -> None:
-        """Starts the decision on the device, and the updates there, which wait for nobody."""
+        """Starts the decision on the device; updates there need no wait of the host."""
         if self._collectives.world_size > 1:
             # The sums of squares are made on the communication stream: without this wait the norm
             # could miss the last layers. It is also what orders updates on the device after the
@@ -166,7 +166,7 @@ class UpdatePipeline:
                 layers are previewed once more.
 
         Returns:
-            The outcome; None for direct commit, where nobody has waited for the device.
+            The outcome; None for direct commit, where the host has not waited for the device.
 
         Raises:
             ConfigError: hyper-parameters changed and updates are committed directly.
@@ -298,7 +298,7 @@ class UpdatePipeline:
         return self._direct and any(layer.update.sent for layer in self.cpu.layers)
 
     def discard(self, layer: LayerState) -> None:
-        """As :meth:`withdraw` for a gradient that nobody wants back."""
+        """As :meth:`withdraw` for a gradient that is not needed any more."""
         if layer.placement == "gpu":
             layer.update.release_gradient()
             layer.update.withdraw()
@@ -358,7 +358,7 @@ class UpdatePipeline:
     def close(self) -> None:
         """Stops the worker, frees pinned memory and the state. May be called twice.
 
-        The weights stay the model's; whoever keeps a reference to the engine keeps no gigabytes.
+        The weights stay the model's; a reference to the engine keeps no gigabytes alive.
         """
         # In this order: until the worker has ended, it and its copies use what is freed below.
         self.cpu.close()

@@ -85,5 +85,5 @@ class Pace(Protocol):
         *,
         by_layer: bool,
     ) -> None:
-        """The first backward of a manner is over."""
+        """The first backward of a mode is over."""
         ...

@@ -57,7 +57,7 @@ def valid_labels(batch: Any) -> torch.Tensor:
         batch: a mapping with ``labels`` of shape [samples, tokens].
 
     Raises:
-        UnsupportedError: it has none, so that nobody can tell what the model's mean is over.
+        UnsupportedError: it has none, so it is not known what the model's mean is over.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2:

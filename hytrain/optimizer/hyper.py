@@ -113,7 +113,7 @@ class HyperReader:
             steps: the number of the step that each group is about to make, from 1.
 
         Raises:
-            KernelArgumentError: a value lies outside its range.
+            KernelArgumentError: a value is outside its range.
             UnsupportedError: a group sets an option that the kernels do not have.
         """
         return tuple(

@@ -73,7 +73,7 @@ class LayerGradient:
     parts: list[torch.Tensor] = field(default_factory=list)
 
     def allocate(self, device: torch.device) -> None:
-        """Makes room for this rank's own gradient."""
+        """Allocates this rank's own gradient."""
         self.local = local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
         self.parts = [local[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
         self.written = [False] * len(self.parts)
@@ -106,7 +106,7 @@ class LayerGradient:
         return copy
 
     def release(self) -> torch.Tensor | None:
-        """Hands ``local`` over; nothing here refers to it any more."""
+        """Returns ``local``; nothing here refers to it any more."""
         local, self.local = self.local, None
         self.parts = []
         return local

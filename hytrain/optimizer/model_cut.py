@@ -1,4 +1,4 @@
-"""Cuts a model: its layers, where each parameter lies, who owns what, and what is sharded.
+"""Cuts a model: its layers, where each parameter is, who owns what, and what is sharded.
 
 Numbers and names only: nothing is moved, and the model may be on the meta device.
 """

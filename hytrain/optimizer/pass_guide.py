@@ -102,7 +102,7 @@ class PassGuide:
     def backward_begins(self) -> None:
         """Autograd has come to the model's output.
 
-        Of a forward that went past the engine nobody has said so. A layer that is held must be
+        A forward that went past the engine was not announced. A layer that is held must be
         there before the first use that no hook tells of.
         """
         schedule = self._weights.active
@@ -159,7 +159,7 @@ class PassGuide:
         backward: nothing tells of the use there. A collective: all ranks make the same use.
 
         Raises:
-            UnsupportedError: it is no forward, and nobody has gathered them; or an extension has
+            UnsupportedError: it is no forward, and they are not gathered; or an extension has
                 read them, unnoticed, when they were not there.
         """
         schedule, is_live = self._weights.active, self._weights.gatherer.is_live(layer)

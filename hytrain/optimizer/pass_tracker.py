@@ -103,7 +103,7 @@ class PassTracker:
     def summing_over_ranks(self) -> Generator[None]:
         """Around a step whose losses are weighted by their parts of the global batch.
 
-        What the user has left for it by hand counts as it would in any other step.
+        Gradients of earlier backward passes count as they would in any other step.
         """
         self.clean_up_aborted()
         self.open_step.begin_batch()
@@ -403,7 +403,7 @@ class PassTracker:
         if not self.pipeline.is_partly_committed:
             self.timer.invalidate()
             self.discard_gradients()
-            # step() by hand would make one of zeros: decay and momentum act.
+            # A call of step() would make one of zeros: decay and momentum act.
             self.open_step.abort()
 
     def discard_gradients(self) -> None:

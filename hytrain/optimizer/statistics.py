@@ -22,10 +22,10 @@ class StepStatistics:
         update_seconds: time that the CPU worker spent in the optimizer's passes in between.
         gradient_wait_seconds: time that the CPU worker had a layer but waited for its gradient.
         outgoing_wait_seconds: time that it waited for a buffer to be copied to the device.
-        issue_seconds: time that it spent handing copies to the device.
+        issue_seconds: time that it spent queueing copies on the device.
         exposed_seconds: time that compute stood still for weights in between.
         hidden_share: 1 - exposed / update, in [0, 1]; 1 where the CPU updated nothing.
-        grad_norm: the unscaled gradient's norm; None where nobody waited for it.
+        grad_norm: the unscaled gradient's norm; None where the host did not wait for it.
         clip_coefficient: 1.0 where clipping did not act; None as above.
         skipped: whether the step was skipped for an inf or NaN.
     """

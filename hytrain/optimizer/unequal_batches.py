@@ -87,7 +87,7 @@ class UnequalBatchSampler(Sampler[list[int]]):
 
 
 class DealtSizes:
-    """Tells once where micro-batches are not as large as they were dealt.
+    """Tells once where micro-batches are not as large as they were assigned.
 
     The loss is right all the same, as it is weighted by valid tokens; but the global batch is not
     the one that was asked for, and a plan's times and memory are of other steps.

@@ -1,6 +1,6 @@
 """Faults and delays that tests inject through the environment. Inert where it is not set.
 
-``HYTRAIN_DELAYS=SEED:MAX_US``: every hand-off of the update worker sleeps a random time.
+``HYTRAIN_DELAYS=SEED:MAX_US``: the update worker sleeps a random time before each copy and pass.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _nothing(*_arguments: object, **_named: object) -> None:
 
 
 class LayerGuards:
-    """Forward pre-hooks on a model's modules; whoever built the engine takes them off again."""
+    """Forward pre-hooks on a model's modules; the engine's builder removes them."""
 
     def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
         self._owner = owner
@@ -189,10 +189,10 @@ class LayerGuards:
             outputs: object,
         ) -> None:
             if needs_weights and torch.is_grad_enabled():
-                # What a module hands through has its gradient later, or never, from its backward.
-                handed = {id(tensor) for tensor in tensors_in([inputs, named])}
+                # What a module passes through has its gradient later, or never, from its backward.
+                given = {id(tensor) for tensor in tensors_in([inputs, named])}
                 for tensor in tensors_in(outputs):
-                    if tensor.requires_grad and id(tensor) not in handed:
+                    if tensor.requires_grad and id(tensor) not in given:
                         tensor.register_hook(enter_backward)
             self._owner.leave_forward(layers)
 

@@ -49,7 +49,7 @@ class ShardedWeights:
             self.storage.reads.disallow_all()
 
     def sizes_within(self, low: int, high: int) -> list[int]:
-        """Elements of each rank's shard that lie in ``[low, high)`` of the flat space."""
+        """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)
 
 

@@ -218,12 +218,12 @@ class _Planner:
         wanted = self._prefetched(at)
         if at < len(self._trace.uses):
             wanted.add(self._trace.uses[at])
-        room = self._settings.max_live - self._elements(wanted & self._live)
+        free = self._settings.max_live - self._elements(wanted & self._live)
         for layer, distance in self._distances(at):
             if layer in wanted:
                 continue
-            if distance < self._settings.max_reuse and self._sizes[layer] <= room:
-                room -= self._sizes[layer]
+            if distance < self._settings.max_reuse and self._sizes[layer] <= free:
+                free -= self._sizes[layer]
             else:
                 self._operations.append(Operation(Action.RELEASE, layer))
                 self._live.remove(layer)

@@ -53,7 +53,7 @@ class RecordedPass:
         self._turn()
 
     def _turn(self) -> None:
-        """Some ranks will go through what lies behind the last block more often than others."""
+        """Some ranks will go through what is behind the last block more often than others."""
         context = self._context
         self.turning_point = len(self.uses)
         *_, last = (layer.index for layer in context.layers if layer.block is not None)

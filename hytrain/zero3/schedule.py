@@ -335,7 +335,7 @@ class GatherSchedule:
     def leave(self, index: int) -> None:
         """A module that was called outside of the model's forward has returned.
 
-        What was there before, gathered by hand, stays.
+        What was there before, gathered explicitly, stays.
         """
         if index in self._alone:
             self._alone.discard(index)

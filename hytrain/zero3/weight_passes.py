@@ -77,7 +77,7 @@ class WeightPasses:
             for part in layer.sharded:
                 part.forbid_reads()
 
-    # -- one layer at a time, for who knows best -----------------------------------------------
+    # -- one layer at a time, gathered explicitly -----------------------------------------------
 
     @contextmanager
     def explicit(self) -> Generator[None]:
@@ -171,7 +171,7 @@ class WeightPasses:
         self._pipeline.streams.synchronize()
 
     def settle(self) -> None:
-        """Before something is gathered by hand: no pass is left half done."""
+        """Before something is gathered explicitly: no pass is left half done."""
         if self.schedule is not None:
             self.schedule.settle()
 

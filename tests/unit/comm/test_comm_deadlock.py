@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hytrain.comm import deadlock
-from hytrain.comm.call_sites import ThreadSampler, Standing
+from hytrain.comm.call_sites import Standing, ThreadSampler
 from hytrain.comm.deadlock import never_comes
 
 pytestmark = pytest.mark.timeout(60)
