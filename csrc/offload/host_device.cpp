@@ -121,7 +121,7 @@ class HostDevice final : public Device {
         HostEvent* e = as_event(event);
         const std::uint64_t generation = ++e->recorded;
         lane_thread(lane).push([e, generation] {
-            // The time first: whoever sees the completion may ask for it at once.
+            // The time first: a thread that sees the completion may ask for it at once.
             e->completed_ns.store(now_ns());
             e->completed.store(generation);
         });

@@ -284,7 +284,7 @@ class Life {
         kept = bench_.move(layer, moved);
     }
 
-    // Until a layer's state is where it goes, and nobody uses the place that it has left.
+    // Until a layer's state is where it goes, and the place that it has left is not used any more.
     void wait_left(BenchLayer& layer) {
         worker().wait_moved(layer.index);
         bench_.wait(layer.moved);

@@ -99,7 +99,7 @@ struct BenchLayer {
     std::vector<float> scratch;
     double sum_of_squares = 0.0;
     EventHandle ready = kNoEvent;  // of the gradient
-    EventHandle free = kNoEvent;   // whoever used a destination before is done with it
+    EventHandle free = kNoEvent;   // recorded after all earlier uses of a destination
     EventHandle moved = kNoEvent;
     bool away = false;
 };
@@ -121,8 +121,8 @@ inline std::vector<char> random_gradient(std::size_t n, DType dtype, std::mt1993
     return bytes;
 }
 
-// The worker with its layers and its pinned memory. The device stays at hand, for events and copies
-// of the tests' own, which stand for what compute does there.
+// The worker with its layers and its pinned memory. The device stays accessible, for events and
+// copies of the tests' own, which stand for what compute does there.
 class WorkerBench {
    public:
     WorkerBench(std::unique_ptr<Device> device, const std::vector<Shape>& shapes, int num_threads,
@@ -209,7 +209,7 @@ class WorkerBench {
             job.host_state = layer.state->arrays();
             job.device_state = old->arrays();
         } else {
-            // Whoever had the destination before may still write there.
+            // An earlier user of the destination may still write there.
             layer.scratch.assign(layer.shape.n, 1e30F);
             device_->copy(Lane::kToHost, layer.state->p.data(), layer.scratch.data(), bytes);
             device_->record(layer.free, Lane::kToHost);

@@ -254,7 +254,7 @@ class MicroBatchGraph:
             alone: whether no other node of its piece may share a node with it.
 
         Raises:
-            NotLayerMajor: some of them belong to another piece, or lie inside a block.
+            NotLayerMajor: some of them belong to another piece, or are inside a block.
         """
         claim = _Claim()
         others: list[_Claim] = []

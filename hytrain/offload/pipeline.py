@@ -126,7 +126,7 @@ class UpdatePipeline:
     def send(
         self, layer: LayerState, gradient: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
-        """Hands over a layer's final reduced gradient, in the stream that made it.
+        """Takes a layer's final reduced gradient, in the stream that made it.
 
         Its update may begin at once. The pipeline owns the gradient from here on.
 
