@@ -193,6 +193,8 @@ def summary(rows: Callable[[Json], list[Json]], results: dict[str, Json]) -> Jso
         run = {"run": name, "date": found["date"], "commit": found.get("commit")}
         command = result.get("command") or found.get("command")
         runs.append({**run, "cores": found["cores"], "command": command})
+        if "gradients" in result:
+            runs[-1]["gradients"] = {k: _short(v) for k, v in result["gradients"].items()}
     lines = [{"run": name, **row} for name, result in results.items() for row in rows(result)]
     return {"machine": machines[0], "runs": runs, "rows": lines}
 

@@ -58,7 +58,7 @@ def _layer_major() -> dict[str, Any]:
         {"label": label, "seconds": 2.0, "turns": [turn]},
         {"label": "layer-major", "seconds": 2.1, "turns": [{**turn, "statistics": said}]},
     ]
-    return _result(flops=4e14, modes=modes, gradients={})
+    return _result(flops=4e14, modes=modes, gradients={"layer-major": 0.0157493})
 
 
 def _zero3() -> dict[str, Any]:
@@ -185,6 +185,7 @@ def test_the_command_writes_a_line_a_row(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [run["run"] for run in found["runs"]] == ["first", "second"]
     assert found["runs"][0]["commit"] == "abc1234"
+    assert found["runs"][0]["gradients"] == {"layer-major": 0.01575}
     assert found["machine"]["versions"] == {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0"}
     assert sum('"mode"' in line for line in out.read_text().splitlines()) == 4
 
