@@ -27,12 +27,15 @@ endif
 # Every test belongs to one of the four targets: test, test-parity, test-experiments, test-gpu.
 EVERYDAY := not parity_full and not experiment and not gpu
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
-# Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. Tests of one
-# GPU would be in each other's way.
-BESIDE = -n $(TEST_WORKERS) --dist loadfile
+# Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are dealt
+# in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
+# several workers would wait for each other's cores. Tests of one GPU would be in each other's way.
+PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
+    -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: all install demo check docs test test-parity test-experiments test-gpu test-fuzz test-configs lint format \
-    bench sanitize sanitize-memory sanitize-threads clean
+.PHONY: all install demo check docs lint format bench clean
+.PHONY: test test-parity test-experiments test-gpu test-fuzz test-configs
+.PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
 
@@ -59,15 +62,15 @@ demo: install
 	    experiments/train_lm/train.py --demo
 
 test: install sanitize
-	$(PYTEST) $(BESIDE) -m '$(EVERYDAY)' $(TEST_ARGS) tests
+	$(PYTEST_BESIDE) -m '$(EVERYDAY)' $(TEST_ARGS) tests
 
 test-parity: TEST_SECONDS = 7200
 test-parity: install
-	$(PYTEST) $(BESIDE) -m 'parity_full and not gpu' $(TEST_ARGS) tests
+	$(PYTEST_BESIDE) -m 'parity_full and not gpu' $(TEST_ARGS) tests
 
 # Whole experiments on toy models: what `python experiments/.../run.py --device cpu` does.
 test-experiments: install
-	$(PYTEST) $(BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
+	$(PYTEST_BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install
@@ -96,16 +99,17 @@ test-configs: install
 # For everyday work, under two minutes: pyright sees the files that differ from BASE, the tests are
 # those that need no ranks and little torch. CHECK_TESTS: others.
 BASE ?= HEAD
-CHECK_TESTS ?= $(wildcard tests/policy/test_structure.py tests/policy/test_root_imports.py \
+CHECK_TESTS ?= tests/policy/test_structure.py tests/policy/test_root_imports.py \
     tests/unit/test_*.py tests/unit/placement tests/unit/model/test_layout.py \
-    tests/unit/kernels/test_cpu_adam.py)
+    tests/unit/kernels/test_cpu_adam.py
 CHANGED = git diff --name-only --diff-filter=d $(BASE) -- 'hytrain/*.py' && \
     git ls-files --others --exclude-standard -- 'hytrain/*.py'
 check: install
+	ls -d $(CHECK_TESTS) > /dev/null
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
-	$(PYTEST) $(BESIDE) -q -m '$(EVERYDAY)' $(TEST_ARGS) $(CHECK_TESTS)
+	$(PYTEST_BESIDE) -q -m '$(EVERYDAY)' $(TEST_ARGS) $(CHECK_TESTS)
 
 # The documents as a site, with every warning an error: build/site/index.html. No network is used.
 # (Not with --quiet, under which mkdocs counts no warnings.)

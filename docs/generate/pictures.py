@@ -156,6 +156,7 @@ def layer_major() -> None:
     picture = Picture(860, 300)
     names = (("one micro-batch after another", 20), ("layer by layer", 160))
     shades = ("#23405f", "#335880", "#4c78a8", "#7fa3c7")
+    picture.line((654, 40), (654, 262), ink="#777777")
     for name, y in names:
         is_by_layer = y > 100
         picture.words(12, y + 14, name)
@@ -173,7 +174,6 @@ def layer_major() -> None:
             begin = max(free, start)
             free = begin + 1.9
             picture.box(110 + begin * 34, y + 62, 64, 26, CPU, f"u{layer}")
-    picture.line((654, 40), (654, 262), ink="#777777")
     picture.words(654, 282, "end of backward", middle=True, ink=PALE)
     picture.words(
         12,

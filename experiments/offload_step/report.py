@@ -99,7 +99,7 @@ def _share_text(shares: list[float]) -> str:
     return f"{statistics.mean(shares):.0%}" if shares else "-"
 
 
-def _observed_texts(results: list[Json]) -> tuple[str, str]:
+def observed_texts(results: list[Json]) -> tuple[str, str]:
     """What hytrain says about its timed steps: the share of the update that was hidden behind
     other work, and the share of steps in which clipping was active."""
     rows = [row for result in results for row in result["timing"]["observations"]]
@@ -114,7 +114,8 @@ def _observed_texts(results: list[Json]) -> tuple[str, str]:
     return _share_text(hidden), _share_text(clipped)
 
 
-def _busy_text(results: list[Json]) -> str:
+def busy_text(results: list[Json]) -> str:
+    """The share of the timed steps in which hytrain's worker was busy."""
     shares = [r["worker_busy_share"] for r in results if r["worker_busy_share"] is not None]
     return _share_text(shares)
 
@@ -143,8 +144,8 @@ def _row(part: Json, label: str) -> list[str]:
         "-" if peak is None else f"{peak / GIB:.1f}",
         f"{in_use / GIB:.1f}",
         f"{in_use / results[0]['num_parameters']:.1f}",
-        _busy_text(results),
-        *_observed_texts(results),
+        busy_text(results),
+        *observed_texts(results),
         f"{losses[0]:.3f}, {losses[-1]:.3f}",
     ]
 

@@ -178,7 +178,7 @@ class RankPool:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
-        context = _context(bool(self._environment))
+        context = process_context(bool(self._environment))
         for number in range(self.num_ranks):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name) / f"rank{number}.txt"
@@ -286,7 +286,8 @@ def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-def _context(has_own_environment: bool) -> Any:
+def process_context(has_own_environment: bool = False) -> Any:
+    """Of multiprocessing: new processes find everything imported, where that is possible."""
     if has_own_environment or _has_gpu():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -6,6 +6,7 @@ The group's timeout is far beyond a case's: whoever waited for that would fail t
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
@@ -33,7 +34,8 @@ def impatient() -> None:
 
 
 def ends(folder: str, how: str) -> None:
-    """Rank 1's script ends, with an exception (then its process takes a while to go) or without."""
+    """Rank 1's script ends, with an exception (then its process outlives rank 0's) or without."""
+    other = Path(folder, "rank0")
     with built(make_model("mlp"), config_for(SHARDS)) as engine:
         backward(engine, 0)
         engine.step()
@@ -42,10 +44,21 @@ def ends(folder: str, how: str) -> None:
             sys.exit(3)
         if dist.get_rank() == 1:
             show = sys.excepthook
-            sys.excepthook = lambda *error: (show(*error), time.sleep(15))
+            sys.excepthook = lambda *error: (show(*error), _until_gone(other))
             raise KeyError("injected: the script's own mistake")
+        other.write_text(str(os.getpid()))
         match = "own mistake" if how == "raise" else "its process has ended"
         Path(folder, "text").write_text(_others_raise(engine, match, RankFailedError))
+
+
+def _until_gone(path: Path) -> None:
+    """Until the process whose number the file has is gone; a while at most."""
+    deadline = time.monotonic() + SECONDS + 5.0
+    while time.monotonic() < deadline:
+        number = path.read_text() if path.exists() else ""
+        if number and not Path("/proc", number).exists():
+            return
+        time.sleep(0.1)
 
 
 def _others_raise(engine: Any, match: str, kind: type[RuntimeError]) -> str:

@@ -69,7 +69,9 @@ def test_a_rank_that_evaluates_alone_is_told_why_it_waits() -> None:
 
 def test_ranks_that_wait_for_each_other_are_told_where(tmp_path: Path) -> None:
     with (
-        RankPool(2) as pool,
+        RankPool(
+            2, settle_seconds=1.0
+        ) as pool,  # rank 0 knows before rank 1 ends, and says no more
         pytest.raises(RankError, match="rank 1 died with exit code 1"),
     ):
         pool.run(cases.one_rank_is_in_a_barrier, 0, str(tmp_path), timeout=90)

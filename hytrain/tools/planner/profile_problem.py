@@ -32,7 +32,8 @@ _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
 # Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
-# and the launching thread (docs/internals.md: 3.5 to 4.1 of 4.2 to 4.5 G parameters/s).
+# and the launching thread. On an H200's host 0.91 to 0.92 with 8 to 15 of 16 cores, 0.80 with all
+# (2026-11-22, experiments/zero3/results.json).
 _BESIDE_TRAINING = 0.87
 # In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
 # use, the others on their way.

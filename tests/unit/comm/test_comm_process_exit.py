@@ -50,7 +50,7 @@ def test_the_exception_is_of_the_kind_that_can_be_caught_and_comes_once() -> Non
     body = (
         "try:\n    while True: time.sleep(0.01)\n"
         "except RankFailedError as error:\n    print('caught', error)\n"
-        "for _ in range(400): time.sleep(0.01)\nprint('went on')\nsys.exit(5)"
+        "for _ in range(300): time.sleep(0.01)\nprint('went on')\nsys.exit(5)"
     )
     code, text, _ = run(body)
     assert code == 5
@@ -67,7 +67,7 @@ def test_a_thread_that_cannot_be_reached_is_ended_with_its_process() -> None:
 
 
 def test_who_has_raised_it_itself_is_left_alone() -> None:
-    body = "time.sleep(0.3); own.told(); time.sleep(4.0); print('ended'); sys.exit(0)"
+    body = "time.sleep(0.3); own.told(); time.sleep(3.0); print('ended'); sys.exit(0)"
     assert run(body)[:2] == (0, "ended\n")
 
 

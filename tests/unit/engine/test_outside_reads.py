@@ -11,7 +11,7 @@ from support.engines import built, environment, make_config
 from support.models import Block, Mlp, make_batch
 from torch import nn
 
-WIDTH, VOCABULARY, STEPS = 64, 1000, 5
+WIDTH, VOCABULARY, STEPS = 32, 500, 5
 
 Read = Callable[[torch.Tensor, nn.Linear], torch.Tensor]
 

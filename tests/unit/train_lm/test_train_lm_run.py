@@ -16,6 +16,7 @@ import pytest
 import train
 from options import OptionError
 from support.processes import fresh_environment
+from support.scripts import run_script
 
 import hytrain.tools.cli
 from hytrain.checkpoint.commit import saved_tags
@@ -27,6 +28,10 @@ SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "tra
 
 
 def _run(out: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return run_script(SCRIPT, "--out", str(out), *argv)
+
+
+def _run_afresh(out: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), "--out", str(out), *argv],
         env=fresh_environment(),
@@ -52,7 +57,7 @@ def _explained(out: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_user_error_is_one_line(tmp_path: Path) -> None:
-    result = _run(tmp_path, "--steps", "0")
+    result = _run_afresh(tmp_path, "--steps", "0")
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1] == "train.py: --steps is 0; 1 is the least"
     assert "Traceback" not in result.stderr
@@ -144,7 +149,7 @@ def test_plain_deepspeed_records_no_decisions(tmp_path: Path, arguments: list[st
     path = tmp_path / "plain.json"
     path.write_text(json.dumps(config))
     plain = [a for a in arguments if a not in ("--gpu-fraction", "0.5")]
-    result = _run(tmp_path, *plain, "--engine", "deepspeed", "--deepspeed_config", str(path))
+    result = _run_afresh(tmp_path, *plain, "--engine", "deepspeed", "--deepspeed_config", str(path))
     assert result.returncode == 0, result.stderr
     assert "hytrain explain" not in result.stdout
     assert not any("placement" in r for r in metrics.read_metrics(tmp_path / "metrics.jsonl"))
