@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 
 VERSION = 1
 

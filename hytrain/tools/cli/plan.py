@@ -173,7 +173,7 @@ def _add_hosts(group: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.formats.plan_errors import PlanError
+    from hytrain.errors import PlanError
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.baselines import baselines

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hytrain.config import HyTrainConfig
+from hytrain.errors import MemoryBudgetError
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
-from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.memory import bounds, check_fits, gpu_reserve, host_reserve
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision

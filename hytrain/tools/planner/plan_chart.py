@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner.baselines import Baseline
 from hytrain.tools.planner.plan_report import device_words
 from hytrain.tools.planner.problem import PlanProblem

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hytrain.formats.plan_errors import PlanError, require_positive
+from hytrain.errors import PlanError
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
-from hytrain.tools.planner.cluster import Cluster
+from hytrain.tools.planner.cluster import Cluster, require_positive
 
 STATE_BYTES = 12
 """Of a parameter: its fp32 master copy and two moments."""

@@ -17,9 +17,8 @@ from support.placement_runs import (
 )
 
 from hytrain.config import HyTrainConfig
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, PlacementError
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 from hytrain.tools.explain.chart import draw_chart
 from hytrain.tools.explain.config_estimate import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.configs import write_llama
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
 from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.hardware.host_share import RankHost

@@ -19,9 +19,7 @@ from support.processes import fresh_environment
 
 import hytrain.tools.cli
 from hytrain.checkpoint.commit import saved_tags
-from hytrain.errors import ConfigError, EngineClosedError
-from hytrain.formats.plan_errors import PlanError
-from hytrain.placement.errors import MemoryBudgetError
+from hytrain.errors import ConfigError, EngineClosedError, MemoryBudgetError, PlanError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 
