@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hytrain.errors import ConfigError, HyTrainError
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     check_outputs,
     check_picture,
@@ -146,7 +147,8 @@ def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
         history = read_history(text, arguments.rank or 0)
     except HyTrainError as error:
         raise ConfigError(f"{arguments.file}: {error}") from error
-    print(json.dumps(run_json(history), indent=2) if arguments.json else explain_run(history))
+    text = json.dumps(run_json(history), indent=2) if arguments.json else fold(explain_run(history))
+    print(text)
     if not arguments.no_png:
         decision = explained(history)
         rows = candidate_rows(decision, history.measured_at)
@@ -192,7 +194,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         given = _given(arguments, (*_FOR_MODEL, "rank", "png"))
         if given:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
-        print(json.dumps(result, indent=2) if arguments.json else words)
+        print(json.dumps(result, indent=2) if arguments.json else fold(words))
         return 0
     # Imported here: it needs torch.
     from hytrain.tools.profiler.model_sizes import read_model_sizes
@@ -214,7 +216,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         result |= outlook.model_json(decision, sizes, rates)
         print(json.dumps(result, indent=2))
     else:
-        print(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}")
+        print(fold(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}"))
     if arguments.png is not None:
         _draw(arguments, outlook.estimated_rows(decision), costs, "estimated step time over k")
     return 0

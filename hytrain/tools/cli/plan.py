@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     add_library,
     check_outputs,
@@ -215,7 +216,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         if is_estimated:
             print("estimated from data sheets: measure with `hytrain profile` before training\n")
-        print(plan_report.plan_text(problem, plan, others, without))
+        print(fold(plan_report.plan_text(problem, plan, others, without)))
     return 0
 
 
@@ -396,5 +397,5 @@ def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.cases_json(solved), indent=2))
     else:
-        print(report.cases_table(solved))
+        print(fold(report.cases_table(solved)))
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     add_library,
     check_outputs,
@@ -139,7 +140,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         progress.close()
         if ranks.rank == 0:
             _write(arguments, profile)
-            print(profile_table(profile))
+            print(fold(profile_table(profile)))
         ranks.close()
     return 0
 

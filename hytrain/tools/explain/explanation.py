@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from hytrain.formats.text_table import align
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.explanation_rows import (
@@ -17,7 +18,6 @@ from hytrain.tools.explain.explanation_rows import (
 )
 from hytrain.tools.explain.explanation_tables import (
     candidates_text,
-    columns,
     costs_text,
     memory_text,
     seconds_text,
@@ -180,12 +180,9 @@ def _history_table(history: History) -> str:
                 decision.reason,
             )
         )
-    text = columns(rows, left=(5,))
+    text = "\n".join(align(rows, left=(5,)))
     if left_out:
         text += f"\n({left_out} more that moved nothing)"
     if older:
         text += f"\n({len(older)} older ones)"
     return text
-
-
-# -- tables ------------------------------------------------------------------------------------

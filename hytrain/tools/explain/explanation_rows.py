@@ -134,6 +134,3 @@ def _mean(group: Sequence[LayerCosts]) -> LayerCosts:
         to_device=sum(layer.to_device for layer in group) / count,
         gpu_update=sum(layer.gpu_update for layer in group) / count,
     )
-
-
-# -- a run -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hytrain.formats.text_table import align
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
@@ -72,14 +73,12 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
         legend += (
             "median of the steady\nsteps with that k, whenever they were and however many clipped"
         )
-    return f"{columns(cells, left=(len(head) - 1,))}\n{legend}."
+    return "\n".join([*align(cells, left=(len(head) - 1,)), f"{legend}."])
 
 
 def _marks(row: CandidateRow) -> str:
-    marks = ["<- chosen"] if row.is_chosen else []
-    if row.is_closed_form:
-        marks.append("<- closed form")
-    return " ".join(marks)
+    marks = ["chosen"] * row.is_chosen + ["closed form"] * row.is_closed_form
+    return f"<- {', '.join(marks)}" if marks else ""
 
 
 def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
@@ -92,19 +91,6 @@ def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
         words = f"No number of the {fitting.num_layers} layers on the GPU fits."
     cells = table(decision.layer_bytes, decision.limits, decision.staging_bytes, gpu_layers)
     return f"{words}\n{cells}"
-
-
-def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Rows of cells under each other, aligned to the right but for the columns in ``left``."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def seconds_text(value: float | None) -> str:

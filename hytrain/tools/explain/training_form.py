@@ -84,6 +84,3 @@ def _number(name: str, value: Any) -> float:
 def _accumulation(config: Mapping[str, Any]) -> int:
     value = config.get("gradient_accumulation_steps", 1)
     return 1 if value == "auto" else max(1, int(_number("gradient_accumulation_steps", value)))
-
-
-# -- words -------------------------------------------------------------------------------------
