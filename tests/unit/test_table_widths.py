@@ -16,10 +16,10 @@ from hytrain.formats.text_table import WIDTH, align, fold
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import table
 from hytrain.tools import cli
-from hytrain.tools.explain.explanation import explain_run
-from hytrain.tools.explain.explanation_rows import CandidateRow, candidate_rows
-from hytrain.tools.explain.explanation_tables import candidates_text
+from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
+from hytrain.tools.explain.decision_report import candidates_text
 from hytrain.tools.explain.history import Median, read_history
+from hytrain.tools.explain.run_report import explain_run
 from hytrain.tools.kernel_bench.run import format_table, format_variants
 from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
 from hytrain.tools.planner.curves import Curve

@@ -10,8 +10,10 @@ from typing import Any
 from hytrain.errors import ConfigError
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
+    DTYPES,
     add_library,
     check_outputs,
+    given_flags,
     library_folder,
     positive_float,
     positive_floats,
@@ -26,7 +28,6 @@ _PROFILE = (
     "one GPU. It takes a minute or two."
 )
 _SECONDS = 40.0
-_DTYPE = "bf16"
 # Destinations of what says how to measure, and what.
 _MEASURED = (
     *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
@@ -54,7 +55,7 @@ def add(profile: argparse.ArgumentParser) -> None:
         "that returns a model, and a function of a micro-batch size that returns its arguments",
     )
     model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
-    model.add_argument("--dtype", choices=("bf16", "fp32"), help=f"({_DTYPE})")
+    model.add_argument("--dtype", choices=DTYPES, help=f"({DTYPES[0]})")
     model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
     how = profile.add_argument_group("measuring")
     how.add_argument(
@@ -93,10 +94,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     # Imported here, as below: `hytrain --help` should not wait for pydantic and torch.
     from hytrain.formats.profile_file import merge_profiles, read_profile
 
-    given = [name for name in _MEASURED if getattr(arguments, name) is not None]
+    given = given_flags(arguments, _MEASURED)
     if given:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"--merge measures nothing: leave {words} out")
+        raise ConfigError(f"--merge measures nothing: leave {', '.join(given)} out")
     _write(arguments, merge_profiles([read_profile(path) for path in arguments.merge]))
     return 0
 
@@ -125,7 +125,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     subject = read_subject(
         arguments.model,
         seq_len=arguments.seq_len,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or _DTYPE],
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or DTYPES[0]],
         block_class=arguments.block_class,
     )
     device = local_device()

@@ -1,16 +1,56 @@
-"""Tables and numbers of an explanation, for people."""
+"""One decision's costs, candidates and memory, for people and as JSON."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from hytrain.formats.text_table import align
-from hytrain.placement.costs import StepCosts
+from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.explanation_rows import CandidateRow, fitting_bounds, layer_groups
+from hytrain.tools.explain.candidates import (
+    CandidateRow,
+    MeasuredAt,
+    candidate_rows,
+    closed_form_layers,
+    fitting_bounds,
+)
 
 _GIB = 1024**3
+_MEMORY_OF_ROW = ("gpu_layers", "gpu_bytes", "host_bytes", "fits")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Neighbouring layers of one size, with the mean of their times."""
+
+    num_layers: int
+    mean: LayerCosts
+
+
+def layer_groups(costs: StepCosts) -> list[LayerGroup]:
+    """Merges neighbours of equal size."""
+    groups: list[list[LayerCosts]] = []
+    for layer in costs.layers:
+        if groups and groups[-1][0].parameters == layer.parameters:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [LayerGroup(len(group), _mean(group)) for group in groups]
+
+
+def _mean(group: Sequence[LayerCosts]) -> LayerCosts:
+    first, last = group[0], group[-1]
+    times = {
+        each.name: statistics.fmean(getattr(layer, each.name) for layer in group)
+        for each in fields(LayerCosts)
+        if each.name not in ("name", "parameters")
+    }
+    name = first.name if first is last else f"{first.name} .. {last.name}"
+    return replace(first, name=name, **times)
 
 
 def costs_text(costs: StepCosts) -> str:
@@ -104,3 +144,40 @@ def _milliseconds(seconds: float) -> str:
 
 def _millions(parameters: int) -> str:
     return f"{parameters / 1e6:.1f} M" if parameters >= 100_000 else str(parameters)
+
+
+def decision_json(
+    decision: Decision, measured_at: MeasuredAt, memory_of: Sequence[int]
+) -> dict[str, Any]:
+    """One decision's costs, candidates and memory, as plain JSON values."""
+    rows = candidate_rows(decision, measured_at)
+    return {
+        "num_layers": decision.num_layers,
+        "gpu_layers": decision.gpu_layers_target,
+        "closed_form_gpu_layers": closed_form_layers(decision),
+        "reason": decision.reason,
+        "costs": None if decision.costs is None else _costs_json(decision.costs),
+        "candidates": [asdict(row) for row in rows],
+        "bounds": asdict(fitting_bounds(decision)),
+        "limits": asdict(decision.limits),
+        "staging_bytes": decision.staging_bytes,
+        "memory": [
+            {name: getattr(rows[number], name) for name in _MEMORY_OF_ROW} for number in memory_of
+        ],
+    }
+
+
+def _costs_json(costs: StepCosts) -> dict[str, Any]:
+    return {
+        "groups": [
+            {"num_layers": group.num_layers, **asdict(group.mean)} for group in layer_groups(costs)
+        ],
+        "forward_seconds": costs.forward_seconds,
+        "backward_seconds": costs.backward_seconds,
+        "between_seconds": costs.between,
+        "tail_seconds": costs.tail,
+        "compute_seconds": costs.compute_seconds,
+        "cpu_seconds": costs.cpu_seconds,
+        "alpha": costs.alpha,
+        "clipped_share": costs.clipped_share,
+    }
