@@ -112,7 +112,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.tools.profiler.layer_profile import LayerOptions
     from hytrain.tools.profiler.measured_model import read_subject
     from hytrain.tools.profiler.profile_report import profile_table
-    from hytrain.tools.profiler.progress import NoProgress, progress_on
+    from hytrain.tools.profiler.progress import Progress
     from hytrain.tools.profiler.ranks import Ranks
     from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
@@ -135,7 +135,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         limit_memory(device, arguments.device_memory_fraction)
     with joined(device), taking_host_memory("measuring", remedy=_MORE_HOST_MEMORY):
         ranks = Ranks()
-        progress = progress_on() if ranks.rank == 0 else NoProgress()
+        progress = Progress(sys.stderr if ranks.rank == 0 else None)
         profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)
         progress.close()
         if ranks.rank == 0:

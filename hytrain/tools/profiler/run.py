@@ -37,7 +37,7 @@ from hytrain.placement.calibration import (
 from hytrain.tools.profiler import collective_profile, rates
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
-from hytrain.tools.profiler.progress import NoProgress, Progress
+from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.ranks import Ranks
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -130,7 +130,7 @@ def profile_ranks(
         ProfileRunError: another rank failed.
     """
     ranks = ranks if ranks is not None else Ranks()
-    progress = progress if progress is not None else NoProgress()
+    progress = progress if progress is not None else Progress()
     machines = ranks.gather((socket.gethostname(), this_host()))
     sizes, me = ranks.together(
         lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
