@@ -26,6 +26,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.formats.record import Record, parse_record, read_text
 
@@ -42,7 +43,7 @@ class PlannedModel(Record):
     num_layers: int = Field(ge=1)
     parameters: int = Field(ge=1)
     frozen: int = Field(default=0, ge=0)
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    dtype: Dtype | None = None
     seq_len: int | None = Field(default=None, ge=1)
 
 

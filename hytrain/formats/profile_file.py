@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 from pydantic import AwareDatetime, Field, model_validator
 
 from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
 from hytrain.formats.record import Record, parse_record, read_text
 
 VERSION = 1
@@ -53,7 +54,7 @@ class ProfiledModel(Record):
     seq_len: int = Field(ge=1)
     """Tokens of a sample."""
 
-    dtype: Literal["bf16", "fp16", "fp32"]
+    dtype: Dtype
     """Of the training copy."""
 
     boundary_bytes: int = Field(ge=0)

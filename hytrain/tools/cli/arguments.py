@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import Dtype
 
-DTYPES = ("bf16", "fp32")
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 """Of the training copy, the default first."""
 
 _DEFAULT_LIBRARY = ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import TORCH_NAMES
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     DTYPES,
@@ -125,7 +126,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     subject = read_subject(
         arguments.model,
         seq_len=arguments.seq_len,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or DTYPES[0]],
+        dtype=getattr(torch, TORCH_NAMES[arguments.dtype or DTYPES[0]]),
         block_class=arguments.block_class,
     )
     device = local_device()

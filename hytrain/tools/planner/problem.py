@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, require_positive
 
@@ -41,7 +42,7 @@ class Model:
     parameters: int
     boundary_bytes: int = 0
     itemsize: int = 2
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    dtype: Dtype | None = None
     seq_len: int | None = None
     frozen: int = 0
 

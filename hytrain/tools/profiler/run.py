@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from hytrain.formats.dtypes import TORCH_NAMES
 from hytrain.formats.profile_file import (
     CollectiveProfile,
     CopyRates,
@@ -40,7 +41,7 @@ from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
 from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.ranks import Ranks
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 _PACKAGES = ("hytrain", "torch", "deepspeed", "transformers", "triton")
 
 
