@@ -291,16 +291,11 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
             "--gpus without --profile or --library are planned for from data sheets: give the "
             "--model, or profiles"
         )
-    from hytrain.tools.profiler.language_model import read_config
+    from hytrain.tools.profiler.language_model import check_length, read_config
     from hytrain.tools.profiler.model_shape import read_model_shape
 
     seq_len = arguments.seq_len or _SHEET_SEQ_LEN
-    longest = getattr(read_config(arguments.model), "max_position_embeddings", None)
-    if isinstance(longest, int) and seq_len > longest:
-        raise ConfigError(
-            f"--seq-len {seq_len}: {arguments.model} has max_position_embeddings {longest}: give "
-            "at most that"
-        )
+    check_length(read_config(arguments.model), arguments.model, seq_len)
     shape = read_model_shape(arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0])
     return named_gpus.estimated_cluster(groups, shape, wishes), True
 

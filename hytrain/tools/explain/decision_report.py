@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -45,7 +44,7 @@ def layer_groups(costs: StepCosts) -> list[LayerGroup]:
 def _mean(group: Sequence[LayerCosts]) -> LayerCosts:
     first, last = group[0], group[-1]
     times = {
-        each.name: statistics.fmean(getattr(layer, each.name) for layer in group)
+        each.name: sum(getattr(layer, each.name) for layer in group) / len(group)
         for each in fields(LayerCosts)
         if each.name not in ("name", "parameters")
     }

@@ -17,7 +17,8 @@ class Rates:
     ``hytrain explain`` has an option for each, with these words as its help.
     """
 
-    gpu_tflops: float = _rate(440.0, "forward and backward: 6 operations a parameter and token")
+    # 6 operations a parameter and token.
+    gpu_tflops: float = _rate(440.0, "forward and backward")
     tokens: int = _rate(8192, "a micro-batch on one rank")
     cpu_gparams_per_s: float = _rate(5.0, "CPU update, 1e9 parameters/s a rank")
-    pcie_gb_per_s: float = _rate(55.0, "each way, on one rank")
+    pcie_gb_per_s: float = _rate(55.0, "each way")

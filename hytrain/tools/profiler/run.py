@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -344,13 +344,8 @@ def slowest(ranks: Sequence[Sequence[_Sample]], kind: type[_Sample]) -> tuple[_S
 def _model(subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int) -> ProfiledModel:
     return ProfiledModel.model_validate(
         {
+            **asdict(sizes),
             "name": subject.name,
-            "num_layers": sizes.num_layers,
-            "layer_parameters": sizes.layer_parameters,
-            "outside_parameters": sizes.outside_parameters,
-            "frozen_layer_parameters": sizes.frozen_layer_parameters,
-            "frozen_outside_parameters": sizes.frozen_outside_parameters,
-            "frozen_block_parameters": sizes.frozen_block_parameters,
             "seq_len": subject.seq_len,
             "dtype": _DTYPES[subject.dtype],
             "boundary_bytes": boundary_bytes,
