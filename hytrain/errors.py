@@ -27,6 +27,22 @@ class CheckpointError(HyTrainError, ValueError):
     """A checkpoint is missing, incomplete, or does not match the model."""
 
 
+class PlanError(HyTrainError, ValueError):
+    """A profile or a plan cannot be used: unreadable, of another job, or nothing fits."""
+
+
+class PlacementError(HyTrainError, ValueError):
+    """Costs, bounds or a record that no decision about GPU layers can be made from."""
+
+
+class MemoryBudgetError(PlacementError):
+    """No split of the optimizer state fits; nothing was allocated. The text has the table."""
+
+
+class ProfileRunError(HyTrainError, RuntimeError):
+    """A measurement of ``hytrain profile`` failed on another rank."""
+
+
 class HostMemoryError(HyTrainError, MemoryError):
     """Host memory cannot be had; the message says for what, what is left, and what would help."""
 

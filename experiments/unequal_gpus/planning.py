@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from experiments.common.records import GIB, Json
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve

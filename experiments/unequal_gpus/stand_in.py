@@ -14,8 +14,8 @@ import torch
 
 from experiments.common.records import Json
 from experiments.unequal_gpus.cases import Case
+from hytrain.errors import MemoryBudgetError
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
-from hytrain.placement.errors import MemoryBudgetError
 
 FORWARD_SECONDS = 0.002
 BACKWARD_SECONDS = 0.004

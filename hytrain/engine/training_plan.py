@@ -20,8 +20,7 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import is_partitioned, shape_partitioned, use_checkpointing
-from hytrain.errors import ConfigError, HyTrainError
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import ConfigError, HyTrainError, PlanError
 from hytrain.formats.plan_file import (
     Actual,
     ActualRank,

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
 from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.formats.record import Record, parse_record, read_text
 
 VERSION = 1
 # Two devices of one type differ by this share of memory at most (what drivers keep for themselves).
@@ -34,22 +36,18 @@ _MEMORY_TOLERANCE = 0.02
 _GIB = 1024**3
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class PlannedModel(_Record):
+class PlannedModel(Record):
     """The model that a plan is for."""
 
     name: str
     num_layers: int = Field(ge=1)
     parameters: int = Field(ge=1)
     frozen: int = Field(default=0, ge=0)
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    dtype: Dtype | None = None
     seq_len: int | None = Field(default=None, ge=1)
 
 
-class Predicted(_Record):
+class Predicted(Record):
     """The step that a plan promises, in seconds, and how much longer than the best it may be."""
 
     step_seconds: float = Field(ge=0.0)
@@ -72,7 +70,7 @@ class Predicted(_Record):
         return self.unclipped_seconds + clipped_share * longer
 
 
-class PlannedRank(_Record):
+class PlannedRank(Record):
     """One rank: what it is, what it does, what that is predicted to take.
 
     ``multiprocessors`` and ``memory_bytes`` tell the device apart from others of its name.
@@ -93,7 +91,7 @@ class PlannedRank(_Record):
     limit: str
 
 
-class PlanFile(_Record):
+class PlanFile(Record):
     """All of a plan.json, checked."""
 
     version: Literal[1]
@@ -155,11 +153,7 @@ def read_plan(path: Path) -> PlanFile:
     Raises:
         PlanError: no such file, no JSON, another version, or values that contradict each other.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path} ({error.strerror})") from None
-    return parse_plan(text, path)
+    return parse_plan(read_text(path, "plan"), path)
 
 
 def parse_plan(text: str, path: Path) -> PlanFile:
@@ -168,21 +162,7 @@ def parse_plan(text: str, path: Path) -> PlanFile:
     Raises:
         PlanError: as there.
     """
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the plan {path} is not JSON: {error}") from None
-    version = values.get("version") if isinstance(values, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if version != VERSION:
-        raise PlanError(
-            f"the plan {path} has version {version}, this hytrain reads {VERSION}: make it anew"
-        )
-    try:
-        return PlanFile.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise PlanError(f"the plan {path}, {where}: {first['msg']}") from None
+    return parse_record(PlanFile, VERSION, text, path, what="plan", remedy="make it anew")
 
 
 # -- is it a plan for this job? ----------------------------------------------------------------

@@ -18,20 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
+from hytrain.formats.record import Record, parse_record, read_text
 
 VERSION = 1
 
 _GIB = 1024**3
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ProfiledModel(_Record):
+class ProfiledModel(Record):
     """The model that was measured, as equal layers and what is outside of them."""
 
     name: str
@@ -56,7 +54,7 @@ class ProfiledModel(_Record):
     seq_len: int = Field(ge=1)
     """Tokens of a sample."""
 
-    dtype: Literal["bf16", "fp16", "fp32"]
+    dtype: Dtype
     """Of the training copy."""
 
     boundary_bytes: int = Field(ge=0)
@@ -74,7 +72,7 @@ class ProfiledModel(_Record):
         return blocks + sum(self.frozen_outside_parameters)
 
 
-class LayerSample(_Record):
+class LayerSample(Record):
     """One block with a micro-batch of so many samples."""
 
     samples: int = Field(ge=1)
@@ -97,7 +95,7 @@ class LayerSample(_Record):
     """The same with recomputation."""
 
 
-class OutsideSample(_Record):
+class OutsideSample(Record):
     """All that is outside of the blocks (embedding, head, loss) with one micro-batch."""
 
     samples: int = Field(ge=1)
@@ -107,7 +105,7 @@ class OutsideSample(_Record):
     """Most that was allocated above what was there before, gradients of weights included."""
 
 
-class CopyRates(_Record):
+class CopyRates(Record):
     """Bytes a second between a GPU and pinned host memory; one way alone, then each of both."""
 
     to_host: float = Field(gt=0.0)
@@ -116,7 +114,7 @@ class CopyRates(_Record):
     from_host_both: float = Field(gt=0.0)
 
 
-class DeviceProfile(_Record):
+class DeviceProfile(Record):
     """A distinct GPU of a host. Ranks of equal label share one."""
 
     host: str
@@ -167,7 +165,7 @@ class DeviceProfile(_Record):
         return self
 
 
-class UpdateRate(_Record):
+class UpdateRate(Record):
     """Parameters a second of one rank's CPU update, all ranks of the host updating at once."""
 
     threads: int = Field(ge=1)
@@ -181,7 +179,7 @@ class UpdateRate(_Record):
     sheets, profiles before November 22, 2026)."""
 
 
-class HostProfile(_Record):
+class HostProfile(Record):
     """A machine."""
 
     host: str
@@ -211,7 +209,7 @@ class HostProfile(_Record):
         return self
 
 
-class CollectiveSample(_Record):
+class CollectiveSample(Record):
     """Collectives over a layer of so many bytes, all shards together, in milliseconds."""
 
     num_bytes: int = Field(ge=1)
@@ -223,7 +221,7 @@ class CollectiveSample(_Record):
     uneven_reduce_scatter_ms: float = Field(ge=0.0)
 
 
-class CollectiveProfile(_Record):
+class CollectiveProfile(Record):
     """Collectives of one set of ranks."""
 
     hosts: tuple[str, ...] = Field(min_length=1)
@@ -243,7 +241,7 @@ class CollectiveProfile(_Record):
         return self
 
 
-class ProfileFile(_Record):
+class ProfileFile(Record):
     """All of a profile.json, checked."""
 
     version: Literal[1] = VERSION
@@ -253,7 +251,7 @@ class ProfileFile(_Record):
     """In rank order."""
 
     collectives: tuple[CollectiveProfile, ...] = ()
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict[str, str])
     """Of hytrain, torch, deepspeed, CUDA and the driver, where the newest part was measured."""
 
     @model_validator(mode="after")
@@ -319,25 +317,8 @@ def read_profile(path: Path) -> ProfileFile:
     Raises:
         PlanError: no such file, no JSON, another version, or values that make no profile.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
-    except OSError as error:
-        raise PlanError(f"cannot read the profile {path} ({error.strerror})") from None
-    except ValueError as error:
-        raise PlanError(f"the profile {path} is not JSON: {error}") from None
-    version = values.get("version") if isinstance(values, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if version != VERSION:
-        raise PlanError(
-            f"the profile {path} has version {version}, this hytrain reads {VERSION}: measure "
-            "again with `hytrain profile`"
-        )
-    try:
-        return ProfileFile.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise PlanError(f"the profile {path}, {where}: {first['msg']}") from None
+    text, remedy = read_text(path, "profile"), "measure again with `hytrain profile`"
+    return parse_record(ProfileFile, VERSION, text, path, what="profile", remedy=remedy)
 
 
 # -- merging -----------------------------------------------------------------------------------

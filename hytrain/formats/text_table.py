@@ -1,16 +1,83 @@
-"""Aligned tables of text."""
+"""Text that fits a terminal: tables with aligned columns, and long lines folded."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
+WIDTH = 100
+"""Columns of whatever a command prints."""
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+_GAP = "  "
+# Columns of words are not made narrower than this.
+_NARROWEST = 8
+
+
+def align(
+    rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), width: int = WIDTH
+) -> list[str]:
+    """A table whose first row is its heading.
+
+    Where it is too wide, the heading's words come to stand below each other; then the cells of the
+    columns in ``left`` are folded, those of the widest column first. Numbers stay whole, whatever
+    they take.
+
+    Args:
+        rows: of equally many cells.
+        left: the columns that hold words, from 0; the others are aligned to the right.
+        width: that the table may have.
+
+    Returns:
+        A text for each row; one that was folded has line breaks.
+    """
+    widths = _widths(rows, left, width)
+    return [_row(cells, widths, left, is_heading=number == 0) for number, cells in enumerate(rows)]
+
+
+def _widths(rows: Sequence[Sequence[str]], left: Sequence[int], width: int) -> list[int]:
+    room = width - len(_GAP) * (len(rows[0]) - 1)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sum(widths) > room:
+        words = [max(cell.split(), key=len, default="") for cell in rows[0]]
+        widths = [max(map(len, column)) for column in zip(words, *rows[1:], strict=True)]
+    while sum(widths) > room:
+        widest = max(left, key=widths.__getitem__, default=None)
+        if widest is None or widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def _row(
+    cells: Sequence[str], widths: Sequence[int], left: Sequence[int], *, is_heading: bool
+) -> str:
+    columns = [
+        textwrap.wrap(cell, width) if is_heading or column in left else [cell]
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    height = max(1, *map(len, columns))
     lines: list[str] = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    for line in range(height):
+        parts: list[str] = []
+        for column, (texts, width) in enumerate(zip(columns, widths, strict=True)):
+            # Headings stand on the line above the numbers, other cells on their row's first.
+            index = line - (height - len(texts) if is_heading else 0)
+            text = texts[index] if 0 <= index < len(texts) else ""
+            parts.append(text.ljust(width) if column in left else text.rjust(width))
+        lines.append(_GAP.join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def fold(text: str, width: int = WIDTH) -> str:
+    """The text with lines that are too long folded at spaces, what follows two columns further in.
+
+    Words (paths, say) stay whole, whatever they take.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + _GAP
+        whole = textwrap.TextWrapper(
+            width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines += whole.wrap(line) if len(line) > width else [line]
+    return "\n".join(lines)

@@ -12,7 +12,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, MemoryBudgetError
 from hytrain.hardware.host_share import HostShare
 from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
 from hytrain.offload.pipeline import UpdatePipeline
@@ -21,7 +21,6 @@ from hytrain.placement.calibration import known_gpu_seconds_per_parameter
 from hytrain.placement.controller import ControllerSettings, PlacementController
 from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.manager import MemorySettings, PlacementManager
 from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
 from hytrain.placement.memory_probe import MemoryProbe, Reserves

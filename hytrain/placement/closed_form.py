@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hytrain.placement.errors import PlacementError
+from hytrain.errors import PlacementError
 
 
 def closed_form(t_backward: float, t_update: float, alpha: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hytrain.placement.errors import PlacementError
+from hytrain.errors import PlacementError
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from hytrain.errors import MemoryBudgetError, PlacementError
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.errors import MemoryBudgetError, PlacementError
 
 STATE_BYTES = 12
 """Bytes of state a parameter, on whichever side: fp32 master, exp_avg, exp_avg_sq."""

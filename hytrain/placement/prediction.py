@@ -37,8 +37,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from hytrain.errors import PlacementError
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.errors import PlacementError
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.intp]

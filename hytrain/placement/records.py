@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hytrain.errors import PlacementError
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 
 

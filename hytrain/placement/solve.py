@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import Candidate, predict
 

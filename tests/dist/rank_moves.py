@@ -15,9 +15,9 @@ from support.engines import built, environment
 from support.models import make_batch, make_model
 
 from hytrain.engine import build_optimizer as build
+from hytrain.errors import MemoryBudgetError
 from hytrain.hardware import host_share
 from hytrain.placement import controller, memory_probe
-from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.records import Decision
 
 STEPS = 24

@@ -16,7 +16,7 @@ from support.models import make_model
 from support.plans import a_plan, write_a_plan
 
 from hytrain.config import BatchShares
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.plan_file import PlanFile
 
 STEPS = 4

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, ProfileRunError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.measured_model import MeasuredModel
-from hytrain.tools.profiler.ranks import ProfileRunError, Ranks
+from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
 WIDTH = 16

@@ -26,7 +26,7 @@ def test_the_check_sees_imports() -> None:
 
 
 PURE = ("tools/planner", "tools/uneven", "tools/explain", "formats")
-DECISIONS = ("closed_form", "costs", "errors", "memory", "prediction", "records", "solve")
+DECISIONS = ("closed_form", "costs", "memory", "prediction", "records", "solve")
 """Of placement/: what decides; the rest measures and moves."""
 
 

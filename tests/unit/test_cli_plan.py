@@ -71,9 +71,10 @@ def _json(capsys: Capture, *arguments: object) -> dict[str, Any]:
 def test_a_table_says_what_each_gpu_does_and_what_is_gained(profile: Path, capsys: Capture) -> None:
     assert _run("--profile", profile, "--batch", 32) == 0
     text = capsys.readouterr().out
-    plan, even, by_speed = text.split("\n\n")
+    devices, plan, even, by_speed = text.split("\n\n")
+    assert devices.startswith("rank")
+    assert "GPU, 100 SMs" in devices
     assert plan.startswith("plan\nrank")
-    assert "GPU, 100 SMs" in plan
     assert "compute" in plan
     assert even.startswith("even split\n")
     assert "the plan is 1.4" in even
@@ -125,7 +126,7 @@ def test_plans_hold_where_every_step_is_clipped_unless_told(
     assert found[1]["clipped_seconds"] > 1.01 * found[1]["unclipped_seconds"]
     assert found[0]["step_seconds"] < found[1]["step_seconds"]
     assert _run("--profile", path, "--batch", 32) == 0
-    plan = capsys.readouterr().out.split("\n\n")[0]
+    plan = capsys.readouterr().out.split("\n\n")[1]
     assert plan.splitlines()[-1].endswith("predicted for 100% clipped")
 
 
@@ -223,7 +224,7 @@ def test_an_even_split_that_does_not_fit_says_what_is_missing(
     poor = a_host("one", fast, slow, gigabytes=2)
     path = _write(tmp_path, made.model_copy(update={"hosts": (poor,)}))
     assert _run("--profile", path, "--batch", 16) == 0
-    plan, even, by_speed = capsys.readouterr().out.split("\n\n")
+    _, plan, even, by_speed = capsys.readouterr().out.split("\n\n")
     assert "predicted step" in plan
     for other in (even, by_speed):
         assert "out of memory: " in other

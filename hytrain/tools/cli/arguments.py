@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import Dtype
+
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
+"""Of the training copy, the default first."""
 
 _DEFAULT_LIBRARY = ""
 
@@ -124,6 +128,16 @@ def check_picture(flag: str, path: Path | None) -> None:
     """
     if path is not None and path.suffix.lower() != ".png":
         raise ConfigError(f"{flag} {path}: the picture is a PNG: give a name that ends with .png")
+
+
+def flag(name: str) -> str:
+    """The option whose value an attribute of the parsed arguments has."""
+    return f"--{name.replace('_', '-')}"
+
+
+def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Of the options with these names those that were given; others are None."""
+    return [flag(name) for name in names if getattr(arguments, name) is not None]
 
 
 def one_line(error: Exception) -> str:

@@ -6,18 +6,23 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 from hytrain.errors import ConfigError, HyTrainError
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     check_outputs,
     check_picture,
+    flag,
+    given_flags,
     one_line,
     positive_float,
     positive_int,
     rank_number,
 )
+from hytrain.tools.explain.rates import Rates
 
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
@@ -26,7 +31,7 @@ _EXPLAIN = (
 )
 _GIB = 1024**3
 # Destinations of the options that an estimate takes, and of all that only a configuration takes.
-_RATES = ("gpu_tflops", "tokens", "cpu_gparams_per_s", "pcie_gb_per_s")
+_RATES = tuple(rate.name for rate in fields(Rates))
 _FOR_MODEL = ("gpu_memory", "host_memory", *_RATES)
 _FOR_CONFIG = ("model", "ranks", *_FOR_MODEL)
 
@@ -70,12 +75,10 @@ def add(explain: argparse.ArgumentParser) -> None:
     rates = explain.add_argument_group(
         "rates of an estimate, with CONFIG and --model; defaults: one H200 with 16 cores"
     )
-    rates.add_argument("--gpu-tflops", type=positive_float, help="forward and backward (440)")
-    rates.add_argument("--tokens", type=positive_int, help="a micro-batch on one rank (8192)")
-    rates.add_argument(
-        "--cpu-gparams-per-s", type=positive_float, help="CPU update, 1e9 parameters/s a rank (5)"
-    )
-    rates.add_argument("--pcie-gb-per-s", type=positive_float, help="each way (55)")
+    for rate in fields(Rates):
+        kind = positive_int if isinstance(rate.default, int) else positive_float
+        words = f"{rate.metadata['words']} ({rate.default:g})"
+        rates.add_argument(flag(rate.name), type=kind, help=words)
     explain.set_defaults(run=_explain)
 
 
@@ -87,7 +90,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     config = _whole_config(arguments.file, text)
     if config is not None:
         return _explain_config(arguments, config)
-    given = _given(arguments, _FOR_CONFIG)
+    given = given_flags(arguments, _FOR_CONFIG)
     if given:
         raise ConfigError(
             f"{', '.join(given)}: for a DeepSpeed configuration, but {arguments.file} is a metrics "
@@ -131,22 +134,18 @@ def _whole_config(path: Path, text: str) -> Mapping[str, Any] | None:
     return None if "step" in whole else cast("dict[str, Any]", whole)
 
 
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    values = vars(arguments)
-    return [f"--{name.replace('_', '-')}" for name in names if values[name] is not None]
-
-
 def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
-    from hytrain.tools.explain.explanation import explain_run, explained, run_json
-    from hytrain.tools.explain.explanation_rows import candidate_rows
+    from hytrain.tools.explain.candidates import candidate_rows
     from hytrain.tools.explain.history import read_history
+    from hytrain.tools.explain.run_report import explain_run, explained, run_json
 
     try:
         history = read_history(text, arguments.rank or 0)
     except HyTrainError as error:
         raise ConfigError(f"{arguments.file}: {error}") from error
-    print(json.dumps(run_json(history), indent=2) if arguments.json else explain_run(history))
+    text = json.dumps(run_json(history), indent=2) if arguments.json else fold(explain_run(history))
+    print(text)
     if not arguments.no_png:
         decision = explained(history)
         rows = candidate_rows(decision, history.measured_at)
@@ -189,10 +188,10 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
     words = config_words(section, form, arguments.ranks)
     result: dict[str, Any] = {"kind": "config", "words": words.splitlines()}
     if arguments.model is None:
-        given = _given(arguments, (*_FOR_MODEL, "rank", "png"))
+        given = given_flags(arguments, (*_FOR_MODEL, "rank", "png"))
         if given:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
-        print(json.dumps(result, indent=2) if arguments.json else words)
+        print(json.dumps(result, indent=2) if arguments.json else fold(words))
         return 0
     # Imported here: it needs torch.
     from hytrain.tools.profiler.model_sizes import read_model_sizes
@@ -214,7 +213,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         result |= outlook.model_json(decision, sizes, rates)
         print(json.dumps(result, indent=2))
     else:
-        print(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}")
+        print(fold(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}"))
     if arguments.png is not None:
         _draw(arguments, outlook.estimated_rows(decision), costs, "estimated step time over k")
     return 0
@@ -236,9 +235,7 @@ def _check_ranks(arguments: argparse.Namespace, fractions: Sequence[float] | Non
         )
 
 
-def _rates(arguments: argparse.Namespace) -> Any:
-    from hytrain.tools.explain.config_estimate import Rates
-
+def _rates(arguments: argparse.Namespace) -> Rates:
     values = vars(arguments)
     return Rates(**{name: values[name] for name in _RATES if values[name] is not None})
 

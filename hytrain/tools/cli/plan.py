@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.policies import ACTIVATIONS, MANNERS
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
+    DTYPES,
     add_library,
     check_outputs,
     check_picture,
+    flag,
+    given_flags,
     library_folder,
     positive_float,
     positive_int,
     share,
 )
-from hytrain.tools.cli.plan_options import plan_options, read_deepspeed
+from hytrain.tools.cli.plan_options import STAGES, plan_options, read_deepspeed
 
 _DESCRIPTION = (
     "Deals the samples of a batch and the optimizer state to GPUs that differ in speed and memory, "
@@ -28,13 +33,10 @@ _DESCRIPTION = (
     "that are only named, from a library of profiles or from data sheets."
 )
 _GIB = 1024**3
-_SHEET_DTYPES = ("bf16", "fp32")
 _SHEET_SEQ_LEN = 1024
 # 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
 # 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
 _MOST_SAMPLES = 2**16
-_ACTIVATIONS = ("store", "recompute", "keep", "offload")
-_MANNERS = ("micro_batch_major", "layer_major")
 
 
 def add(plan: argparse.ArgumentParser) -> None:
@@ -85,14 +87,14 @@ def _add_subject(group: Any) -> None:
         metavar="N",
         help=f"tokens of a sample, data sheets ({_SHEET_SEQ_LEN})",
     )
-    group.add_argument("--dtype", choices=_SHEET_DTYPES, help="of data sheets (bf16)")
+    group.add_argument("--dtype", choices=DTYPES, help=f"of data sheets ({DTYPES[0]})")
 
 
 def _add_choices(group: Any) -> None:
     group.add_argument(
         "--stage",
         type=int,
-        choices=(1, 2, 3),
+        choices=STAGES,
         help="of ZeRO (that of --deepspeed-config, else 2)",
     )
     group.add_argument(
@@ -112,15 +114,15 @@ def _add_choices(group: Any) -> None:
     group.add_argument(
         "--activations",
         nargs="+",
-        choices=_ACTIVATIONS,
-        default=_ACTIVATIONS,
+        choices=ACTIVATIONS,
+        default=ACTIVATIONS,
         help="what may become of activations: stored or computed again, one micro-batch after "
         "another; layer by layer, with the layers' inputs kept on the GPU or offloaded (default: "
         "any)",
     )
     group.add_argument(
         "--accumulation",
-        choices=_MANNERS,
+        choices=tuple(MANNERS),
         help="only the activations of this manner: micro-batches one after another (store, "
         "recompute; for a model that cannot be computed layer by layer), or layer by layer (keep, "
         "offload); default: the better one, in stages 1 and 2 of each rank for itself",
@@ -173,7 +175,7 @@ def _add_hosts(group: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.formats.plan_errors import PlanError
+    from hytrain.errors import PlanError
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.baselines import baselines
@@ -215,7 +217,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         if is_estimated:
             print("estimated from data sheets: measure with `hytrain profile` before training\n")
-        print(plan_report.plan_text(problem, plan, others, without))
+        print(fold(plan_report.plan_text(problem, plan, others, without)))
     return 0
 
 
@@ -289,29 +291,21 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
             "--gpus without --profile or --library are planned for from data sheets: give the "
             "--model, or profiles"
         )
-    from hytrain.tools.profiler.language_model import read_config
+    from hytrain.tools.profiler.language_model import check_length, read_config
     from hytrain.tools.profiler.model_shape import read_model_shape
 
     seq_len = arguments.seq_len or _SHEET_SEQ_LEN
-    longest = getattr(read_config(arguments.model), "max_position_embeddings", None)
-    if isinstance(longest, int) and seq_len > longest:
-        raise ConfigError(
-            f"--seq-len {seq_len}: {arguments.model} has max_position_embeddings {longest}: give "
-            "at most that"
-        )
-    shape = read_model_shape(
-        arguments.model, seq_len=seq_len, dtype=arguments.dtype or _SHEET_DTYPES[0]
-    )
+    check_length(read_config(arguments.model), arguments.model, seq_len)
+    shape = read_model_shape(arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0])
     return named_gpus.estimated_cluster(groups, shape, wishes), True
 
 
 def _refuse_beside_profile(arguments: argparse.Namespace) -> None:
-    for name in ("hosts", "library", "cores", "host_memory", "host_bandwidth"):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for --gpus: without them the ranks, hosts and "
-                "memory are the profile's"
-            )
+    names = ("hosts", "library", "cores", "host_memory", "host_bandwidth")
+    for name in given_flags(arguments, names):
+        raise ConfigError(
+            f"{name} is for --gpus: without them the ranks, hosts and memory are the profile's"
+        )
 
 
 def _library(arguments: argparse.Namespace) -> list[Any]:
@@ -346,7 +340,7 @@ def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
     for name in ("seq_len", "dtype"):
         value, measured = getattr(arguments, name), getattr(profile.model, name)
         if value is not None and value != measured:
-            return f"--{name.replace('_', '-')} is {value}, the profile has {measured}"
+            return f"{flag(name)} is {value}, the profile has {measured}"
     if arguments.model is None:
         return ""
     from hytrain.tools.profiler.model_shape import read_model_shape
@@ -382,7 +376,7 @@ def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) ->
 def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     """With what the arguments of a plan are where they are not given."""
     given = [
-        f"--{name.replace('_', '-')}"
+        flag(name)
         for name, value in defaults.items()
         if name not in ("run", "json") and getattr(arguments, name) != value
     ]
@@ -396,5 +390,5 @@ def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.cases_json(solved), indent=2))
     else:
-        print(report.cases_table(solved))
+        print(fold(report.cases_table(solved)))
     return 0

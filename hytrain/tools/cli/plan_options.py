@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.policies import MANNERS
 
 _GIB = 1024**3
-_STAGES = (1, 2, 3)
+STAGES = (1, 2, 3)
 _DEFAULT_STAGE = 2
 
 
@@ -99,7 +100,7 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
         return arguments.stage or _DEFAULT_STAGE, arguments.offload_param is not None
     path = arguments.deepspeed_config
     stage = zero.get("stage", 0)  # DeepSpeed's default
-    if type(stage) is not int or stage not in _STAGES:
+    if type(stage) is not int or stage not in STAGES:
         raise ConfigError(
             f'{path}: "zero_optimization.stage" is {stage!r}: hytrain trains with 1, 2 or 3'
         )
@@ -140,8 +141,6 @@ def _live_parameters(config: Mapping[str, Any]) -> Any:
 
 def _policies(arguments: argparse.Namespace) -> Any:
     """Of the activations those of the manner of accumulation that is asked for."""
-    from hytrain.formats.policies import MANNERS
-
     asked = tuple(dict.fromkeys(arguments.activations))
     if arguments.accumulation is None:
         return asked

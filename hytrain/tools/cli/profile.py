@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import TORCH_NAMES
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
+    DTYPES,
     add_library,
     check_outputs,
+    given_flags,
     library_folder,
     positive_float,
     positive_floats,
@@ -25,7 +29,6 @@ _PROFILE = (
     "one GPU. It takes a minute or two."
 )
 _SECONDS = 40.0
-_DTYPE = "bf16"
 # Destinations of what says how to measure, and what.
 _MEASURED = (
     *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
@@ -53,7 +56,7 @@ def add(profile: argparse.ArgumentParser) -> None:
         "that returns a model, and a function of a micro-batch size that returns its arguments",
     )
     model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
-    model.add_argument("--dtype", choices=("bf16", "fp32"), help=f"({_DTYPE})")
+    model.add_argument("--dtype", choices=DTYPES, help=f"({DTYPES[0]})")
     model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
     how = profile.add_argument_group("measuring")
     how.add_argument(
@@ -92,10 +95,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     # Imported here, as below: `hytrain --help` should not wait for pydantic and torch.
     from hytrain.formats.profile_file import merge_profiles, read_profile
 
-    given = [name for name in _MEASURED if getattr(arguments, name) is not None]
+    given = given_flags(arguments, _MEASURED)
     if given:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"--merge measures nothing: leave {words} out")
+        raise ConfigError(f"--merge measures nothing: leave {', '.join(given)} out")
     _write(arguments, merge_profiles([read_profile(path) for path in arguments.merge]))
     return 0
 
@@ -111,7 +113,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.tools.profiler.layer_profile import LayerOptions
     from hytrain.tools.profiler.measured_model import read_subject
     from hytrain.tools.profiler.profile_report import profile_table
-    from hytrain.tools.profiler.progress import NoProgress, progress_on
+    from hytrain.tools.profiler.progress import Progress
     from hytrain.tools.profiler.ranks import Ranks
     from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
@@ -124,7 +126,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     subject = read_subject(
         arguments.model,
         seq_len=arguments.seq_len,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype or _DTYPE],
+        dtype=getattr(torch, TORCH_NAMES[arguments.dtype or DTYPES[0]]),
         block_class=arguments.block_class,
     )
     device = local_device()
@@ -134,12 +136,12 @@ def _measure(arguments: argparse.Namespace) -> int:
         limit_memory(device, arguments.device_memory_fraction)
     with joined(device), taking_host_memory("measuring", remedy=_MORE_HOST_MEMORY):
         ranks = Ranks()
-        progress = progress_on() if ranks.rank == 0 else NoProgress()
+        progress = Progress(sys.stderr if ranks.rank == 0 else None)
         profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)
         progress.close()
         if ranks.rank == 0:
             _write(arguments, profile)
-            print(profile_table(profile))
+            print(fold(profile_table(profile)))
         ranks.close()
     return 0
 

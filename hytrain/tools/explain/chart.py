@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hytrain.errors import ConfigError
 from hytrain.placement.costs import StepCosts
-from hytrain.tools.explain.explanation_rows import CandidateRow
+from hytrain.tools.explain.candidates import CandidateRow
+from hytrain.tools.pictures import picture
 
 
 def draw_chart(
@@ -18,32 +18,18 @@ def draw_chart(
 
     Args:
         path: the file; replaced.
-        rows: of :func:`~hytrain.tools.explain.explanation_rows.candidate_rows`, with predictions.
+        rows: of :func:`~hytrain.tools.explain.candidates.candidate_rows`, with predictions.
         costs: what they were predicted from.
         title: of the picture.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        # Heavy, and not everywhere: here and not at the top of the module.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"the picture needs matplotlib, which cannot be imported ({error}): "
-            "pip install hytrain[train], or give --no-png"
-        ) from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes: Any = figure.subplots()
-    _draw(axes, rows, costs)
-    if title:
-        axes.set_title(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path} ({error.strerror}): give another file with --png, or --no-png"
-        ) from error
+    with picture(path, (8, 4.5), flag="--png", without="give --no-png") as figure:
+        axes: Any = figure.subplots()
+        _draw(axes, rows, costs)
+        if title:
+            axes.set_title(title, fontsize=10)
 
 
 def _draw(axes: Any, rows: Sequence[CandidateRow], costs: StepCosts) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hytrain.config import HyTrainConfig
+from hytrain.errors import MemoryBudgetError
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
-from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.memory import bounds, check_fits, gpu_reserve, host_reserve
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve
-from hytrain.tools.explain.explanation import decision_json
-from hytrain.tools.explain.explanation_rows import CandidateRow, candidate_rows
-from hytrain.tools.explain.explanation_tables import candidates_text, costs_text, memory_text
+from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
+from hytrain.tools.explain.decision_report import (
+    candidates_text,
+    costs_text,
+    decision_json,
+    memory_text,
+)
 from hytrain.tools.explain.history import Median
+from hytrain.tools.explain.rates import Rates
 
 _GIB = 1024**3
 
@@ -51,20 +56,6 @@ class ModelSizes:
     rank: int
     shards_weights: bool = False
     """ZeRO-3: the first backward keeps no whole gradients."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What an estimate is made from; the defaults are those of one H200 with 16 cores."""
-
-    gpu_tflops: float = 440.0
-    """Of forward and backward, 6 operations a parameter and token."""
-    tokens: int = 8192
-    """Of a micro-batch on one rank."""
-    cpu_gparams_per_s: float = 5.0
-    """Of the CPU update, on one rank."""
-    pcie_gb_per_s: float = 55.0
-    """Each way, on one rank."""
 
 
 def memory_limits(
@@ -247,13 +238,7 @@ def model_json(decision: Decision, sizes: ModelSizes, rates: Rates) -> dict[str,
         "rank": sizes.rank,
         "parameters": sum(sizes.parameters),
         "is_estimate": True,
-        "rates": {
-            "gpu_tflops": rates.gpu_tflops,
-            "tokens": rates.tokens,
-            "cpu_gparams_per_s": rates.cpu_gparams_per_s,
-            "pcie_gb_per_s": rates.pcie_gb_per_s,
-            "gpu_updates_per_s": GPU_UPDATES_PER_SECOND,
-        },
+        "rates": {**asdict(rates), "gpu_updates_per_s": GPU_UPDATES_PER_SECOND},
         "predicted_seconds": decision.predicted_seconds,
         **decision_json(decision, _not_measured, _columns_of(decision)),
     }

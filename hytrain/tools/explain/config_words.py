@@ -125,6 +125,3 @@ def _ranks_words(config: HyTrainConfig, num_ranks: int | None) -> str:
         known = "unknown here (--ranks)" if shares is None else f"{len(shares)} by shard_fractions"
         return f"Ranks: {known}; every layer's state is cut into {split}."
     return f"Ranks: {num_ranks}; every layer's state is cut into {split}."
-
-
-# -- numbers -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hytrain.placement.errors import PlacementError
+from hytrain.errors import PlacementError
 from hytrain.placement.records import Decision
 
 UNSTEADY_STEPS = 3

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import TORCH_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,11 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
     else:
         dtype, check = ("float16" if fp16.get("enabled") else "float32"), True
     accumulated = _section(config, "data_types").get("grad_accum_dtype")
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     clipping = config.get("gradient_clipping", 0.0)
     zero = _section(config, "zero_optimization")
     return TrainingForm(
         dtype=dtype,
-        gradient_dtype=names.get(str(accumulated)),
+        gradient_dtype=TORCH_NAMES.get(str(accumulated)),
         clipping=None if clipping == "auto" else _number("gradient_clipping", clipping),
         check_overflow=check,
         accumulation=_accumulation(config),
@@ -84,6 +84,3 @@ def _number(name: str, value: Any) -> float:
 def _accumulation(config: Mapping[str, Any]) -> int:
     value = config.get("gradient_accumulation_steps", 1)
     return 1 if value == "auto" else max(1, int(_number("gradient_accumulation_steps", value)))
-
-
-# -- words -------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar, cast
 
 from hytrain import _C
+from hytrain.formats.text_table import align
 from hytrain.hardware import machine
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.tools.kernel_bench.subjects import (
@@ -229,17 +230,12 @@ def _tuning_as_dict(tuning: _C.Tuning) -> dict[str, int | bool]:
 # ---- printing ----
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def format_variants(result: dict[str, object]) -> str:
     """The result of ``run_variants`` as text, best first within each subject."""
     rows = cast("list[dict[str, float | str]]", result["variants"])
     ordered = sorted(rows, key=_by_subject_and_speed)
-    return _columns([list(ordered[0]), *([str(cell) for cell in row.values()] for row in ordered)])
+    heading = [name.replace("_", " ") for name in ordered[0]]
+    return "\n".join(align([heading, *([str(cell) for cell in row.values()] for row in ordered)]))
 
 
 def _by_subject_and_speed(row: dict[str, float | str]) -> tuple[str, float]:
@@ -267,4 +263,4 @@ def format_table(result: dict[str, object]) -> str:
                 str(figures["num_threads"]),
             ]
         )
-    return _columns(rows)
+    return "\n".join(align(rows))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.formats.plan_errors import PlanError, require_positive
+from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.curves import Table
 
@@ -16,6 +16,13 @@ UNEVEN_FACTOR = 1.25
 _UNFILLED = 1.3
 """A GPU that is busy takes 1.7 times as long or more for twice the samples; H200s whose host was
 busy took 1.0 to 1.1 times as long (experiments/unequal_gpus, case offload)."""
+
+
+def require_positive(what: str, **values: float) -> None:
+    """Raises PlanError where a number is not positive and finite."""
+    for name, value in values.items():
+        if not 0.0 < value < math.inf:
+            raise PlanError(f"{what}: {name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 
 _GROWTH_POINTS = 5
 

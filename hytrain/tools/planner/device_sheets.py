@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.profile_file import (
     CopyRates,
     DeviceProfile,
@@ -106,7 +107,7 @@ def sheet_of(name: str) -> DeviceSheet | None:
 def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> DeviceProfile:
     """A profile of the device with a model, from its data sheet."""
     model = shape.model
-    itemsize = 4 if model.dtype == "fp32" else 2
+    itemsize = ITEMSIZE[model.dtype]
     tflops = sheet.single_tflops if model.dtype == "fp32" else sheet.half_tflops
     limit = int(sheet.gib * _GIB)
     return DeviceProfile(

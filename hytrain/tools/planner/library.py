@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import (
     ProfiledModel,
     ProfileFile,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import CollectiveProfile, DeviceProfile, HostProfile, ProfileFile
 from hytrain.tools.planner.device_sheets import (
     SHEETS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.tools.pictures import picture
 from hytrain.tools.planner.baselines import Baseline
 from hytrain.tools.planner.plan_report import device_words
 from hytrain.tools.planner.problem import PlanProblem
@@ -28,32 +28,18 @@ def draw_plan(path: Path, problem: PlanProblem, plan: Plan, others: Sequence[Bas
         others: what it is compared with; those that do not fit are named.
 
     Raises:
-        PlanError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        # Heavy, and not everywhere: here and not at the top of the module.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlanError(
-            f"the picture needs matplotlib, which cannot be imported ({error}): "
-            "pip install hytrain[train], or leave --chart out"
-        ) from error
     shown = min(len(plan.ranks), _MOST_RANKS)
     height = 1.6 + 0.3 * shown * (1 + len(others))
-    figure = Figure(figsize=(11, height), layout="constrained")
-    axes: Any = figure.subplots(1, 2, sharey=True)
     fitting = [(one.name, one.result) for one in others if isinstance(one.result, Plan)]
-    _draw(axes, problem, [("plan", plan), *fitting], shown)
     gone = [f"{one.name}: out of memory" for one in others if not isinstance(one.result, Plan)]
     left = [f"the first {shown} of {len(plan.ranks)} ranks"] if shown < len(plan.ranks) else []
     title = f"{problem.model.name}, {problem.batch} samples a step"
-    figure.suptitle("; ".join([title, *gone, *left]), fontsize=10)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise PlanError(
-            f"cannot write {path} ({error.strerror}): give another file with --chart"
-        ) from error
+    with picture(path, (11, height), flag="--chart", without="leave --chart out") as figure:
+        axes: Any = figure.subplots(1, 2, sharey=True)
+        _draw(axes, problem, [("plan", plan), *fitting], shown)
+        figure.suptitle("; ".join([title, *gone, *left]), fontsize=10)
 
 
 def _draw(axes: Any, problem: PlanProblem, plans: Sequence[tuple[str, Plan]], shown: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 from hytrain.formats.plan_file import VERSION, PlanFile, PlannedModel, PlannedRank, Predicted
 from hytrain.tools.planner.problem import PlanProblem
@@ -12,35 +13,22 @@ from hytrain.tools.planner.result import Plan
 def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
     """A plan as it is written."""
     ranks = [
-        PlannedRank(
-            host=rank.host,
-            device=rank.device,
-            multiprocessors=gpu.multiprocessors,
-            memory_bytes=gpu.memory_bytes if gpu.limit_bytes is None else gpu.limit_bytes,
-            batch_size=rank.batch_size,
-            microbatch_size=rank.microbatch_size,
-            activations=rank.activations,
-            shard_fraction=rank.shard_fraction,
-            gpu_layers=rank.gpu_layers,
-            step_seconds=rank.step_seconds,
-            gpu_bytes=math.ceil(rank.gpu_bytes),
-            host_bytes=math.ceil(rank.host_bytes),
-            limit=rank.limit,
+        PlannedRank.model_validate(
+            {
+                **asdict(rank),
+                "multiprocessors": gpu.multiprocessors,
+                "memory_bytes": gpu.memory_bytes if gpu.limit_bytes is None else gpu.limit_bytes,
+                "gpu_bytes": math.ceil(rank.gpu_bytes),
+                "host_bytes": math.ceil(rank.host_bytes),
+            }
         )
         for rank, (_, gpu) in zip(plan.ranks, problem.cluster.ranks, strict=True)
     ]
-    model = problem.model
+    model = {name: getattr(problem.model, name) for name in PlannedModel.model_fields}
     gap = plan.gap
     return PlanFile(
         version=VERSION,
-        model=PlannedModel(
-            name=model.name,
-            num_layers=model.num_layers,
-            parameters=model.parameters,
-            frozen=model.frozen,
-            dtype=model.dtype,
-            seq_len=model.seq_len,
-        ),
+        model=PlannedModel(**model),
         global_batch=problem.batch,
         stage=problem.stage,
         offload_param="cpu" if problem.offload_param else None,

@@ -27,8 +27,8 @@ _DIFFERENT = 0.01
 # Of a GPU's memory: a plan that uses more is limited by it, too.
 _FULL = 0.95
 _HEADING = (
-    *("rank", "host", "device", "samples", "activations", "shard", "GPU layers", "step ms"),
-    *("GPU GiB", "host GiB", "limited by"),
+    *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
+    "limited by",
 )
 
 
@@ -48,7 +48,7 @@ def plan_text(
             host memory and that fits all the same.
     """
     own = sum(own_speeds(problem))
-    parts = ["plan", _ranks(problem, plan), _summary(problem, plan, own)]
+    parts = [_devices(problem), "", "plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
     parts += _clipped_words(plan) + _manner_words(plan) + _unfilled_words(problem, plan)
@@ -63,13 +63,20 @@ def plan_text(
             parts.append(other.result.reason)
             continue
         gain = other.result.predicted_seconds / plan.predicted_seconds
-        words = _summary(problem, other.result, own)
-        parts += [_ranks(problem, other.result), f"{words}; the plan is {gain:.2f} x as fast"]
+        parts += [_ranks(problem, other.result), _summary(problem, other.result, own)]
+        parts.append(f"the plan is {gain:.2f} x as fast")
     return "\n".join(parts)
 
 
+def _devices(problem: PlanProblem) -> str:
+    rows = [("rank", "host", "device", "GiB to use")]
+    for number, (host, gpu) in enumerate(problem.cluster.ranks):
+        rows.append((str(number), host.name, device_words(gpu), f"{gpu.memory_bytes / _GIB:.1f}"))
+    return "\n".join(align(rows, left=(0, 1, 2)))
+
+
 def _ranks(problem: PlanProblem, plan: Plan) -> str:
-    rows = [_HEADING]
+    rows: list[tuple[str, ...]] = [_HEADING]
     for number, (rank, (_, gpu)) in enumerate(zip(plan.ranks, problem.cluster.ranks, strict=True)):
         size = rank.microbatch_size
         shown = (
@@ -78,12 +85,12 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
             f"{rank.shard_fraction:.1%}",
             f"{rank.gpu_layers} of {problem.model.num_layers}",
             f"{1e3 * rank.step_seconds:.1f}",
-            f"{rank.gpu_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f}",
+            f"{rank.gpu_bytes / _GIB:.1f}",
             f"{rank.host_bytes / _GIB:.1f}",
             limit_words(rank, gpu),
         )
-        rows.append((str(number), rank.host, device_words(gpu), *shown))
-    return "\n".join(align(rows))
+        rows.append((str(number), *shown))
+    return "\n".join(align(rows, left=(0, len(_HEADING) - 1)))
 
 
 def limit_words(rank: RankPlan, gpu: GpuProfile) -> str:

@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hytrain.formats.plan_errors import PlanError, require_positive
+from hytrain.errors import PlanError
+from hytrain.formats.dtypes import Dtype
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
-from hytrain.tools.planner.cluster import Cluster
+from hytrain.tools.planner.cluster import Cluster, require_positive
 
 STATE_BYTES = 12
 """Of a parameter: its fp32 master copy and two moments."""
@@ -41,7 +42,7 @@ class Model:
     parameters: int
     boundary_bytes: int = 0
     itemsize: int = 2
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    dtype: Dtype | None = None
     seq_len: int | None = None
     frozen: int = 0
 

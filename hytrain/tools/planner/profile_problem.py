@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
+from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CollectiveProfile,
@@ -27,7 +28,6 @@ from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Ho
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import STATE_BYTES, Model, PlanProblem
 
-_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
 # parameter: measured 0.9 (README).
 _STAGING_BYTES = 1
@@ -100,7 +100,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             f"memory_fraction (--device-memory-fraction) must be in (0, 1], got "
             f"{options.memory_fraction}"
         )
-    itemsize = _ITEMSIZE[model.dtype]
+    itemsize = ITEMSIZE[model.dtype]
     return PlanProblem(
         cluster=_cluster(profile, options),
         model=Model(
@@ -237,7 +237,7 @@ def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
 
     Sizes that take no longer than the smallest wait for the host; there the GPU has time for it.
     """
-    itemsize = _ITEMSIZE[model.dtype]
+    itemsize = ITEMSIZE[model.dtype]
     layer_ms = device.accumulation_ms
     if layer_ms is None:
         # Copying reads and writes, adding reads once more, as fast as the update reads.
@@ -307,7 +307,7 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) 
         largest = max(_GATHERED_LAYERS * layer, before, after)
     else:
         largest = options.live_parameters([size for size in layers if size])
-    return _ITEMSIZE[model.dtype] * largest
+    return ITEMSIZE[model.dtype] * largest
 
 
 def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
@@ -374,7 +374,7 @@ def _measured_collectives(
     )
     uneven_gather = column(lambda row: row.uneven_all_gather_ms)
     uneven_scatter = column(lambda row: row.uneven_reduce_scatter_ms)
-    size = _ITEMSIZE[model.dtype] * (model.layer_parameters + model.frozen_layer_parameters)
+    size = ITEMSIZE[model.dtype] * (model.layer_parameters + model.frozen_layer_parameters)
     ratios = [
         uneven.at(size) / even.at(size)
         for even, uneven in ((gather, uneven_gather), (scatter, uneven_scatter))

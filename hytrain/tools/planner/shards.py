@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 
 UNIT = 64
 """Elements. Every cut is a multiple, as in the partition table that training uses."""

@@ -58,7 +58,7 @@ class BlockHooks:
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
             inputs = list(_with_gradient([args, kwargs]))
-            self.boundary_bytes = sum(t.numel() * t.element_size() for t in inputs)
+            self.boundary_bytes = sum(t.nbytes for t in inputs)
             if number == 0 and inputs:
                 self._on_gradient(inputs[0], -1)
             self.tell(("enter", number))

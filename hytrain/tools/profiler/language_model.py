@@ -46,6 +46,25 @@ def read_config(path: Path) -> Any:
         ) from error
 
 
+def check_length(config: Any, source: Path, seq_len: int) -> None:
+    """Refuses samples that are longer than a model's positions.
+
+    Args:
+        config: of transformers.
+        source: where it was read, for errors.
+        seq_len: tokens of a sample.
+
+    Raises:
+        ConfigError: they are.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"--seq-len {seq_len}: {source} has max_position_embeddings {longest}: give at most "
+            "that"
+        )
+
+
 def build_language_model(config: Any, source: Path) -> nn.Module:
     """The model that a configuration describes, randomly initialized.
 

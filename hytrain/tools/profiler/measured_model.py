@@ -23,7 +23,7 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
-from hytrain.tools.profiler.language_model import build_language_model, read_config
+from hytrain.tools.profiler.language_model import build_language_model, check_length, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -259,11 +259,7 @@ def read_subject(
 
 
 def _configured(config: Any, path: Path, seq_len: int) -> Build:
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and seq_len > longest:
-        raise ConfigError(
-            f"--seq-len {seq_len}: {path} has max_position_embeddings {longest}: give at most that"
-        )
+    check_length(config, path, seq_len)
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ConfigError(
             f"--model {path} has no num_hidden_layers: models of several stacks are described by "

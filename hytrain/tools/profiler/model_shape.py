@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import ITEMSIZE, TORCH_NAMES, Dtype
 from hytrain.formats.profile_file import ProfiledModel
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.planner.device_sheets import ModelShape
 from hytrain.tools.profiler.model_sizes import read_model_sizes
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def read_model_shape(
-    path: Path, *, seq_len: int, dtype: Literal["bf16", "fp16", "fp32"]
-) -> ModelShape:
+def read_model_shape(path: Path, *, seq_len: int, dtype: Dtype) -> ModelShape:
     """The model as equal blocks and what is outside of them.
 
     Args:
@@ -30,7 +28,7 @@ def read_model_shape(
     Raises:
         ConfigError: the file is no transformers configuration, or tells no sizes.
     """
-    form = TrainingForm(_DTYPES[dtype], None, 1.0, True, 1)
+    form = TrainingForm(TORCH_NAMES[dtype], None, 1.0, True, 1)
     sizes = read_model_sizes(path, HyTrainConfig(), form, num_ranks=1, rank=0)
     names = [layer.name for layer in sizes.layers]
     is_block = [not name.startswith(("before ", "after ")) for name in names]
@@ -50,7 +48,6 @@ def read_model_shape(
             f"--model {path} gives no vocab_size, or none of {', '.join(_HIDDEN)}: profile the "
             "model instead"
         )
-    itemsize = 4 if dtype == "fp32" else 2
     model = ProfiledModel(
         name=(path.parent if path.name == "config.json" else path).resolve().name,
         num_layers=len(blocks),
@@ -58,6 +55,6 @@ def read_model_shape(
         outside_parameters=(before, sum(sizes.parameters) - before - each * len(blocks)),
         seq_len=seq_len,
         dtype=dtype,
-        boundary_bytes=itemsize * seq_len * hidden,
+        boundary_bytes=ITEMSIZE[dtype] * seq_len * hidden,
     )
     return ModelShape(model, hidden, vocabulary)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from hytrain.formats.profile_file import DeviceProfile, HostProfile, ProfileFile
+from hytrain.formats.text_table import WIDTH, align
 
 _GIB = 1024**3
+_HEADING = (
+    *("samples", "forward ms", "backward ms", "recomputing ms", "kept MiB", "peak MiB"),
+    *("recomputing MiB", "outside ms", "peak MiB"),
+)
 
 
 def profile_table(profile: ProfileFile) -> str:
@@ -57,18 +64,22 @@ def _device_lines(device: DeviceProfile, count: int) -> list[str]:
         f"  update {device.update_rate / 1e9:.1f} G parameters/s; copies to the host "
         f"{copies.to_host / 1e9:.1f} GB/s, from it {copies.from_host / 1e9:.1f}, both at once "
         f"{copies.to_host_both / 1e9:.1f} and {copies.from_host_both / 1e9:.1f}",
-        "  samples  forward  backward  recomputing    kept    peak  recomputing  outside    peak",
-        "                ms        ms           ms     MiB     MiB          MiB       ms     MiB",
     ]
+    rows: list[tuple[str, ...]] = [_HEADING]
     outside = {row.samples: row for row in device.outside}
     for row in device.layer:
         around = outside.get(row.samples)
         time = around.forward_ms + around.backward_ms if around else 0.0
         peak = around.peak_bytes if around else 0
-        lines.append(
-            f"  {row.samples:7d}  {row.forward_ms:7.3f}  {row.backward_ms:8.3f}  "
-            f"{row.recompute_backward_ms:11.3f}  {row.kept_bytes / 2**20:6.0f}  "
-            f"{row.peak_bytes / 2**20:6.0f}  {row.recompute_peak_bytes / 2**20:11.0f}  "
-            f"{time:7.3f}  {peak / 2**20:6.0f}"
+        times = (row.forward_ms, row.backward_ms, row.recompute_backward_ms)
+        sizes = (row.kept_bytes, row.peak_bytes, row.recompute_peak_bytes)
+        rows.append(
+            (
+                str(row.samples),
+                *(f"{ms:.3f}" for ms in times),
+                *(f"{size / 2**20:.0f}" for size in sizes),
+                *(f"{time:.3f}", f"{peak / 2**20:.0f}"),
+            )
         )
-    return lines
+    table = "\n".join(align(rows, left=(), width=WIDTH - 2))
+    return [*lines, textwrap.indent(table, "  ")]

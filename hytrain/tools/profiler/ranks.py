@@ -7,13 +7,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hytrain.errors import ConfigError, HyTrainError
+from hytrain.errors import ConfigError, HyTrainError, ProfileRunError
 
 _T = TypeVar("_T")
-
-
-class ProfileRunError(HyTrainError, RuntimeError):
-    """A measurement failed on another rank."""
 
 
 class Ranks:

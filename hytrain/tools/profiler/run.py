@@ -10,11 +10,12 @@ from __future__ import annotations
 import datetime
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
+from hytrain.formats.dtypes import TORCH_NAMES
 from hytrain.formats.profile_file import (
     CollectiveProfile,
     CopyRates,
@@ -37,10 +38,10 @@ from hytrain.placement.calibration import (
 from hytrain.tools.profiler import collective_profile, rates
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
-from hytrain.tools.profiler.progress import NoProgress, Progress
+from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.ranks import Ranks
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 _PACKAGES = ("hytrain", "torch", "deepspeed", "transformers", "triton")
 
 
@@ -130,7 +131,7 @@ def profile_ranks(
         ProfileRunError: another rank failed.
     """
     ranks = ranks if ranks is not None else Ranks()
-    progress = progress if progress is not None else NoProgress()
+    progress = progress if progress is not None else Progress()
     machines = ranks.gather((socket.gethostname(), this_host()))
     sizes, me = ranks.together(
         lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
@@ -343,13 +344,8 @@ def slowest(ranks: Sequence[Sequence[_Sample]], kind: type[_Sample]) -> tuple[_S
 def _model(subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int) -> ProfiledModel:
     return ProfiledModel.model_validate(
         {
+            **asdict(sizes),
             "name": subject.name,
-            "num_layers": sizes.num_layers,
-            "layer_parameters": sizes.layer_parameters,
-            "outside_parameters": sizes.outside_parameters,
-            "frozen_layer_parameters": sizes.frozen_layer_parameters,
-            "frozen_outside_parameters": sizes.frozen_outside_parameters,
-            "frozen_block_parameters": sizes.frozen_block_parameters,
             "seq_len": subject.seq_len,
             "dtype": _DTYPES[subject.dtype],
             "boundary_bytes": boundary_bytes,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
 

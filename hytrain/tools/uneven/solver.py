@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.planner.min_plus import Floats, Ints, StepFunction, cheapest, least_cost
 from hytrain.tools.planner.shards import water_fill

@@ -14,10 +14,9 @@ from training import backward, inputs
 
 import hytrain
 from hytrain.engine import build_optimizer as build
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, MemoryBudgetError
 from hytrain.offload import arena
 from hytrain.placement import memory_probe
-from hytrain.placement.errors import MemoryBudgetError
 from hytrain.placement.memory import gpu_peak_bytes, host_bytes
 from hytrain.placement.records import Decision
 

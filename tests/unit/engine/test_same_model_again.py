@@ -18,8 +18,8 @@ import hytrain
 from hytrain.engine import build_optimizer as build
 from hytrain.engine import engine as engine_module
 from hytrain.engine.hook_snapshot import HookSnapshot
+from hytrain.errors import MemoryBudgetError
 from hytrain.placement import memory_probe
-from hytrain.placement.errors import MemoryBudgetError
 
 SOLVE: Any = "solve"
 

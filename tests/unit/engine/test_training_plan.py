@@ -15,8 +15,7 @@ from support.frozen import lora
 from support.models import make_batch, make_model
 from support.plans import a_plan, write_a_plan
 
-from hytrain.errors import ConfigError, HyTrainError
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import ConfigError, HyTrainError, PlanError
 from hytrain.formats.plan_file import PlanFile, Predicted
 from hytrain.hardware.device_facts import MULTIPROCESSORS_VARIABLE
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
-from hytrain.placement.errors import PlacementError
 
 seconds = st.floats(min_value=1e-6, max_value=1e6)
 ratios = st.floats(min_value=0.0, max_value=10.0)

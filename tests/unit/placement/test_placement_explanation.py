@@ -17,14 +17,13 @@ from support.placement_runs import (
 )
 
 from hytrain.config import HyTrainConfig
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, PlacementError
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
+from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
 from hytrain.tools.explain.chart import draw_chart
 from hytrain.tools.explain.config_estimate import (
     ModelSizes,
-    Rates,
     estimate_costs,
     expected_decision,
     explain_model,
@@ -32,10 +31,10 @@ from hytrain.tools.explain.config_estimate import (
     model_json,
 )
 from hytrain.tools.explain.config_words import config_words
-from hytrain.tools.explain.explanation import explain_run, explained, run_json
-from hytrain.tools.explain.explanation_rows import candidate_rows, closed_form_layers, layer_groups
-from hytrain.tools.explain.explanation_tables import candidates_text, costs_text
+from hytrain.tools.explain.decision_report import candidates_text, costs_text, layer_groups
 from hytrain.tools.explain.history import read_history
+from hytrain.tools.explain.rates import Rates
+from hytrain.tools.explain.run_report import explain_run, explained, run_json
 from hytrain.tools.explain.training_form import read_form
 
 GIB = 1024**3

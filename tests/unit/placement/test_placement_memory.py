@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hytrain.errors import MemoryBudgetError, PlacementError
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.errors import MemoryBudgetError, PlacementError
 from hytrain.placement.memory import Bounds, bounds, check_fits, gpu_peak_bytes, host_bytes, table
 
 # State 12 B and gradient 2 B a parameter: 1200 and 200, 2400 and 400, 3600 and 600.

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from placement_cases import TIMES, layer, measured_model, step
 
+from hytrain.errors import PlacementError
 from hytrain.placement.costs import LayerCosts, StepCosts
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import Candidate
 from hytrain.placement.solve import Solution, inputs_moved, solve, worth_moving

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from placement_cases import any_seconds, measured_model, random_costs
 
+from hytrain.errors import PlacementError
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds, table
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve

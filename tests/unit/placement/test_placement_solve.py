@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import any_seconds, equal_layers, measured_model, random_costs
 
+from hytrain.errors import PlacementError
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.errors import PlacementError
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.solve import solve

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from steps_twin import TwinRank, train
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner import step_simulator as planner_steps
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve, Table
 
 

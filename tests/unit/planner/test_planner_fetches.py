@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.baselines import even_split

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.plan_profiles import a_device, a_host, a_model
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Load, gpu_bytes, host_bytes, lines, load, traffic

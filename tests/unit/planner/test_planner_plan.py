@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner_clusters import best_step, plan_problems
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
@@ -446,7 +446,13 @@ def test_a_batch_below_the_ranks_is_refused_unless_ranks_may_be_idle() -> None:
 def test_a_table_for_people() -> None:
     snail = gpu("snail", 80, 10_000.0)
     given = problem(host(gpu("fast", 12, 1.0), snail, gigabytes=0))
-    title, heading, first, second, last = plan_text(given, planned(given), ()).splitlines()
+    devices, text = plan_text(given, planned(given), ()).split("\n\n")
+    assert [line.split() for line in devices.splitlines()] == [
+        ["rank", "host", "device", "GiB", "to", "use"],
+        ["0", "host", "fast", f"{12 * GB / 2**30:.1f}"],
+        ["1", "host", "snail", f"{80 * GB / 2**30:.1f}"],
+    ]
+    title, heading, first, second, last = text.splitlines()
     assert title == "plan"
     assert "GPU layers" in heading
     assert "12 by" in first

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from planner_clusters import PARAMETERS
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.plan_file import (
     Actual,
     ActualRank,

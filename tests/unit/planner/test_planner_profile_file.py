@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.plan_profiles import GIB, a_device, a_host, a_model, a_profile, day
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import (
     ProfileFile,
     device_label,

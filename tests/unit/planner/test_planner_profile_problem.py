@@ -10,7 +10,7 @@ import pytest
 from recorded_h200 import profile_of
 from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile, UpdateRate, merge_profiles
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, isotonic, problem_from, times

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.model.partition import PartitionTable, padded_size, partition
 from hytrain.tools.planner.shards import UNIT, cut_layers, fill_units, num_even, water_fill
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from planner_cases import shared_folder, uneven_problems
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.cases import UnevenCase, read_cases
 from hytrain.tools.uneven.reference import solve_slowly

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.configs import write_llama
 
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
 from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.hardware.host_share import RankHost
@@ -23,7 +23,7 @@ from hytrain.tools.profiler import layer_bench, rates
 from hytrain.tools.profiler import run as profile_run
 from hytrain.tools.profiler.layer_profile import LayerProfile
 from hytrain.tools.profiler.profile_report import profile_table
-from hytrain.tools.profiler.progress import progress_on
+from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.rates import CpuRates
 
 Capture = pytest.CaptureFixture[str]
@@ -282,7 +282,7 @@ def test_a_name_of_any_letters_makes_a_file_name(llama: Path, tmp_path: Path) ->
 
 def test_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    progress = progress_on(stream)
+    progress = Progress(stream)
     progress.show(0.0, "layer")
     progress.show(0.1, "layer")
     progress.show(0.5, "copies")
@@ -292,13 +292,21 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert lines[1].startswith("[ 50%")
 
 
+def test_nothing_is_shown_where_nobody_looks(capsys: Capture) -> None:
+    progress = Progress()
+    progress.show(0.5, "copies")
+    progress.close()
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
 def test_a_bar_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     stream = Terminal()
-    progress = progress_on(stream)
+    progress = Progress(stream)
     progress.show(0.5, "copies")
     progress.show(0.2, "not backwards")
     progress.close()

@@ -20,9 +20,7 @@ from support.scripts import run_script
 
 import hytrain.tools.cli
 from hytrain.checkpoint.commit import saved_tags
-from hytrain.errors import ConfigError, EngineClosedError
-from hytrain.formats.plan_errors import PlanError
-from hytrain.placement.errors import MemoryBudgetError
+from hytrain.errors import ConfigError, EngineClosedError, MemoryBudgetError, PlanError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
 

@@ -22,7 +22,7 @@ from experiments.unequal_gpus.planning import (
     verdicts,
     work_of,
 )
-from hytrain.formats.plan_errors import PlanError
+from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
 
 UNLIMITED = Limits(host_bytes=None)

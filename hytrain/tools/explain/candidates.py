@@ -1,12 +1,11 @@
-"""What an explanation shows, as data: candidates for k, groups of layers, what fits."""
+"""The numbers of GPU layers that a decision chose from: predicted, measured, and what fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
@@ -99,41 +98,3 @@ def closed_form_layers(decision: Decision) -> int | None:
         return None
     number = math.floor(decision.closed_form_k * decision.num_layers + 0.5)
     return decision.bounds.clamp(number) if decision.bounds.fits else number
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Neighbouring layers of one size, with the mean of their times."""
-
-    num_layers: int
-    mean: LayerCosts
-
-
-def layer_groups(costs: StepCosts) -> list[LayerGroup]:
-    """Merges neighbours of equal size."""
-    groups: list[list[LayerCosts]] = []
-    for layer in costs.layers:
-        if groups and groups[-1][0].parameters == layer.parameters:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return [LayerGroup(len(group), _mean(group)) for group in groups]
-
-
-def _mean(group: Sequence[LayerCosts]) -> LayerCosts:
-    first, count = group[0], len(group)
-    return replace(
-        first,
-        name=first.name if count == 1 else f"{first.name} .. {group[-1].name}",
-        forward=sum(layer.forward for layer in group) / count,
-        backward=sum(layer.backward for layer in group) / count,
-        to_host=sum(layer.to_host for layer in group) / count,
-        cpu_update=sum(layer.cpu_update for layer in group) / count,
-        cpu_commit=sum(layer.cpu_commit for layer in group) / count,
-        cpu_preview=sum(layer.cpu_preview for layer in group) / count,
-        to_device=sum(layer.to_device for layer in group) / count,
-        gpu_update=sum(layer.gpu_update for layer in group) / count,
-    )
-
-
-# -- a run -------------------------------------------------------------------------------------

@@ -1,24 +1,19 @@
-"""Why k is what it is: words, tables and JSON made of decisions. No torch, no files."""
+"""A run's decisions and what came of them, for people and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from hytrain.placement.costs import StepCosts
+from hytrain.formats.text_table import align
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.explanation_rows import (
-    MeasuredAt,
+from hytrain.tools.explain.candidates import (
     candidate_rows,
-    closed_form_layers,
-    fitting_bounds,
-    layer_groups,
 )
-from hytrain.tools.explain.explanation_tables import (
+from hytrain.tools.explain.decision_report import (
     candidates_text,
-    columns,
     costs_text,
+    decision_json,
     memory_text,
     seconds_text,
 )
@@ -26,7 +21,6 @@ from hytrain.tools.explain.history import UNSTEADY_STEPS, History, Median, moves
 
 # Rows of the table of decisions; older moves are counted, not shown.
 _MOST_DECISIONS = 20
-_GIB = 1024**3
 
 
 def explained(history: History) -> Decision:
@@ -64,33 +58,6 @@ def run_json(history: History) -> dict[str, Any]:
     }
 
 
-def decision_json(
-    decision: Decision, measured_at: MeasuredAt, memory_of: Sequence[int]
-) -> dict[str, Any]:
-    """One decision's costs, candidates and memory, as plain JSON values."""
-    rows = candidate_rows(decision, measured_at)
-    return {
-        "num_layers": decision.num_layers,
-        "gpu_layers": decision.gpu_layers_target,
-        "closed_form_gpu_layers": closed_form_layers(decision),
-        "reason": decision.reason,
-        "costs": None if decision.costs is None else _costs_json(decision.costs),
-        "candidates": [asdict(row) for row in rows],
-        "bounds": asdict(fitting_bounds(decision)),
-        "limits": asdict(decision.limits),
-        "staging_bytes": decision.staging_bytes,
-        "memory": [
-            {
-                "gpu_layers": number,
-                "gpu_bytes": rows[number].gpu_bytes,
-                "host_bytes": rows[number].host_bytes,
-                "fits": rows[number].fits,
-            }
-            for number in memory_of
-        ],
-    }
-
-
 def _decision_json(decision: Decision, measured: Median | None) -> dict[str, Any]:
     return {
         "step": decision.step,
@@ -100,22 +67,6 @@ def _decision_json(decision: Decision, measured: Median | None) -> dict[str, Any
         "measured_seconds": None if measured is None else measured.seconds,
         "measured_steps": 0 if measured is None else measured.num_steps,
         "reason": decision.reason,
-    }
-
-
-def _costs_json(costs: StepCosts) -> dict[str, Any]:
-    return {
-        "groups": [
-            {"num_layers": group.num_layers, **asdict(group.mean)} for group in layer_groups(costs)
-        ],
-        "forward_seconds": costs.forward_seconds,
-        "backward_seconds": costs.backward_seconds,
-        "between_seconds": costs.between,
-        "tail_seconds": costs.tail,
-        "compute_seconds": costs.compute_seconds,
-        "cpu_seconds": costs.cpu_seconds,
-        "alpha": costs.alpha,
-        "clipped_share": costs.clipped_share,
     }
 
 
@@ -180,12 +131,9 @@ def _history_table(history: History) -> str:
                 decision.reason,
             )
         )
-    text = columns(rows, left=(5,))
+    text = "\n".join(align(rows, left=(5,)))
     if left_out:
         text += f"\n({left_out} more that moved nothing)"
     if older:
         text += f"\n({len(older)} older ones)"
     return text
-
-
-# -- tables ------------------------------------------------------------------------------------

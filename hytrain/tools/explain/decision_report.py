@@ -1,15 +1,55 @@
-"""Tables and numbers of an explanation, for people."""
+"""One decision's costs, candidates and memory, for people and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from hytrain.placement.costs import StepCosts
+from hytrain.formats.text_table import align
+from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.explanation_rows import CandidateRow, fitting_bounds, layer_groups
+from hytrain.tools.explain.candidates import (
+    CandidateRow,
+    MeasuredAt,
+    candidate_rows,
+    closed_form_layers,
+    fitting_bounds,
+)
 
 _GIB = 1024**3
+_MEMORY_OF_ROW = ("gpu_layers", "gpu_bytes", "host_bytes", "fits")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Neighbouring layers of one size, with the mean of their times."""
+
+    num_layers: int
+    mean: LayerCosts
+
+
+def layer_groups(costs: StepCosts) -> list[LayerGroup]:
+    """Merges neighbours of equal size."""
+    groups: list[list[LayerCosts]] = []
+    for layer in costs.layers:
+        if groups and groups[-1][0].parameters == layer.parameters:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [LayerGroup(len(group), _mean(group)) for group in groups]
+
+
+def _mean(group: Sequence[LayerCosts]) -> LayerCosts:
+    first, last = group[0], group[-1]
+    times = {
+        each.name: sum(getattr(layer, each.name) for layer in group) / len(group)
+        for each in fields(LayerCosts)
+        if each.name not in ("name", "parameters")
+    }
+    name = first.name if first is last else f"{first.name} .. {last.name}"
+    return replace(first, name=name, **times)
 
 
 def costs_text(costs: StepCosts) -> str:
@@ -72,14 +112,12 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
         legend += (
             "median of the steady\nsteps with that k, whenever they were and however many clipped"
         )
-    return f"{columns(cells, left=(len(head) - 1,))}\n{legend}."
+    return "\n".join([*align(cells, left=(len(head) - 1,)), f"{legend}."])
 
 
 def _marks(row: CandidateRow) -> str:
-    marks = ["<- chosen"] if row.is_chosen else []
-    if row.is_closed_form:
-        marks.append("<- closed form")
-    return " ".join(marks)
+    marks = ["chosen"] * row.is_chosen + ["closed form"] * row.is_closed_form
+    return f"<- {', '.join(marks)}" if marks else ""
 
 
 def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
@@ -94,19 +132,6 @@ def memory_text(decision: Decision, gpu_layers: Sequence[int]) -> str:
     return f"{words}\n{cells}"
 
 
-def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Rows of cells under each other, aligned to the right but for the columns in ``left``."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def seconds_text(value: float | None) -> str:
     """A time, or that there is none."""
     return "-" if value is None else f"{value:.3f}"
@@ -118,3 +143,40 @@ def _milliseconds(seconds: float) -> str:
 
 def _millions(parameters: int) -> str:
     return f"{parameters / 1e6:.1f} M" if parameters >= 100_000 else str(parameters)
+
+
+def decision_json(
+    decision: Decision, measured_at: MeasuredAt, memory_of: Sequence[int]
+) -> dict[str, Any]:
+    """One decision's costs, candidates and memory, as plain JSON values."""
+    rows = candidate_rows(decision, measured_at)
+    return {
+        "num_layers": decision.num_layers,
+        "gpu_layers": decision.gpu_layers_target,
+        "closed_form_gpu_layers": closed_form_layers(decision),
+        "reason": decision.reason,
+        "costs": None if decision.costs is None else _costs_json(decision.costs),
+        "candidates": [asdict(row) for row in rows],
+        "bounds": asdict(fitting_bounds(decision)),
+        "limits": asdict(decision.limits),
+        "staging_bytes": decision.staging_bytes,
+        "memory": [
+            {name: getattr(rows[number], name) for name in _MEMORY_OF_ROW} for number in memory_of
+        ],
+    }
+
+
+def _costs_json(costs: StepCosts) -> dict[str, Any]:
+    return {
+        "groups": [
+            {"num_layers": group.num_layers, **asdict(group.mean)} for group in layer_groups(costs)
+        ],
+        "forward_seconds": costs.forward_seconds,
+        "backward_seconds": costs.backward_seconds,
+        "between_seconds": costs.between,
+        "tail_seconds": costs.tail,
+        "compute_seconds": costs.compute_seconds,
+        "cpu_seconds": costs.cpu_seconds,
+        "alpha": costs.alpha,
+        "clipped_share": costs.clipped_share,
+    }

@@ -1,0 +1,255 @@
+"""What commands print fits 100 columns, with usual values and with very large ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.placement_runs import costs, decision, text_of, typical_run
+from support.plan_profiles import a_device, a_host, a_profile
+
+from hytrain.formats.profile_file import ProfileFile
+from hytrain.formats.text_table import WIDTH, align, fold
+from hytrain.placement.costs import LayerBytes
+from hytrain.placement.memory import table
+from hytrain.tools import cli
+from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
+from hytrain.tools.explain.decision_report import candidates_text
+from hytrain.tools.explain.history import Median, read_history
+from hytrain.tools.explain.run_report import explain_run
+from hytrain.tools.kernel_bench.run import format_table, format_variants
+from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
+from hytrain.tools.planner.curves import Curve
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.profiler.profile_report import profile_table
+from hytrain.tools.uneven.cases import UnevenCase
+from hytrain.tools.uneven.report import cases_table, solve_cases
+from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
+
+GIB = 1024**3
+
+
+def check_width(text: str, longest: int = WIDTH) -> None:
+    assert [line for line in text.splitlines() if len(line) > longest] == []
+
+
+# -- the helpers -------------------------------------------------------------------------------
+
+
+def test_a_table_that_fits_is_not_folded() -> None:
+    rows = [("a name", "two words"), ("x", "1"), ("longer", "22")]
+    assert align(rows) == ["a name  two words", "x               1", "longer         22"]
+
+
+def test_words_of_the_heading_are_folded_first_then_cells_that_hold_words() -> None:
+    rows = [("n", "two words", "why"), ("1", "12345", "some words and more"), ("2", "1", "none")]
+    heading, first, second = align(rows, left=(0, 2), width=30)
+    assert heading.splitlines() == ["     two", "n  words  why"]
+    assert first == "1  12345  some words and more"
+    assert second == "2      1  none"
+    _, first, second = align(rows, left=(0, 2), width=22)
+    assert first.splitlines() == ["1  12345  some words", "          and more"]
+    assert second == "2      1  none"
+
+
+def test_numbers_stay_whole_where_nothing_else_can_be_folded() -> None:
+    heading, row = align([("a", "b"), ("x", "9" * 30)], width=20)
+    assert row == f"x  {'9' * 30}"
+    assert heading.split() == ["a", "b"]
+    assert align([("a", "b")]) == ["a  b"], "a heading alone"
+
+
+def test_long_lines_are_folded_at_spaces() -> None:
+    path = "/a/folder" * 12
+    text = fold(f"short\n  {'word ' * 30}\n\n{path}")
+    first, *folded, empty, last = text.splitlines()
+    assert (first, empty, last) == ("short", "", path)
+    assert folded[0].startswith("  word")
+    assert all(line.startswith("    word") and len(line) <= WIDTH for line in folded[1:])
+    assert " ".join(text.split()).count("word") == 30
+
+
+# -- plan --------------------------------------------------------------------------------------
+
+EXTREME = "NVIDIA GeForce RTX 4090 Laptop GPU with a name that nobody has given to any GPU as yet"
+
+
+def profile(name: str, host: str, *, layers: int, gigabytes: float) -> ProfileFile:
+    devices = [a_device(host, name, speed=speed, gigabytes=gigabytes) for speed in (1.0, 0.25)]
+    made = a_profile(host, *devices)
+    hosts = (a_host(host, *devices, gigabytes=2000),)
+    model = made.model.model_copy(update={"num_layers": layers})
+    return made.model_copy(update={"hosts": hosts, "model": model})
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "layers", "gigabytes", "batch"),
+    [("NVIDIA H200", "node-0", 32, 139.8, 256), (EXTREME, "a-host-of-" * 9, 999, 9999.9, 64)],
+    ids=["realistic", "extreme"],
+)
+def test_plan(
+    name: str, host: str, layers: int, gigabytes: float, batch: int, tmp_path: Path, capsys: Any
+) -> None:
+    made = profile(name, host, layers=layers, gigabytes=gigabytes)
+    path = tmp_path / "profile.json"
+    path.write_text(made.model_dump_json(), encoding="utf-8")
+    assert cli.main(["plan", "--profile", str(path), "--batch", str(batch)]) == 0
+    text = capsys.readouterr().out
+    check_width(text)
+    assert text.count("limited by") == 3, "the plan, an even split, one by speed"
+    check_width(fold(profile_table(made)))
+
+
+@pytest.mark.parametrize("limit", ["gpu", "cpu", "copies", "host", "weights"])
+def test_plan_with_the_widest_cells(limit: str) -> None:
+    options = PlanOptions(batch=64, gpu_reserve=lambda _: 0, host_reserve=lambda _: 0)
+    problem = problem_from(profile("L4", "node-0", layers=12, gigabytes=80.0), options)
+    plan = make_plan(problem)
+    assert isinstance(plan, Plan)
+    widest: dict[str, Any] = {
+        **{"batch_size": 65535, "microbatch_size": 4096, "activations": "recompute"},
+        **{"step_seconds": 99999.9, "gpu_bytes": 9999.9 * GIB, "host_bytes": 99999.9 * GIB},
+        **{"shard_fraction": 1.0, "gpu_layers": 999, "limit": limit},
+    }
+    ranks = tuple(replace(rank, **widest) for rank in plan.ranks)
+    text = plan_text(problem, replace(plan, ranks=ranks), ())
+    check_width(fold(text))
+    check_width(text.split("\nplan\n")[1].split("\npredicted")[0])  # the table is not cut later
+    assert "65535 by 4096    recompute" in text
+
+
+# -- profile -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+def test_profile(factor: float) -> None:
+    made = profile("NVIDIA H200", "node-0", layers=32, gigabytes=139.8)
+    devices = [
+        device.model_copy(
+            update={
+                "settings": "words about clocks and power limits " * 5,
+                "layer": tuple(
+                    type(row)(
+                        **{
+                            name: type(value)(value * (1 if name == "samples" else factor))
+                            for name, value in row.model_dump().items()
+                        }
+                    )
+                    for row in device.layer
+                ),
+            }
+        )
+        for device in made.devices
+    ]
+    text = fold(profile_table(made.model_copy(update={"devices": tuple(devices)})))
+    check_width(text)
+    (heading, *_) = [line for line in text.splitlines() if line.startswith("  samples")]
+    assert heading.split()[-2:] == ["ms", "MiB"]
+
+
+# -- explain -----------------------------------------------------------------------------------
+
+
+def test_explain_a_run() -> None:
+    records = typical_run(clipped_share=0.5)
+    text = explain_run(read_history(text_of(records)))
+    check_width(fold(text))
+    table = text.split("Candidates\n\n")[1].split("\nworker:")[0]
+    check_width(table)
+    assert "<- chosen" in table
+
+
+def test_explain_a_run_with_a_long_reason(tmp_path: Path, capsys: Any) -> None:
+    record = decision(10, 0, 13, measured=costs()).metrics_record()
+    record["placement"]["reason"] = "a reason that takes many words to be told, " * 6
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text_of([record]), encoding="utf-8")
+    assert cli.main(["explain", str(path), "--no-png"]) == 0
+    check_width(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("seconds", [0.35, 999.999])
+def test_explain_candidates(seconds: float) -> None:
+    rows = candidate_rows(decision(10, 0, 13, measured=costs()), lambda _: Median(seconds, 7))
+    widest = [_wide(row, seconds) for row in rows]
+    check_width(candidates_text(rows))
+    check_width(candidates_text(widest))
+    both = candidates_text([replace(row, is_chosen=True, is_closed_form=True) for row in rows])
+    check_width(both)
+    assert "<- chosen," in both
+
+
+def _wide(row: CandidateRow, seconds: float) -> CandidateRow:
+    return replace(
+        row,
+        gpu_layers=row.gpu_layers + 9000,
+        predicted_seconds=seconds,
+        worker_seconds=seconds,
+        exposed_seconds=seconds,
+        gpu_bytes=9999 * GIB,
+        host_bytes=99999 * GIB,
+        error=-0.999,
+        is_chosen=True,
+        is_closed_form=True,
+    )
+
+
+def test_explain_a_configuration(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "config.json"
+    section = {"gpu_fraction": 0.5, "solver": {"method": "closed_form", "alpha": 0.1}}
+    path.write_text(json.dumps({"hytrain": section}), encoding="utf-8")
+    assert cli.main(["explain", str(path)]) == 0
+    check_width(capsys.readouterr().out)
+
+
+def test_what_memory_takes() -> None:
+    layers = tuple(LayerBytes(f"layer {n}", 10**11) for n in range(2000))
+    limits = decision(0, 0, 0).limits
+    limits = replace(limits, gpu=9999 * GIB, host=99999 * GIB)
+    check_width(table(layers, limits, 999 * GIB, [0, 1000, 2000]))
+
+
+# -- bench and uneven --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e5])
+def test_bench(factor: float) -> None:
+    figures = {
+        "gparams_per_s": 5.1234 * factor,
+        "gbytes_per_s": 143.256 * factor,
+        "num_threads": int(16 * factor),
+    }
+    result: dict[str, Any] = dict.fromkeys(BYTES_PER_PARAM, figures)
+    result["deepspeed_adam"] = None
+    check_width(format_table(result))
+    variant = {
+        **{"subject": "commit_then_preview", "isa": "avx512_bf16", "prefetch_elements": 1024},
+        **{"block_elements": 65536, "dynamic_schedule": False, "non_temporal": False},
+    }
+    text = format_variants({"variants": [variant | figures] * 2})
+    check_width(text)
+    assert "prefetch" in text
+
+
+def _case(name: str, capacity: float, factor: float) -> UnevenCase:
+    memory = Curve((), 1.0, 2.0)
+    times = Curve((), 3.0 * factor, 0.0), Curve((), 6.0 * factor, 0.0)
+    gpu = UnevenGpu("GPU", *times, memory=memory, capacity=capacity, idle_memory=2.0)
+    problem = UnevenProblem(gpus=(gpu,) * 2, batch=16, parameters=2**26)
+    return UnevenCase(name, ("GPU",) * 2, problem, 100.0 * factor)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+@pytest.mark.parametrize("name", ["a model", "a model with a name of many words " * 5])
+def test_uneven(name: str, factor: float) -> None:
+    text = cases_table(solve_cases([_case(name, 64.0, factor), _case(name, 1.0, factor)]))
+    check_width(fold(text))
+    assert "none fits" in text
+    table = [line for line in text.splitlines() if not line.startswith(("    ", "*"))]
+    check_width("\n".join(table))
