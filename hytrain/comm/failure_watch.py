@@ -146,7 +146,7 @@ class RankWatch:
         self._has_left = False
         self._failure: RankFailedError | OutOfStepError | None = None
         # The watching thread and the process monitor's both decide: without the lock both could
-        # find a cause, and abort and report twice.
+        # find a cause, and abort and report twice. _fail() takes it again where it is held.
         self._deciding = threading.RLock()
         self._failed = threading.Event()
         self._closed = threading.Event()
@@ -405,23 +405,30 @@ class RankWatch:
         about: int | None = None,
         is_seen_here_only: bool = False,
     ) -> None:
-        logger.error("%s", failure)
-        if about is not None:
-            self._say("found", str(failure), final=True, about=about)
-        elif is_seen_here_only:
-            self._say("error", f"{type(failure).__name__}: {failure}", final=True)
-        # Before any thread is woken: it looks for the failure at once.
-        self._failure = failure
-        if self._surveillance is not None:
-            crash_report.found(failure)
-            self._surveillance.ending.require(failure)
-        if self._can_interrupt:
-            # It may take long, or for ever: in a thread that is not waited for to its end.
-            aborting = threading.Thread(target=self._end_collectives, daemon=True)
-            aborting.start()
-            aborting.join(timeout=POLL_SECONDS)
-        self._failed.set()
-        self._wake.set()
+        # Who calls may have judged without the lock. Another thread may have failed or closed the
+        # watch since then: a second failure would be reported and aborted for, and replace the
+        # first, which this rank may be raising. No deadlock: what is waited for in here (the store,
+        # the abort) is done by threads that do not decide, and only for so long.
+        with self._deciding:
+            if self._failure is not None or self._closed.is_set():
+                return
+            logger.error("%s", failure)
+            if about is not None:
+                self._say("found", str(failure), final=True, about=about)
+            elif is_seen_here_only:
+                self._say("error", f"{type(failure).__name__}: {failure}", final=True)
+            # Before any thread is woken: it looks for the failure at once.
+            self._failure = failure
+            if self._surveillance is not None:
+                crash_report.found(failure)
+                self._surveillance.ending.require(failure)
+            if self._can_interrupt:
+                # It may take long, or for ever: in a thread that is not waited for to its end.
+                aborting = threading.Thread(target=self._end_collectives, daemon=True)
+                aborting.start()
+                aborting.join(timeout=POLL_SECONDS)
+            self._failed.set()
+            self._wake.set()
 
     def _end_collectives(self) -> None:
         with suppress(Exception):

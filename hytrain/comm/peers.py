@@ -214,7 +214,7 @@ class Peers:
             is_one_host: all ranks share a loopback interface, and only that is listened on.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: it cannot be opened, or everything was closed meanwhile.
         """
         if is_one_host:
             hosts, listener = ("127.0.0.1",), socket.create_server(("127.0.0.1", 0))
@@ -222,7 +222,15 @@ class Peers:
             hosts, listener = _addresses(), _listen_everywhere()
         listener.setblocking(False)
         _remember(listener)
-        self._listener = listener
+        # close() comes from another thread: one that ran before this socket was known has not
+        # closed it, and nothing else would; it would listen until the end of the process.
+        with self._lock:
+            is_late = self._closed
+            if not is_late:
+                self._listener = listener
+        if is_late:
+            listener.close()
+            raise OSError("the connections to other ranks are closed")
         return Address(hosts, int(listener.getsockname()[1]), self._secret)
 
     def know(self, rank: int, address: Address) -> None:
@@ -390,11 +398,12 @@ class Peers:
         with self._lock:
             self._closed = True
             wires = [peer.wire for peer in self._peers.values() if peer.wire is not None]
+            listener = self._listener
         for wire in [*wires, *(caller.wire for caller in self._callers)]:
             wire.flush()
             wire.close()
-        if self._listener is not None:
-            self._listener.close()
+        if listener is not None:
+            listener.close()
 
 
 def _listen_everywhere() -> socket.socket:

@@ -49,12 +49,17 @@ class Ending:
         self._end = end
         self._failure: HyTrainError | None = None
         self._told = threading.Event()
+        # Held from the look at _told to the raise: without it told() could clear the exception in
+        # between, and the thread would get it once more while the first one unwinds it. A signal's
+        # handler may come to told() within told(): not a Lock, which it would wait for forever.
+        self._raising = threading.RLock()
 
     def told(self) -> None:
         """The thread is about to raise the failure, or one of its own, by itself."""
-        self._told.set()
-        if self._failure is not None and threading.get_ident() == self._thread:
-            _raise_in(self._thread, None)  # not once more
+        with self._raising:
+            self._told.set()
+            if self._failure is not None and threading.get_ident() == self._thread:
+                _raise_in(self._thread, None)  # not once more
 
     def require(self, failure: HyTrainError) -> None:
         """From now on the process is to end.
@@ -82,7 +87,10 @@ class Ending:
             if not was_raised and passed > RAISE_SECONDS:
                 was_raised = not is_in_torch_distributed(self._thread)
                 if was_raised:
-                    _raise_in(self._thread, self._exception())
+                    kind = self._exception()
+                    with self._raising:
+                        if not self._told.is_set():
+                            _raise_in(self._thread, kind)
         self._see_it_out()
 
     def _exception(self) -> type[BaseException]:

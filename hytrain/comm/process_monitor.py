@@ -125,6 +125,10 @@ class ProcessMonitor:
     def _greet(self) -> None:
         try:
             self._learn_processes()
+            # close() ends the look before all processes are known. Ranks that were not found count
+            # as other hosts' here: this one would listen on all interfaces.
+            if self._closed.is_set():
+                return
             everywhere = [self._here, *self._processes.values()]
             is_one_host = len(everywhere) == self._world_size and can_share_loopback(everywhere)
             self._status.put("address", self._peers.listen(is_one_host=is_one_host).packed())

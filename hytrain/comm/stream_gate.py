@@ -23,6 +23,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,8 @@ _FOR_GOOD = 1 << 30
 _BEHIND = (1 << 31) + 1
 """From here on a number is behind the first that is waited for."""
 _CLOSING_SECONDS = 10.0
+_AHEAD_SECONDS = 1e-3
+"""How often the flags of an open gate are set ahead again."""
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
@@ -192,6 +195,13 @@ class StreamGate:
         self._others = others
         self._number = 0
         self._is_open = False
+        # An abort's thread may open the gate while another one closes it: without the lock it could
+        # write to memory that is no longer mapped. No call of the device's is made under it: such a
+        # one may wait for a stream that only the flags let go on.
+        self._flags_lock = threading.Lock()
+        self._is_closed = False
+        self._keeper: threading.Thread | None = None
+        self._keeper_ends = threading.Event()
 
     def arrive(self) -> None:
         """The current stream goes on when the others' have come to as many collectives.
@@ -215,13 +225,52 @@ class StreamGate:
         """No rank waits for another any more: one of them has failed. From any thread."""
         # Before the flags: what is issued from here on does not wait at all.
         self._is_open = True
+        with self._flags_lock:
+            if self._is_closed:
+                return
+            self._set_ahead()
+            if self._keeper is None:
+                keeper = threading.Thread(target=self._keep_ahead, name="hytrain-gate", daemon=True)
+                # Its caller goes on to abort the collectives, also where no thread can be had.
+                with suppress(RuntimeError):
+                    keeper.start()
+                    self._keeper = keeper
+
+    def _set_ahead(self) -> None:
         for rank in (self._rank, *self._others):
             self._flags.set(rank, (self._number + _FOR_GOOD) % _NUMBERS)
 
+    def _keep_ahead(self) -> None:
+        # Setting them ahead once is not enough. A device that comes later to a number that was
+        # queued before (this rank's, another's that has not opened its gate, or that of an arrive()
+        # which had found the gate closed) writes that lower number over the flag, and who is to
+        # wait for a higher one would wait for ever. Whether more such numbers are queued only the
+        # devices know, and they are not asked: the call could block, with the interpreter held.
+        while not self._keeper_ends.wait(_AHEAD_SECONDS):
+            self._set_ahead()
+
     def close(self) -> None:
-        """Gives the memory back. No rank is waited for any more: the others may be gone."""
+        """Gives the memory back. No rank is waited for any more: the others may be gone.
+
+        May be called twice.
+        """
+        if self._is_closed:
+            return
         self.open_for_good()
-        _give_back(self._flags, self._stream)
+        # Behind a collective that will never end the stream may still read the flags: unmapped,
+        # that would be a fault of the device. Then the memory stays, and the flags are kept ahead.
+        if not _settled(self._stream):
+            return
+        with self._flags_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._keeper_ends.set()
+        if self._keeper is not None:
+            self._keeper.join()  # or it would write to memory that is no longer mapped
+        # This rank's last number may have been written since: others may still wait for more.
+        self._set_ahead()
+        _unmap(self._flags, self._stream)
 
 
 def _settled(stream: GateStream) -> bool:
@@ -235,11 +284,14 @@ def _settled(stream: GateStream) -> bool:
 
 
 def _give_back(flags: SharedFlags, stream: GateStream) -> None:
-    # Behind a collective that will never end the stream may still read the flags: unmapped, that
-    # would be a fault of the device. Then the memory stays.
+    # The stream may still read them: unmapped, that would be a fault of the device.
     if _settled(stream):
-        stream.unregister(flags.address)
-        flags.close()
+        _unmap(flags, stream)
+
+
+def _unmap(flags: SharedFlags, stream: GateStream) -> None:
+    stream.unregister(flags.address)
+    flags.close()
 
 
 def open_gate(

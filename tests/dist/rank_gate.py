@@ -188,6 +188,43 @@ def a_rank_never_comes() -> float:
     return seconds
 
 
+class Pair:
+    """Two ranks' gates in one process, so that a test decides which of them does what, and when."""
+
+    def __init__(self, path: str) -> None:
+        self.flags = [SharedFlags(path, 2) for _ in range(2)]
+        self.gate_streams = [HostGateStream() for _ in range(2)]
+        self.streams = [HostStream() for _ in range(2)]
+        self.held: list[threading.Event] = []
+        self.gates: list[StreamGate] = []
+        for rank in range(2):
+            flags, stream = self.flags[rank], self.gate_streams[rank]
+            flags.set(rank, 0)
+            stream.current = self.streams[rank]
+            self.gates.append(StreamGate(flags, stream, flags.address, rank, [1 - rank]))
+
+    def hold(self, rank: int) -> threading.Event:
+        """A rank's stream computes until the event is set."""
+        self.held.append(threading.Event())
+        self.streams[rank].put(self.held[-1].wait)
+        return self.held[-1]
+
+    def is_ahead(self, rank: int) -> bool:
+        """Whether a rank's flag is ahead of all that is waited for, as the other one sees it."""
+        return self.flags[1 - rank].get(rank) >= 1 << 29
+
+    def close(self) -> None:
+        # All of them before any is closed: the streams' threads must have stopped reading.
+        for end in self.held:
+            end.set()
+        for gate in self.gates:
+            gate.open_for_good()
+        for stream in self.streams:
+            assert stream.synchronize()
+        for gate in self.gates:
+            gate.close()
+
+
 def no_such_memory() -> bool:
     """Where one of two cannot map it, none has a gate."""
     folder = "/does/not/exist" if dist.get_rank() == 1 else None

@@ -18,6 +18,7 @@ from hytrain.comm import crash_report
 from hytrain.comm import failure_watch as watch
 from hytrain.comm import rank_status as bulletin
 from hytrain.comm.daemon_executor import DaemonExecutor
+from hytrain.comm.failure_messages import Word
 from hytrain.comm.failure_watch import RankWatch
 from hytrain.errors import OutOfStepError, RankFailedError
 
@@ -315,6 +316,88 @@ def test_errors_of_others_are_not_passed_on(job: Job) -> None:
     job.ranks[0].tell(found, final=True)
     assert "first" in str(job.wait_for(2))
     assert "rank 1" in str(job.wait_for(2))
+
+
+# -- two threads that find a failure at once ------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Job, RankWatch]]:
+    """A rank whose threads do nothing of their own accord: the test makes their calls."""
+    monkeypatch.setattr(watch, "POLL_SECONDS", 30.0)
+    job = Job(monkeypatch, world_size=2)
+    yield job, job.ranks[0]
+    for rank in job.ranks:
+        rank.close()
+
+
+def test_a_failure_is_not_replaced_by_one_that_was_found_beside_it(
+    alone: tuple[Job, RankWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, rank = alone
+    rank._words.hear(Word(1, 1, "error", "ValueError: the cause", final=True, about=1))
+
+    def mismatch(_histories: object) -> OutOfStepError:
+        # Between this thread's look at the words and its verdict the monitor's thread decides.
+        monitor = threading.Thread(target=rank._take_notice)
+        monitor.start()
+        monitor.join()
+        return OutOfStepError("what follows of it")
+
+    monkeypatch.setattr(rank, "_mismatch", mismatch)
+    decide = rank._decide
+    monkeypatch.setattr(rank, "_decide", lambda _number: None)  # it has found nothing before
+    monkeypatch.setattr(rank, "_take_notice", lambda: decide(None))
+    rank._must_read = True
+    with caplog.at_level(logging.ERROR, "hytrain"):
+        rank._look()
+    assert "the cause" in str(rank._failure)
+    assert len(caplog.records) == 1
+    assert job.aborted == [0]
+
+
+def test_two_threads_that_fail_at_once_report_one_failure(
+    alone: tuple[Job, RankWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    job, rank = alone
+    second_reported = threading.Event()
+    second = threading.Thread(
+        target=lambda: rank._fail(OutOfStepError("second"), is_seen_here_only=True)
+    )
+
+    class Handler(logging.Handler):
+        """The first thread is held in its report until the other one reports, or half a second."""
+
+        def createLock(self) -> None:
+            self.lock = None  # a lock would hold the second thread's report
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "second" in record.getMessage():
+                second_reported.set()
+            else:
+                second.start()
+                second_reported.wait(0.5)
+
+    handler = Handler()
+    logging.getLogger("hytrain.comm.failure_watch").addHandler(handler)
+    try:
+        rank._fail(RankFailedError("first"))
+        second.join(30)
+    finally:
+        logging.getLogger("hytrain.comm.failure_watch").removeHandler(handler)
+    assert not second.is_alive()
+    assert not second_reported.is_set()
+    assert str(rank._failure) == "first"
+    assert [record.getMessage() for record in caplog.records] == ["first"]
+    assert job.aborted == [0]
+
+
+def test_a_watch_that_was_closed_meanwhile_does_not_fail(alone: tuple[Job, RankWatch]) -> None:
+    job, rank = alone
+    rank.close()
+    rank._fail(OutOfStepError("the other ranks have ended"))
+    assert rank._failure is None
+    assert not job.aborted
 
 
 # -- collectives that cannot be interrupted -----------------------------------------------------

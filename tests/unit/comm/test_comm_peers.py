@@ -84,6 +84,25 @@ def test_the_last_words_arrive_after_the_end(pair: tuple[Rank, Rank]) -> None:
     assert within(lambda: (1, {"word": "the last"}) in first.heard)
 
 
+@pytest.mark.parametrize("is_one_host", [True, False])
+def test_a_port_that_opens_while_all_is_closed_is_closed(
+    monkeypatch: pytest.MonkeyPatch, is_one_host: bool
+) -> None:
+    closing = Peers(0, [1], list)
+    opened: list[socket.socket] = []
+    create = socket.create_server
+
+    def close_first(*arguments: Any, **named: Any) -> socket.socket:
+        closing.close()
+        opened.append(create(*arguments, **named))
+        return opened[-1]
+
+    monkeypatch.setattr(socket, "create_server", close_first)
+    with pytest.raises(OSError, match="closed"):
+        closing.listen(is_one_host=is_one_host)
+    assert [each.fileno() for each in opened] == [-1]
+
+
 def test_a_process_that_is_gone_is_refused(pair: tuple[Rank, Rank]) -> None:
     first, second = pair
     assert not first.peers.is_refused(1)

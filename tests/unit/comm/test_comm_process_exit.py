@@ -71,6 +71,19 @@ def test_who_has_raised_it_itself_is_left_alone() -> None:
     assert run(body)[:2] == (0, "ended\n")
 
 
+def test_who_raises_it_while_it_is_about_to_be_brought_about_gets_it_once() -> None:
+    body = (
+        "about, was_told, over = (threading.Event() for _ in range(3))\n"
+        "def look(thread):\n    about.set(); was_told.wait(); return False\n"
+        "ending.is_in_torch_distributed = look\n"
+        "own._see_it_out = over.set\n"
+        "about.wait()\n"  # the ending's thread has seen that nothing was told
+        "try:\n    own.told(); was_told.set(); over.wait(); print('not again')\n"
+        "except RankFailedError: print('raised again')"
+    )
+    assert run(body)[:2] == (0, "not again\n")
+
+
 def test_tidying_up_that_waits_again_is_ended() -> None:
     body = (
         "import contextlib, io\n"
