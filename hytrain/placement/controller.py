@@ -18,7 +18,6 @@ from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import STATE_BYTES, Bounds, bounds
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import (
     WORTH_GAIN,
@@ -276,7 +275,6 @@ class PlacementController:
                 bounds=allowed,
                 costs=None,
                 limits=limits,
-                corrections=(),
             )
         )
 
@@ -334,17 +332,8 @@ class PlacementController:
                 layer_bytes=self._bytes,
                 limits=limits,
                 staging_bytes=self._settings.staging_bytes,
-                corrections=self._corrections(solution, costs),
             )
         )
-
-    def _corrections(self, solution: Solution, costs: StepCosts) -> tuple[float, ...]:
-        """What was measured adds to predictions from the costs alone, for the record."""
-        if not self._steps.known or self._settings.method != "pipeline":
-            return ()
-        plain = predict(costs).step_seconds
-        pairs = zip(solution.predictions, plain, strict=True)
-        return tuple(corrected.step_seconds - seconds for corrected, seconds in pairs)
 
     def _record(self, decision: Decision) -> None:
         self.decisions.append(decision)
@@ -368,7 +357,6 @@ class PlacementController:
                 reason=reason,
                 predicted_seconds=None,
                 measured_seconds=None,
-                corrections=(),
             )
         )
 

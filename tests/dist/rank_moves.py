@@ -17,7 +17,7 @@ from support.models import make_batch, make_model
 from hytrain.engine import build_optimizer as build
 from hytrain.errors import MemoryBudgetError
 from hytrain.hardware import host_share
-from hytrain.placement import controller, manager, memory_probe
+from hytrain.placement import controller, memory_probe
 from hytrain.placement.records import Decision
 
 STEPS = 24
@@ -71,8 +71,8 @@ def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -
     """Each rank solves for its own shard, here at random; (steps that differed, decisions)."""
     solve, rng = controller.solve, random.Random(7 + dist.get_rank())
 
-    def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
-        found = solve(costs, method, bounds, **rest)
+    def at_random(costs: Any, method: Any, bounds: Any, *, alpha: Any = None) -> Any:
+        found = solve(costs, method, bounds, alpha=alpha)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
     gpu_fraction: Any = "solve"
@@ -82,8 +82,6 @@ def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -
         patch.setattr(controller, "worth_moving", lambda *_rest: True)
         patch.setattr(controller, "inputs_moved", lambda *_rest: True)
         patch.setattr(controller, "_SETTLED_STEPS", 0)
-        patch.setattr(controller, "_SOLVE_EVERY", 0)
-        patch.setattr(manager, "ENOUGH_SAMPLES", 0)
         with built(make_model("mlp"), config) as engine:
             differed = _train(engine, False, 0)
             return differed, len(engine.placement_decisions())

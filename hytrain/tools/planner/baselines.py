@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hytrain.formats.policies import ACTIVATIONS_OF, Accumulation, Activations
+from hytrain.formats.policies import MANNERS, Accumulation, Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -25,7 +25,7 @@ from hytrain.tools.planner.cost_model import (
     shard_that_fits,
 )
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import TOLERANCE, Found, OtherAccumulation, Plan, settle, to_plan
+from hytrain.tools.planner.result import TOLERANCE, Found, OtherManner, Plan, settle, to_plan
 from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
@@ -56,7 +56,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     A batch that does not divide gives the first ranks one more.
     """
     if problem.needs_rounds and problem.offload_param:
-        return best_accumulation(
+        return best_manner(
             problem, lambda one, _: even_split(one)
         )  # what fetches take of the host is by rounds
     num_ranks = problem.cluster.num_ranks
@@ -92,7 +92,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_accumulation(problem, lambda one, _: samples_by_speed(one))
+        return best_manner(problem, lambda one, _: samples_by_speed(one))
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -118,7 +118,7 @@ Solver = Callable[[PlanProblem, float], Plan | Infeasible | None]
 """Gives a problem's plan. It may give None where no step is shorter than so many seconds."""
 
 
-def best_accumulation(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
+def best_manner(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
     """The best solution of stage 3, where all ranks use each layer as often, in the same order.
 
     Either one micro-batch after another: all ranks make as many, of some numbers of them, and all
@@ -126,25 +126,25 @@ def best_accumulation(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
     micro-batches as each likes.
     """
     found: dict[Accumulation, Plan | Infeasible] = {}
-    for mode, group in ACTIVATIONS_OF.items():
+    for manner, group in MANNERS.items():
         policies: tuple[Activations, ...] = tuple(
             policy for policy in problem.activations if policy in group
         )
         if not policies:
             continue
-        if mode == "layer_major":
+        if manner == "layer_major":
             solved = solve(replace(problem, activations=policies), math.inf)
             assert solved is not None, "every step is shorter"
-            found[mode] = solved
+            found[manner] = solved
         else:
-            found[mode] = _best_rounds(problem, policies, solve)
+            found[manner] = _best_rounds(problem, policies, solve)
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     if not plans:
         return _nearest([one for one in found.values() if isinstance(one, Infeasible)])
     best = min(plans, key=lambda plan: plan.predicted_seconds)
     others = [
-        OtherAccumulation(mode, other if isinstance(other, Infeasible) else other.predicted_seconds)
-        for mode, other in found.items()
+        OtherManner(manner, other if isinstance(other, Infeasible) else other.predicted_seconds)
+        for manner, other in found.items()
         if other is not best
     ]
     return replace(best, other_manner=others[0] if others else None)

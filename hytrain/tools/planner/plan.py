@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hytrain.formats.policies import ACTIVATIONS_OF, Activations
-from hytrain.tools.planner.baselines import best_accumulation, samples_by_speed
+from hytrain.formats.policies import MANNERS, Activations
+from hytrain.tools.planner.baselines import best_manner, samples_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
 from hytrain.tools.planner.frontier import Frontier
@@ -140,9 +140,9 @@ def _others(problem: PlanProblem, search: _Search, best: Plan) -> list[Plan]:
 
 
 def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:
-    """Each policy alone, and those of each accumulation mode."""
+    """Each policy alone, and those of each manner of accumulation."""
     groups: list[tuple[Activations, ...]] = [(policy,) for policy in activations]
-    for own in ACTIVATIONS_OF.values():
+    for own in MANNERS.values():
         groups.append(tuple(policy for policy in activations if policy in own))
     return [group for group in dict.fromkeys(groups) if group and group != activations]
 
@@ -178,13 +178,13 @@ class _Search:
 
 def _of_one_manner(problem: PlanProblem) -> Plan | Infeasible:
     """Stage 3: the best plan in which all ranks use each layer together."""
-    found = best_accumulation(problem, _if_shorter)
+    found = best_manner(problem, _if_shorter)
     if isinstance(found, Infeasible):
         return found
     # Ranks that need not wait for each other are no slower: their bound is all plans' bound.
     bounds: list[float] = [found.step_seconds]
     worst = found.step_seconds * (1.0 + TOLERANCE)
-    for group in ACTIVATIONS_OF.values():
+    for group in MANNERS.values():
         policies: tuple[Activations, ...] = tuple(
             policy for policy in problem.activations if policy in group
         )

@@ -152,7 +152,7 @@ _WHY: dict[Accumulation, str] = {
 
 
 def _manner_words(plan: Plan) -> list[str]:
-    """A line about the accumulation mode, where all ranks had to be of one."""
+    """A line about the manner of accumulation, where all ranks had to be of one."""
     other, chosen = plan.other_manner, plan.accumulation
     if other is None or chosen is None:
         return []

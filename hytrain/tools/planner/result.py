@@ -60,11 +60,11 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherAccumulation:
-    """What the best plan of the accumulation mode that was not chosen takes (stage 3).
+class OtherManner:
+    """What the best plan of the manner of accumulation that was not chosen takes (stage 3).
 
     Attributes:
-        accumulation: that mode.
+        accumulation: that manner.
         result: its predicted step in seconds, or why nothing fits.
     """
 
@@ -95,17 +95,17 @@ class Plan:
     unclipped_seconds: float
     clipped_seconds: float
     clipped_share: float
-    other_manner: OtherAccumulation | None = None
+    other_manner: OtherManner | None = None
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """The mode of all ranks with samples; None where they differ."""
-        modes: set[Accumulation] = {
+        """The manner of all ranks with samples; None where they differ."""
+        manners: set[Accumulation] = {
             "layer_major" if rank.activations in LAYER_MAJOR else "micro_batch_major"
             for rank in self.ranks
             if rank.batch_size
         }
-        return modes.pop() if len(modes) == 1 else None
+        return manners.pop() if len(manners) == 1 else None
 
     @property
     def predicted_seconds(self) -> float:

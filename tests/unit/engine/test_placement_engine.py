@@ -22,7 +22,6 @@ from training import backward, inputs
 from hytrain.kernels import host_memory
 from hytrain.offload import mover as mover_module
 from hytrain.placement import controller as controller_module
-from hytrain.placement import manager as manager_module
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,16 +32,14 @@ def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Decides at random, as soon as it may."""
     rng, solve = random.Random(seed), controller_module.solve
 
-    def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
-        found = solve(costs, method, bounds, **rest)
+    def at_random(costs: Any, method: Any, bounds: Any, *, alpha: Any = None) -> Any:
+        found = solve(costs, method, bounds, alpha=alpha)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
     monkeypatch.setattr(controller_module, "solve", at_random)
     monkeypatch.setattr(controller_module, "worth_moving", lambda *_rest: True)
     monkeypatch.setattr(controller_module, "inputs_moved", lambda *_rest: True)
     monkeypatch.setattr(controller_module, "_SETTLED_STEPS", 0)
-    monkeypatch.setattr(controller_module, "_SOLVE_EVERY", 0)
-    monkeypatch.setattr(manager_module, "ENOUGH_SAMPLES", 0)
 
 
 def number_of_moves(engine: Any) -> Callable[[], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,6 @@ from hytrain.placement.measured_steps import ENOUGH_SAMPLES
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.candidates import candidate_rows
 
 PARAMETERS = 50_000_000
 
@@ -203,20 +201,6 @@ def test_it_does_not_follow_a_host_that_is_now_slow_now_fast(name: str) -> None:
         regret += training.regret
     assert moves / len(seeds) <= 2
     assert regret / len(seeds) < 0.05
-
-
-def test_a_decision_keeps_what_measurements_added() -> None:
-    training = Training(LAUNCH_BOUND)
-    training.run(60)
-    last = training.controller.decisions[-1]
-    assert last.costs is not None
-    assert any(abs(seconds) > 0.001 for seconds in last.corrections)
-    number = last.gpu_layers_target
-    plain = predict(last.costs).step_seconds[number]
-    assert last.predicted_seconds == pytest.approx(plain + last.corrections[number])
-    assert Decision.from_json(json.loads(json.dumps(last.to_json()))) == last
-    row = candidate_rows(last, lambda _: None)[number]
-    assert row.predicted_seconds == pytest.approx(last.predicted_seconds)
 
 
 def test_the_cases_are_what_they_are_called() -> None:

@@ -191,7 +191,7 @@ def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem)
     stage_3 = replace(random, stage=3, rounds=None, activations=policies)
     assume(stage_3.needs_rounds)
     fast = make_plan(stage_3)
-    slow = baselines.best_accumulation(stage_3, lambda one, _: make_plan(one))
+    slow = baselines.best_manner(stage_3, lambda one, _: make_plan(one))
     assert isinstance(fast, Plan) == isinstance(slow, Plan)
     if isinstance(fast, Plan) and isinstance(slow, Plan):
         assert fast.predicted_seconds <= slow.predicted_seconds
