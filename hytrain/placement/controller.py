@@ -7,7 +7,6 @@ towards it, and steps back where the device turns out to have no room.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,17 +15,9 @@ import torch
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
-from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import STATE_BYTES, Bounds, bounds
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import (
-    WORTH_GAIN,
-    Method,
-    Solution,
-    inputs_moved,
-    solve,
-    worth_moving,
-)
+from hytrain.placement.solve import Method, Solution, inputs_moved, solve, worth_moving
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +29,6 @@ _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory."""
 _RETRY_STEPS = 200
 """Steps after which a number of GPU layers that did not fit is tried again."""
-_TRIALS = 4
-"""Numbers of GPU layers that are tried for one workload; then the best of the measured is kept."""
-_TRIAL_STEPS = 60
-"""Steps of one workload in which they are tried."""
-_OTHER_WORKLOAD = 1.5
-"""Ratio by which compute or the CPU's work must change at a placement to be tried for again."""
-_MOST_TRIAL_COST = 1.25
-"""A placement is not tried for interference alone where it is predicted to take so much longer."""
-_LAUNCH_BOUND_GAIN = 0.04
-"""Share of a launch-bound step that a move must win: what else the host does changes it by more."""
-_SOLVE_EVERY = 5
-"""Steps between two solves for nothing but other costs: the host of a launch-bound step is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +78,6 @@ class PlacementController:
         self.decisions: list[Decision] = [first]
         self._solved_with: tuple[StepCosts, Bounds] | None = None
         self._solution: Solution | None = None
-        self._solved_at = -_SOLVE_EVERY
-        self._solved_for = self.num_gpu_layers
-        self._steps = MeasuredSteps()
-        self._steps_version = 0
-        self._trials = 0
-        self._workload_since: int | None = None
         self.target = self.num_gpu_layers
         # Numbers of GPU layers for which one side turned out to have no room, until a later step.
         self._too_many: int | None = None
@@ -139,110 +112,34 @@ class PlacementController:
         """No layer has moved for long enough that times are those of this placement."""
         return self.target == self.num_gpu_layers and self._settled >= _SETTLED_STEPS
 
-    def consider(
-        self, step: int, costs: StepCosts, limits: MemoryLimits, *, launch_bound: bool = False
-    ) -> None:
+    def consider(self, step: int, costs: StepCosts, limits: MemoryLimits) -> None:
         """Decides anew where costs or memory have changed; sets ``target``.
 
         Args:
             step: steps made so far.
             costs: what the last steps took.
             limits: what memory there is.
-            launch_bound: the GPU waits for the host to launch its kernels.
         """
         allowed = self._allowed(step, limits)
-        if self._workload_since is None or self._is_other_workload(costs, allowed):
-            self._workload_since, self._trials = step, 0
-        here = self.num_gpu_layers
-        if self._solution is None or self._is_out_of_date(step, costs, allowed):
-            self._solution = self._solve(step, costs, allowed, launch_bound=launch_bound)
+        last = self._solved_with
+        if last is None or last[1] != allowed or inputs_moved(last[0], costs):
+            alpha = self._settings.alpha
+            self._solution = solve(costs, self._settings.method, allowed, alpha=alpha)
+            self._solved_with = (costs, allowed)
         solution = self._solution
+        assert solution is not None
+        here = self.num_gpu_layers
         # The closed form is there to reproduce the published system: it is followed as it is.
         moves = solution.gpu_layers != here and (
             self._settings.method == "closed_form"
             or worth_moving(solution, here, self._move_seconds)
         )
         if moves:
-            self._trials += self._steps.seconds(solution.gpu_layers) is None
             self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
-        elif launch_bound and self._may_try_all(solution, allowed):
-            self._trials += 1
-            reason = (
-                "launch-bound: kernels are launched as fast as the host can, which updates on the "
-                f"CPU slow down; {allowed.max_gpu_layers} of {len(self._layers)} layers to the GPU"
-            )
-            self._decide(step, solution, allowed.max_gpu_layers, reason, costs, limits)
         elif self.decisions[-1].costs is None:
             # Nothing moves, but now it is known why.
             reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
             self._decide(step, solution, here, reason, costs, limits)
-
-    def _is_out_of_date(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
-        last = self._solved_with
-        if last is None or last[1] != allowed or self._steps_version != self._steps.version:
-            return True
-        return step - self._solved_at >= _SOLVE_EVERY and inputs_moved(last[0], costs)
-
-    def _solve(
-        self, step: int, costs: StepCosts, allowed: Bounds, *, launch_bound: bool
-    ) -> Solution:
-        self._solved_with, self._solved_at = (costs, allowed), step
-        self._steps_version = self._steps.version
-        here = self._solved_for = self.num_gpu_layers
-        # Predictions that differ by less than they err would be tried one after the other.
-        tried_enough = allowed.allow(here) and not self._may_try(step)
-        return solve(
-            costs,
-            self._settings.method,
-            allowed,
-            alpha=self._settings.alpha,
-            measured=self._steps,
-            here=here,
-            least_gain=_LAUNCH_BOUND_GAIN if launch_bound else WORTH_GAIN,
-            choices={here, *self._steps.known} if tried_enough else None,
-        )
-
-    def _is_other_workload(self, costs: StepCosts, allowed: Bounds) -> bool:
-        """Whether costs at this placement, or what fits, differ much from what was solved with."""
-        last = self._solved_with
-        if last is None or self._solved_for != self.num_gpu_layers:
-            return False
-        grown = allowed.max_gpu_layers - last[1].max_gpu_layers
-        grown = max(grown, last[1].min_gpu_layers - allowed.min_gpu_layers)
-        pairs = (
-            (last[0].compute_seconds, costs.compute_seconds),
-            (last[0].cpu_seconds, costs.cpu_seconds),
-        )
-        changed = any(max(pair) > _OTHER_WORKLOAD * min(pair) for pair in pairs)
-        return changed or grown >= max(2, math.ceil(0.1 * len(self._layers)))
-
-    def _may_try(self, step: int) -> bool:
-        since = step if self._workload_since is None else self._workload_since
-        return self._trials < _TRIALS and step - since < _TRIAL_STEPS
-
-    def _may_try_all(self, solution: Solution, allowed: Bounds) -> bool:
-        """Whether what the host does besides may cost more than a move of all layers that fit.
-
-        No step at one placement shows by how much updates on the CPU slow the launching thread
-        down; a step without them does.
-        """
-        here, most = self.num_gpu_layers, allowed.max_gpu_layers
-        if self._settings.method != "pipeline" or most <= here:
-            return False
-        if self._steps.seconds(most) is not None:
-            return False
-        steps = solution.predictions
-        return steps[most].step_seconds <= _MOST_TRIAL_COST * steps[here].step_seconds
-
-    def add_step(self, seconds: float) -> None:
-        """A step of the present placement took so many seconds; call it only when settled."""
-        if self._steps.add(self.num_gpu_layers, seconds):
-            self._trials, self._workload_since = 0, None
-
-    @property
-    def num_measured(self) -> int:
-        """Steps that were measured at the present placement."""
-        return self._steps.count(self.num_gpu_layers)
 
     def consider_idle(self, step: int, limits: MemoryLimits) -> None:
         """Decides for a rank that computes no samples: its GPU has time for every update.
@@ -369,7 +266,6 @@ class PlacementController:
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
         self._too_many = self._too_few = None
-        self._steps, self._trials, self._workload_since = MeasuredSteps(), 0, None
         if self.solves and history and self._is_comparable(history[-1]):
             last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:

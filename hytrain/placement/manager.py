@@ -14,7 +14,6 @@ from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
-from hytrain.placement.measured_steps import ENOUGH_SAMPLES
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
@@ -24,6 +23,7 @@ _PROBE_STEPS = 3
 """The first steps, all of whose allocations are followed."""
 _PROBE_EVERY = 20
 _WARM_UP = 2
+_LEAST_SAMPLES = 2
 _IDLE_STEPS = 4
 """Steps without a backward of its own after which a rank is taken to compute no samples."""
 _MEASURE_ALL = 8
@@ -118,9 +118,6 @@ class PlacementManager:
         warm = min(self._warm_up, len(samples))
         self._warm_up -= warm
         estimator.add_samples(samples[warm:])
-        if controller.is_settled:
-            for sample in samples[warm:]:
-                controller.add_step(sample.seconds)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
@@ -131,13 +128,8 @@ class PlacementManager:
             controller.consider_idle(self._steps, self._current_limits())
             return
         costs = estimator.costs()
-        if costs is not None and controller.num_measured >= ENOUGH_SAMPLES:
-            controller.consider(
-                self._steps,
-                costs,
-                self._current_limits(),
-                launch_bound=estimator.launch_bound,
-            )
+        if costs is not None and estimator.num_samples >= _LEAST_SAMPLES:
+            controller.consider(self._steps, costs, self._current_limits())
 
     def _measures_next(self) -> bool:
         """Every step until times and placement have settled, then every fourth."""
