@@ -15,9 +15,19 @@ import torch
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import STATE_BYTES, Bounds, bounds
+from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import Method, Solution, inputs_moved, solve, worth_moving
+from hytrain.placement.refused_numbers import RETRY_STEPS, RefusedNumbers
+from hytrain.placement.solve import (
+    Method,
+    Solution,
+    inputs_moved,
+    solve,
+    worth_moving,
+)
+from hytrain.placement.trials import Trials, is_other_workload
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +37,10 @@ _SETTLED_STEPS = 4
 """Steps after the last move whose times are taken for those of the new placement."""
 _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory."""
-_RETRY_STEPS = 200
-"""Steps after which a number of GPU layers that did not fit is tried again."""
+_MOST_TRIAL_COST = 1.25
+"""A placement is not tried for interference alone where it is predicted to take so much longer."""
+_SOLVE_EVERY = 5
+"""Launch-bound steps between two solves for nothing but other costs: their host is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +90,13 @@ class PlacementController:
         self.decisions: list[Decision] = [first]
         self._solved_with: tuple[StepCosts, Bounds] | None = None
         self._solution: Solution | None = None
+        self._solved_at = -_SOLVE_EVERY
+        self._solved_for = self.num_gpu_layers
+        self._steps = MeasuredSteps()
+        self._steps_version = 0
+        self._trials = Trials()
         self.target = self.num_gpu_layers
-        # Numbers of GPU layers for which one side turned out to have no room, until a later step.
-        self._too_many: int | None = None
-        self._too_many_until = 0
-        self._too_few: int | None = None
-        self._too_few_until = 0
+        self._refused = RefusedNumbers()
         self._settled = 0
         self._warned = False
         largest = max(layer.parameters for layer in self._bytes)
@@ -112,34 +125,98 @@ class PlacementController:
         """No layer has moved for long enough that times are those of this placement."""
         return self.target == self.num_gpu_layers and self._settled >= _SETTLED_STEPS
 
-    def consider(self, step: int, costs: StepCosts, limits: MemoryLimits) -> None:
+    def consider(
+        self, step: int, costs: StepCosts, limits: MemoryLimits, *, launch_bound: bool = False
+    ) -> None:
         """Decides anew where costs or memory have changed; sets ``target``.
 
         Args:
             step: steps made so far.
             costs: what the last steps took.
             limits: what memory there is.
+            launch_bound: the GPU waits for the host to launch its kernels.
         """
         allowed = self._allowed(step, limits)
-        last = self._solved_with
-        if last is None or last[1] != allowed or inputs_moved(last[0], costs):
-            alpha = self._settings.alpha
-            self._solution = solve(costs, self._settings.method, allowed, alpha=alpha)
-            self._solved_with = (costs, allowed)
+        here, last = self.num_gpu_layers, self._solved_with
+        solved_here = last if self._solved_for == here else None
+        if solved_here is not None and is_other_workload(solved_here, (costs, allowed)):
+            self._trials.restart()
+        self._trials.see(step)
+        if self._solution is None or self._is_out_of_date(step, costs, allowed, launch_bound):
+            self._solution = self._solve(step, costs, allowed, launch_bound=launch_bound)
         solution = self._solution
-        assert solution is not None
-        here = self.num_gpu_layers
         # The closed form is there to reproduce the published system: it is followed as it is.
         moves = solution.gpu_layers != here and (
             self._settings.method == "closed_form"
             or worth_moving(solution, here, self._move_seconds)
         )
         if moves:
+            if self._steps.seconds(solution.gpu_layers) is None:
+                self._trials.use()
             self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
+        elif launch_bound and self._may_try_all(solution, allowed):
+            self._trials.use()
+            reason = (
+                "launch-bound: kernels are launched as fast as the host can, which updates on the "
+                f"CPU slow down; {allowed.max_gpu_layers} of {len(self._layers)} layers to the GPU"
+            )
+            self._decide(step, solution, allowed.max_gpu_layers, reason, costs, limits)
         elif self.decisions[-1].costs is None:
             # Nothing moves, but now it is known why.
             reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
             self._decide(step, solution, here, reason, costs, limits)
+
+    def _is_out_of_date(
+        self, step: int, costs: StepCosts, allowed: Bounds, launch_bound: bool
+    ) -> bool:
+        last = self._solved_with
+        if last is None or last[1] != allowed or self._steps_version != self._steps.version:
+            return True
+        if launch_bound and step - self._solved_at < _SOLVE_EVERY:
+            return False
+        return inputs_moved(last[0], costs)
+
+    def _solve(
+        self, step: int, costs: StepCosts, allowed: Bounds, *, launch_bound: bool
+    ) -> Solution:
+        self._solved_with, self._solved_at = (costs, allowed), step
+        self._steps_version = self._steps.version
+        here = self._solved_for = self.num_gpu_layers
+        tried_enough = launch_bound and allowed.allow(here) and not self._trials.are_left(step)
+        return solve(
+            costs,
+            self._settings.method,
+            allowed,
+            alpha=self._settings.alpha,
+            measured=self._steps,
+            here=here,
+            launch_bound=launch_bound,
+            choices={here, *self._steps.known} if tried_enough else None,
+        )
+
+    def _may_try_all(self, solution: Solution, allowed: Bounds) -> bool:
+        """Whether what the host does besides may cost more than a move of all layers that fit.
+
+        No step at one placement shows by how much updates on the CPU slow the launching thread
+        down; a step without them does.
+        """
+        here, most = self.num_gpu_layers, allowed.max_gpu_layers
+        if self._settings.method != "pipeline" or most <= here:
+            return False
+        if self._steps.seconds(most) is not None:
+            return False
+        steps = solution.predictions
+        return steps[most].step_seconds <= _MOST_TRIAL_COST * steps[here].step_seconds
+
+    def add_step(self, seconds: float, *, launch_bound: bool) -> None:
+        """A step of the present placement took so many seconds; call it only when settled."""
+        if self._steps.add(self.num_gpu_layers, seconds, launch_bound=launch_bound):
+            self._trials.restart()
+
+    @property
+    def num_measured(self) -> int:
+        """Steps that were measured at the present placement."""
+        return self._steps.count(self.num_gpu_layers)
 
     def consider_idle(self, step: int, limits: MemoryLimits) -> None:
         """Decides for a rank that computes no samples: its GPU has time for every update.
@@ -154,7 +231,7 @@ class PlacementController:
         allowed = self._allowed(step, limits)
         here, most, last = self.num_gpu_layers, allowed.max_gpu_layers, self.decisions[-1]
         had_to_leave = last.gpu_layers_target < last.gpu_layers_before
-        if most == here or (most > here and had_to_leave and step - last.step < _RETRY_STEPS):
+        if most == here or (most > here and had_to_leave and step - last.step < RETRY_STEPS):
             return
         self.target = most
         self._solved_with = None  # should samples come, it is solved anew
@@ -172,21 +249,13 @@ class PlacementController:
                 bounds=allowed,
                 costs=None,
                 limits=limits,
+                corrections=(),
             )
         )
 
     def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
         allowed = bounds(self._bytes, limits, self._settings.staging_bytes)
-        if self._too_many is not None and step >= self._too_many_until:
-            self._too_many = None
-        if self._too_many is not None:
-            most = min(allowed.max_gpu_layers, self._too_many - 1)
-            allowed = replace(allowed, max_gpu_layers=most)
-        if self._too_few is not None and step >= self._too_few_until:
-            self._too_few = None
-        if self._too_few is not None:
-            fewest = max(allowed.min_gpu_layers, self._too_few + 1)
-            allowed = replace(allowed, min_gpu_layers=fewest)
+        allowed = self._refused.restrict(allowed, step)
         if allowed.fits:
             return allowed
         # Both sides are full. The placement at hand works as it is; the host would not hold more.
@@ -229,8 +298,17 @@ class PlacementController:
                 layer_bytes=self._bytes,
                 limits=limits,
                 staging_bytes=self._settings.staging_bytes,
+                corrections=self._corrections(solution, costs),
             )
         )
+
+    def _corrections(self, solution: Solution, costs: StepCosts) -> tuple[float, ...]:
+        """What was measured adds to predictions from the costs alone, for the record."""
+        if not self._steps.known or self._settings.method != "pipeline":
+            return ()
+        plain = predict(costs).step_seconds
+        pairs = zip(solution.predictions, plain, strict=True)
+        return tuple(corrected.step_seconds - seconds for corrected, seconds in pairs)
 
     def _record(self, decision: Decision) -> None:
         self.decisions.append(decision)
@@ -254,6 +332,7 @@ class PlacementController:
                 reason=reason,
                 predicted_seconds=None,
                 measured_seconds=None,
+                corrections=(),
             )
         )
 
@@ -265,7 +344,9 @@ class PlacementController:
         """
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
-        self._too_many = self._too_few = None
+        self._refused.forget()
+        self._steps = MeasuredSteps()
+        self._trials.restart()
         if self.solves and history and self._is_comparable(history[-1]):
             last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:
@@ -331,14 +412,13 @@ class PlacementController:
             last[1].min_gpu_layers if last is not None else self.decisions[-1].bounds.min_gpu_layers
         )
         most = max(here - 1, min(here, fewest), 0)
-        self._too_many = most + 1
-        self._too_many_until = step + _RETRY_STEPS
+        again = self._refused.refuse_more_than(most, step)
         self.order(
             step,
             most,
             f"the GPU had no room for the state of layer '{layer.name}' "
             f"({STATE_BYTES * layer.shard_size} bytes): stepping back; more than {most} layers are "
-            f"not tried again before step {self._too_many_until}",
+            f"not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
 
@@ -354,13 +434,12 @@ class PlacementController:
         most = max(here - self._moves_a_step, min(here, fewest), 0)
         if most == here:
             return False
-        self._too_many = most + 1
-        self._too_many_until = step + _RETRY_STEPS
+        again = self._refused.refuse_more_than(most, step)
         self.order(
             step,
             most,
             f"the GPU had no room for an allocation of the model's: more than {most} layers are "
-            f"not tried again before step {self._too_many_until}",
+            f"not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
         self.act(step, at_once=True)
@@ -369,13 +448,12 @@ class PlacementController:
     def _stay(self, layer: LayerState, step: int, error: MemoryError) -> None:
         """The host had no room for a layer's state: it stays on the GPU."""
         here = self.num_gpu_layers
-        self._too_few = here - 1
-        self._too_few_until = step + _RETRY_STEPS
+        again = self._refused.refuse_fewer_than(here, step)
         self.order(
             step,
             here,
             f"the host had no room for the state of layer '{layer.name}' ({error}): it stays on "
             f"the GPU; fewer than {here} layers there are not tried again before step "
-            f"{self._too_few_until}",
+            f"{again}",
         )
         logger.warning("%s", self.decisions[-1].reason)

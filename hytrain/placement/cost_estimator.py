@@ -174,6 +174,11 @@ class CostEstimator:
         return float(np.median([s.seconds for s in self._samples])) if self._samples else None
 
     @property
+    def launch_bound(self) -> bool:
+        """Whether the GPU waited for the host to launch its kernels, in most of the last steps."""
+        return 2 * sum(sample.launch_bound for sample in self._samples) > len(self._samples)
+
+    @property
     def gpu_seconds_per_parameter(self) -> float:
         """Of the update on the GPU, with the GPU to itself."""
         if self._gpu_rates:

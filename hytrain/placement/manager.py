@@ -14,6 +14,7 @@ from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.measured_steps import ENOUGH_SAMPLES
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
@@ -118,6 +119,9 @@ class PlacementManager:
         warm = min(self._warm_up, len(samples))
         self._warm_up -= warm
         estimator.add_samples(samples[warm:])
+        if controller.is_settled:
+            for sample in samples[warm:]:
+                controller.add_step(sample.seconds, launch_bound=estimator.launch_bound)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
@@ -128,8 +132,16 @@ class PlacementManager:
             controller.consider_idle(self._steps, self._current_limits())
             return
         costs = estimator.costs()
-        if costs is not None and estimator.num_samples >= _LEAST_SAMPLES:
-            controller.consider(self._steps, costs, self._current_limits())
+        if costs is None or not self._has_measured_enough():
+            return
+        launch_bound = estimator.launch_bound
+        controller.consider(self._steps, costs, self._current_limits(), launch_bound=launch_bound)
+
+    def _has_measured_enough(self) -> bool:
+        """Whether to decide by what is known. Where steps are launch-bound, they must be known."""
+        if self._estimator.launch_bound:
+            return self.controller.num_measured >= ENOUGH_SAMPLES
+        return self._estimator.num_samples >= _LEAST_SAMPLES
 
     def _measures_next(self) -> bool:
         """Every step until times and placement have settled, then every fourth."""

@@ -29,6 +29,8 @@ class Decision:
         layer_bytes: the layers' sizes, in forward order.
         limits: what the rank may use.
         staging_bytes: pinned staging on the host.
+        corrections: seconds that measured steps add to what ``costs`` predict for 0..L GPU layers;
+            empty where nothing was corrected.
     """
 
     step: int
@@ -44,6 +46,7 @@ class Decision:
     layer_bytes: tuple[LayerBytes, ...]
     limits: MemoryLimits
     staging_bytes: int = 0
+    corrections: tuple[float, ...] = ()
 
     def with_measured(self, seconds: float) -> Decision:
         """The same decision, once its step has been measured."""
@@ -53,6 +56,7 @@ class Decision:
         """As plain JSON values."""
         record = asdict(self)
         record["layer_bytes"] = list(record["layer_bytes"])
+        record["corrections"] = list(record["corrections"])
         record["limits"]["gpu_base_at"] = list(self.limits.gpu_base_at)
         record["costs"] = None if self.costs is None else self.costs.to_json()
         return record
@@ -73,6 +77,7 @@ class Decision:
             limits["gpu_base_at"] = tuple(limits["gpu_base_at"])
             fields: dict[str, Any] = dict(record)
             fields["bounds"] = Bounds(**record["bounds"])
+            fields["corrections"] = tuple(record.get("corrections", ()))  # older ones have none
             fields["costs"] = None if costs is None else StepCosts.from_json(costs)
             fields["layer_bytes"] = tuple(LayerBytes(**layer) for layer in record["layer_bytes"])
             fields["limits"] = MemoryLimits(**limits)

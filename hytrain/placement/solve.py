@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
+from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import Candidate, predict
 
@@ -22,8 +23,14 @@ WITHIN_BEST = 0.01
 WORTH_GAIN = 0.01
 """Share of the step that a move must win to be made for speed."""
 
+_LAUNCH_BOUND_GAIN = 0.04
+"""The same of a launch-bound step: what else the host does changes it by more."""
+
 SAVING_COST = 0.005
 """Share of the step that a move may cost to be made for GPU memory."""
+
+_SURE = 2.0
+"""Standard errors of a difference of steps that a gain must exceed to be believed."""
 
 # Of its step: what a time may change by before the change counts at all, as a share of the
 # tolerance. Times of a millisecond are all noise.
@@ -37,7 +44,8 @@ class Solution:
     Attributes:
         gpu_layers: the choice, within ``bounds``.
         predicted_seconds: the step with it.
-        predictions: for 0..L GPU layers.
+        predictions: for 0..L GPU layers; corrected by what was measured, where anything was.
+        noise_seconds: a gain over the present placement must be larger to be believed.
         closed_form_k: the closed form's share of GPU layers, whatever the method.
         unbounded_gpu_layers: the choice if memory did not bound it.
         bounds: what fits.
@@ -53,10 +61,19 @@ class Solution:
     bounds: Bounds
     limited_by: Limit | None
     reason: str
+    noise_seconds: float = 0.0
 
 
 def solve(
-    costs: StepCosts, method: Method, bounds: Bounds, *, alpha: float | None = None
+    costs: StepCosts,
+    method: Method,
+    bounds: Bounds,
+    *,
+    alpha: float | None = None,
+    measured: MeasuredSteps | None = None,
+    here: int = 0,
+    launch_bound: bool = False,
+    choices: Collection[int] | None = None,
 ) -> Solution:
     """The number of GPU layers.
 
@@ -69,6 +86,12 @@ def solve(
         method: the solver.
         bounds: which numbers fit in memory.
         alpha: GPU over CPU update time for the closed form; None: from ``costs``.
+        measured: steps at this and other placements, which correct what is predicted; the closed
+            form takes no notice of them.
+        here: GPU layers now.
+        launch_bound: the GPU waits for the host to launch its kernels: a move must win more, and
+            measured steps count for more.
+        choices: the numbers of GPU layers to choose from, where any of them fits; None: all.
 
     Raises:
         PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
@@ -80,15 +103,30 @@ def solve(
     ratio = costs.alpha if alpha is None else alpha
     share = closed_form(costs.backward_seconds, costs.cpu_seconds, ratio)
     predictions = predict(costs).candidates
+    noise, note = 0.0, ""
+    if measured is not None and method == "pipeline":
+        predictions = measured.correct(
+            costs,
+            predictions,
+            here,
+            lambda other: predict(other).candidates,
+            launch_bound=launch_bound,
+        )
+        note = _measurements(measured, here) if launch_bound else ""
     if method == "closed_form":
         unbounded = math.floor(share * num_layers + 0.5)
         choice = bounds.clamp(unbounded)
     elif method == "pipeline":
         unbounded = _fewest_near_best(predictions)
         choice = bounds.clamp(unbounded)
-        if choice != unbounded:
-            allowed = predictions[bounds.min_gpu_layers : bounds.max_gpu_layers + 1]
-            choice = _fewest_near_best(allowed)
+        allowed = predictions[bounds.min_gpu_layers : bounds.max_gpu_layers + 1]
+        chosen_from = [c for c in allowed if choices is None or c.gpu_layers in choices]
+        if choice != unbounded or choices is not None:
+            choice = _fewest_near_best(chosen_from or allowed)
+        if measured is not None:
+            noise = _SURE * measured.error(here, choice)
+        least_gain = _LAUNCH_BOUND_GAIN if launch_bound else WORTH_GAIN
+        noise = max(noise, least_gain * predictions[here].step_seconds)
     else:
         raise PlacementError(f'unknown method "{method}": "pipeline" or "closed_form"')
     limited_by = _limit(unbounded, bounds)
@@ -100,7 +138,8 @@ def solve(
         unbounded_gpu_layers=unbounded,
         bounds=bounds,
         limited_by=limited_by,
-        reason=_reason(costs, predictions, choice, unbounded, limited_by),
+        reason=_reason(costs, predictions, choice, unbounded, limited_by) + note,
+        noise_seconds=noise,
     )
 
 
@@ -140,6 +179,23 @@ def _reason(
     return "; ".join(parts)
 
 
+def _measurements(measured: MeasuredSteps, here: int) -> str:
+    """What the steps at other placements have taught, for people."""
+    others = [number for number in measured.known if number != here]
+    if not others:
+        return ""
+    text = "; measured: " + ", ".join(
+        f"{measured.seconds(number):.3f} s with {number}" for number in measured.known
+    )
+    slope = measured.interference(here)
+    if slope > 0.0:
+        text += (
+            f"; launch-bound: each second of CPU updates lengthens forward and backward by "
+            f"{slope:.2f} s"
+        )
+    return text
+
+
 def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> str:
     update, backward = costs.cpu_seconds, costs.backward_seconds
     host_bound = predictions[0].bound == "host"
@@ -170,9 +226,9 @@ def worth_moving(
 ) -> bool:
     """Whether to move from the current number of GPU layers to the solution's.
 
-    True where the current number does not fit; where the move wins more than 1 % of the step, and
-    within ``horizon_steps`` more than it costs; or where it frees the GPU of at least
-    ``max(2, 10 % of L)`` layers for a step at most 0.5 % longer.
+    True where the current number does not fit; where the move wins more than 1 % of the step and
+    more than measurements scatter, and within ``horizon_steps`` more than it costs; or where it
+    frees the GPU of at least ``max(2, 10 % of L)`` layers for a step at most 0.5 % longer.
 
     Args:
         solution: of a solver.
@@ -194,7 +250,7 @@ def worth_moving(
     current = solution.predictions[current_gpu_layers].step_seconds
     gain = current - solution.predicted_seconds
     pays = gain * horizon_steps > abs(freed) * move_seconds_per_layer
-    if gain > WORTH_GAIN * current and pays:
+    if gain > max(WORTH_GAIN * current, solution.noise_seconds) and pays:
         return True
     return freed >= max(2, math.ceil(0.1 * num_layers)) and -gain <= SAVING_COST * current
 

@@ -29,6 +29,8 @@ class StepSample:
         tail: from the end of the last backward to the begin of the next forward.
         gpu_update: of each layer whose update ran on the GPU.
         seconds: the whole step.
+        launch_bound: when the host had launched the last of backward, the device had nearly
+            ended it: it had waited for the host.
     """
 
     forward: list[float]
@@ -39,6 +41,7 @@ class StepSample:
     tail: float
     gpu_update: dict[int, float]
     seconds: float
+    launch_bound: bool = False
 
 
 _Mark = torch.cuda.Event | float
@@ -94,6 +97,7 @@ class _Recording:
     updates: list[tuple[int, _Mark]] = field(default_factory=list)
     next_begin: _Mark | None = None
     owns_next: bool = False
+    launch_bound: bool = False
     valid: bool = True
 
     def marks(self) -> list[_Mark]:
@@ -198,8 +202,14 @@ class StepTimer:
 
     def gradient(self, index: int) -> None:
         """A layer's gradient is final and handed over."""
-        if self._measures:
-            self._current.gradients.append((index, self._clock.mark()))
+        if not self._measures:
+            return
+        current = self._current
+        current.gradients.append((index, self._clock.mark()))
+        if len(current.gradients) == self._num_layers > 1:
+            # Here, not at the step's end: before that the user's code may have waited for the GPU.
+            _, earlier = current.gradients[-1 - max(1, self._num_layers // 8)]
+            current.launch_bound = isinstance(earlier, torch.cuda.Event) and earlier.query()
 
     def end_backward(self) -> None:
         """step() was called and every gradient is handed over."""
@@ -306,4 +316,5 @@ class StepTimer:
             tail=max(0.0, tail),
             gpu_update=gpu_update,
             seconds=seconds(r.forward[0][2], r.next_begin),
+            launch_bound=r.launch_bound,
         )

@@ -71,8 +71,8 @@ def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -
     """Each rank solves for its own shard, here at random; (steps that differed, decisions)."""
     solve, rng = controller.solve, random.Random(7 + dist.get_rank())
 
-    def at_random(costs: Any, method: Any, bounds: Any, *, alpha: Any = None) -> Any:
-        found = solve(costs, method, bounds, alpha=alpha)
+    def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
+        found = solve(costs, method, bounds, **rest)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
     gpu_fraction: Any = "solve"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
-from hytrain.placement.prediction import predict
+from hytrain.placement.prediction import Candidate, predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
 
@@ -55,7 +55,7 @@ class CandidateRow:
 def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[CandidateRow]:
     """A row for each number of GPU layers, 0..L."""
     num_layers = decision.num_layers
-    candidates = predict(decision.costs).candidates if decision.costs is not None else None
+    candidates = _predicted(decision)
     closed, fitting = closed_form_layers(decision), fitting_bounds(decision)
     rows: list[CandidateRow] = []
     for number in range(num_layers + 1):
@@ -83,6 +83,16 @@ def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[Candidat
             )
         )
     return rows
+
+
+def _predicted(decision: Decision) -> list[Candidate] | None:
+    """As the decision saw them, what measured steps add included; None before any measurement."""
+    if decision.costs is None:
+        return None
+    candidates = predict(decision.costs).candidates
+    added = decision.corrections or (0.0,) * len(candidates)
+    pairs = zip(candidates, added, strict=True)
+    return [replace(c, step_seconds=c.step_seconds + seconds) for c, seconds in pairs]
 
 
 def fitting_bounds(decision: Decision) -> Bounds:

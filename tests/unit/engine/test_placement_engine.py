@@ -22,6 +22,7 @@ from training import backward, inputs
 from hytrain.kernels import host_memory
 from hytrain.offload import mover as mover_module
 from hytrain.placement import controller as controller_module
+from hytrain.placement import refused_numbers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,8 +33,8 @@ def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Decides at random, as soon as it may."""
     rng, solve = random.Random(seed), controller_module.solve
 
-    def at_random(costs: Any, method: Any, bounds: Any, *, alpha: Any = None) -> Any:
-        found = solve(costs, method, bounds, alpha=alpha)
+    def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
+        found = solve(costs, method, bounds, **rest)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
     monkeypatch.setattr(controller_module, "solve", at_random)
@@ -210,7 +211,7 @@ def test_a_device_without_room_at_random_moves(
     monkeypatch: pytest.MonkeyPatch, delays: str
 ) -> None:
     free_solver(monkeypatch, 4)
-    monkeypatch.setattr(controller_module, "_RETRY_STEPS", 3)
+    monkeypatch.setattr(refused_numbers, "RETRY_STEPS", 3)
     scarce = ScarceTorch(0.3)
     monkeypatch.setattr(mover_module, "torch", scarce)
     config = make_config(gpu_fraction=SOLVE, clipping=0.02)
@@ -230,7 +231,7 @@ def test_a_device_without_room_at_random_moves(
 @pytest.mark.parametrize("delays", ["", "6:300"])
 def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, delays: str) -> None:
     free_solver(monkeypatch, 4)
-    monkeypatch.setattr(controller_module, "_RETRY_STEPS", 3)
+    monkeypatch.setattr(refused_numbers, "RETRY_STEPS", 3)
     rng, refused, host_zeros = random.Random(6), [0], mover_module.host_zeros
 
     def scarce(*arguments: Any, **keywords: Any) -> torch.Tensor:

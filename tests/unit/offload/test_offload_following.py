@@ -285,6 +285,7 @@ CHANGES = [
     {"batch": 2.0},
     {"batch": 0.5},
     {"host": 2.0},
+    {"host": 1.3},
     {"host": 0.6},
     {"batch": 2.0, "host": 2.0},
     {"clipped": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,7 +82,11 @@ class Life:
     def samples(self) -> list[StepSample]:
         """All, closed by the begin of a forward."""
         self.timer.begin_forward()
-        return self.timer.take()
+        return self.take()
+
+    def take(self) -> list[StepSample]:
+        """All; whether the host was behind is for a test of its own."""
+        return [replace(sample, launch_bound=False) for sample in self.timer.take()]
 
 
 ORDINARY = StepSample(
@@ -146,7 +151,7 @@ def test_steps_follow_one_another(life: Life) -> None:
         life.timer.end_step()
     life.whole()
     life.whole()
-    assert life.timer.take() == [ORDINARY]  # the second one has not ended
+    assert life.take() == [ORDINARY]  # the second one has not ended
     assert life.samples() == [ORDINARY]
 
 
@@ -262,7 +267,29 @@ def test_nothing_is_read_before_the_device_is_there(monkeypatch: pytest.MonkeyPa
     life.step(tail=0.5)
     assert life.samples() == []
     device.has_come_to = device.now
-    assert life.timer.take() == [ORDINARY]
+    assert life.take() == [ORDINARY]
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_device_that_has_caught_up_waited_for_the_host(
+    monkeypatch: pytest.MonkeyPatch, *, behind: bool
+) -> None:
+    device = FakeDevice(monkeypatch, has_events=True)
+    life = Life(device)
+    life.forward()
+    life.timer.begin_backward()
+    for index in reversed(range(L)):
+        # Launching takes the host no time; the device is still at the layer before the last, or
+        # it has nothing left to do each time that the host comes with more.
+        device.has_come_to = device.now - 1.0 if behind else device.now
+        device.passes(BACKWARD[index])
+        life.timer.gradient(index)
+    device.has_come_to = device.now
+    life.step(tail=0.5)
+    device.has_come_to = device.now
+    life.timer.begin_forward()
+    (sample,) = life.timer.take()
+    assert sample.launch_bound is not behind
 
 
 def test_an_update_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
