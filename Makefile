@@ -27,7 +27,7 @@ endif
 # Every test belongs to one of the four targets: test, test-parity, test-experiments, test-gpu.
 EVERYDAY := not parity_full and not experiment and not gpu
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
-# Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are dealt
+# Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
 # several workers would wait for each other's cores. Tests of one GPU would be in each other's way.
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \

@@ -44,6 +44,8 @@ class LayerMover:
             torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has not
                 enough memory for the state; nothing has changed.
         """
+        # A move to the host that is under way keeps the state that it reads on the device: without
+        # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
         size = 3 * layer.shard_size
         with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU

@@ -1,7 +1,7 @@
 """Carries placement decisions out: which layer's state moves when, and what if it does not fit.
 
 Deciding is the placement package's; this class keeps the last decision, moves a few layers a step
-towards it, and steps back where the device turns out to have no room.
+towards it, and steps back where the device turns out to have not enough memory.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class PlacementController:
             self._warned = True
             logger.warning(
                 "neither side has the memory that its reserve asks for: the host wants at least %d "
-                "layers on the GPU, the GPU has room for %d; training goes on with %d. Activation "
-                "checkpointing, a smaller micro-batch or smaller reserves "
+                "layers on the GPU, the GPU has memory for %d; training goes on with %d. "
+                "Activation checkpointing, a smaller micro-batch or smaller reserves "
                 '("hytrain.solver.gpu_memory_reserve_bytes", "host_memory_reserve_bytes") help',
                 allowed.min_gpu_layers,
                 allowed.max_gpu_layers,
@@ -404,7 +404,7 @@ class PlacementController:
         return True
 
     def _step_back(self, layer: LayerState, step: int) -> None:
-        """There was no room for a layer's state: it and one more stay on the host."""
+        """There was no memory for a layer's state: it and one more stay on the host."""
         here = self.num_gpu_layers
         # The allocator could not even serve this: the next forward needs some slack.
         last = self._solved_with
@@ -416,17 +416,17 @@ class PlacementController:
         self.order(
             step,
             most,
-            f"the GPU had no room for the state of layer '{layer.name}' "
+            f"the GPU had no memory for the state of layer '{layer.name}' "
             f"({STATE_BYTES * layer.shard_size} bytes): stepping back; more than {most} layers are "
             f"not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
 
     def retreat(self, step: int) -> bool:
-        """The user's own allocation found no room on the GPU: some layers leave it, at once.
+        """The user's own allocation found no memory on the GPU: some layers leave it, at once.
 
         Returns:
-            Whether any could: the host must have room for them.
+            Whether any could: the host must have memory for them.
         """
         here = self.num_gpu_layers
         last = self._solved_with
@@ -438,7 +438,7 @@ class PlacementController:
         self.order(
             step,
             most,
-            f"the GPU had no room for an allocation of the model's: more than {most} layers are "
+            f"the GPU had no memory for an allocation of the model's: more than {most} layers are "
             f"not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
@@ -446,13 +446,13 @@ class PlacementController:
         return self.num_gpu_layers < here
 
     def _stay(self, layer: LayerState, step: int, error: MemoryError) -> None:
-        """The host had no room for a layer's state: it stays on the GPU."""
+        """The host had no memory for a layer's state: it stays on the GPU."""
         here = self.num_gpu_layers
         again = self._refused.refuse_fewer_than(here, step)
         self.order(
             step,
             here,
-            f"the host had no room for the state of layer '{layer.name}' ({error}): it stays on "
+            f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "
             f"the GPU; fewer than {here} layers there are not tried again before step "
             f"{again}",
         )

@@ -233,10 +233,10 @@ class PlacementManager:
             'is what "hytrain.solver.gpu_memory_reserve_bytes" is for. '
         )
         if not controller.solves:
-            return text + 'A smaller "hytrain.gpu_fraction" or micro-batch makes room'
+            return text + 'A smaller "hytrain.gpu_fraction" or micro-batch frees memory'
         if not may_move or not controller.retreat(self._steps):
             return text + (
-                "A larger reserve, a smaller micro-batch or checkpointing makes room, and where "
+                "A larger reserve, a smaller micro-batch or checkpointing frees memory, and where "
                 "much memory is reserved but unallocated, "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )

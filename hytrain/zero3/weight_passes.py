@@ -168,6 +168,7 @@ class WeightPasses:
                 if self.gatherer.is_live(layer):
                     for part in layer.sharded:
                         part.storage.keep_gathered()
+        # Shards may be in host memory, which is read next without waiting for the device's copies.
         self._pipeline.streams.synchronize()
 
     def settle(self) -> None:

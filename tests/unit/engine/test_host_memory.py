@@ -276,7 +276,7 @@ def test_a_move_that_does_not_fit_steps_back(monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(mover_module, "torch", scarce)
             engine.set_gpu_fraction(1.0)
         assert engine.optimizer.pipeline.num_gpu_layers == 0
-        assert "no room for the state of layer" in engine.placement_decisions()[-1].reason
+        assert "no memory for the state of layer" in engine.placement_decisions()[-1].reason
         for number in range(3):
             backward(engine, number)
             shadow.step()

@@ -1,4 +1,4 @@
-"""The user's own forward runs out of device memory: the engine says so and makes room."""
+"""The user's own forward runs out of device memory: the engine says so and frees memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nothing_moves_while_a_step_is_under_way() -> None:
         backward(engine, 0)
         before = engine.optimizer.pipeline.num_gpu_layers
         model.fails = True
-        with pytest.raises(torch.OutOfMemoryError, match=r"makes room"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"frees memory"):
             engine(**inputs(1))
         assert engine.optimizer.pipeline.num_gpu_layers == before
         model.fails = False

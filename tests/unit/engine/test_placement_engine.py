@@ -185,11 +185,11 @@ def test_the_real_solver_trains_and_says_why() -> None:
         assert costs.cpu_seconds > 0.0
 
 
-# -- no room -----------------------------------------------------------------------------------
+# -- no memory ---------------------------------------------------------------------------------
 
 
 class ScarceTorch:
-    """torch for the mover, whose device has no room now and then."""
+    """torch for the mover, whose device has no memory now and then."""
 
     def __init__(self, share: float) -> None:
         self._rng = random.Random(5)
@@ -225,7 +225,7 @@ def test_a_device_without_room_at_random_moves(
         assert moves() > 20
         shadow.check()
         reasons = [decision.reason for decision in engine.placement_decisions()]
-        assert sum("the GPU had no room" in reason for reason in reasons) == scarce.refused
+        assert sum("the GPU had no memory" in reason for reason in reasons) == scarce.refused
 
 
 @pytest.mark.parametrize("delays", ["", "6:300"])
@@ -252,7 +252,7 @@ def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, de
         assert moves() > 20
         shadow.check()
         reasons = [decision.reason for decision in engine.placement_decisions()]
-        assert sum("the host had no room" in reason for reason in reasons) == refused[0]
+        assert sum("the host had no memory" in reason for reason in reasons) == refused[0]
 
 
 # -- nothing is left ---------------------------------------------------------------------------

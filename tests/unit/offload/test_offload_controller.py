@@ -39,7 +39,7 @@ class FakeMover:
 
     def to_gpu(self, layer: Any) -> None:
         if self._number("gpu") >= self.gpu_has_room_for:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("no memory")
         assert layer.placement == "cpu"
         layer.placement = "gpu"
         self.log.append(("gpu", layer.index))
@@ -279,7 +279,7 @@ def test_the_closed_form_is_followed_as_it_is(alpha: float | None) -> None:
     assert bench.here == math.floor(share * L + 0.5)
 
 
-# -- no room -----------------------------------------------------------------------------------
+# -- no memory ---------------------------------------------------------------------------------
 
 
 def test_memory_bounds_the_target() -> None:
@@ -349,8 +349,8 @@ def test_no_room_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
     assert bench.here == 7
     decision = bench.controller.decisions[-1]
     assert decision.gpu_layers_target == 7
-    assert "the GPU had no room for the state of layer 'layer 8'" in decision.reason
-    assert "had no room" in caplog.text
+    assert "the GPU had no memory for the state of layer 'layer 8'" in decision.reason
+    assert "had no memory" in caplog.text
     refused_at = decision.step
     # Nothing above is tried for 200 steps, whatever the solver would like.
     seen = bench.run(SLOW, refused_at + 199 - bench.step)
@@ -360,7 +360,7 @@ def test_no_room_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
     seen = bench.run(SLOW, 20)
     assert max(seen) == 8
     assert seen[-1] == 7
-    assert "had no room" in bench.controller.decisions[-1].reason
+    assert "had no memory" in bench.controller.decisions[-1].reason
     bench.mover.gpu_has_room_for = L
     bench.run(SLOW, 220)
     assert bench.here == best(SLOW)
@@ -390,7 +390,7 @@ def test_no_step_back_below_what_the_host_can_hold() -> None:
     bench.run(SLOW, 50, limits)
     assert bench.here == 8
     assert bench.mover.log == []
-    assert "had no room" in bench.controller.decisions[-1].reason
+    assert "had no memory" in bench.controller.decisions[-1].reason
 
 
 def test_both_sides_full(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,7 +404,7 @@ def test_both_sides_full(caplog: pytest.LogCaptureFixture) -> None:
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     text = warnings[0].getMessage()
-    assert "at least 8 layers on the GPU, the GPU has room for 5; training goes on with 6" in text
+    assert "at least 8 layers on the GPU, the GPU has memory for 5; training goes on with 6" in text
     bench.run(FAST, 12)  # memory comes back
     assert bench.here == best(FAST)
 
@@ -417,9 +417,9 @@ def test_no_room_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
     assert bench.here == 9  # the placement stays, training goes on
     decision = bench.controller.decisions[-1]
     assert (decision.gpu_layers_before, decision.gpu_layers_target) == (9, 9)
-    assert "the host had no room for the state of layer 'layer 8'" in decision.reason
+    assert "the host had no memory for the state of layer 'layer 8'" in decision.reason
     assert "cannot be mapped" in decision.reason
-    assert "had no room" in caplog.text
+    assert "had no memory" in caplog.text
     refused_at = decision.step
     seen = bench.run(FAST, refused_at + 199 - bench.step)
     assert set(seen) == {9}
