@@ -2,6 +2,8 @@
 
 Separately, the norm would read every gradient once more. Where a gradient is final as it was copied
 (one rank, one micro-batch, one use of each parameter) the partial sums are all that the norm needs.
+Many small gradients are taken over together instead, and read once more: a launch for each of them
+would take the host longer than the GPU needs for all.
 """
 
 from __future__ import annotations
@@ -79,3 +81,13 @@ def reference_copy(gradient: torch.Tensor, destination: torch.Tensor, part: torc
         if destination.device.type == "cpu"
         else destination.double().pow(2).sum()
     )
+
+
+def copy_together(destinations: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Copies each gradient to its destination, of the same shape, in as few launches as can be."""
+    torch._foreach_copy_(list(destinations), list(gradients))  # pyright: ignore
+
+
+def add_together(destinations: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Adds each gradient to its destination, of the same shape, in as few launches as can be."""
+    torch._foreach_add_(list(destinations), list(gradients))  # pyright: ignore

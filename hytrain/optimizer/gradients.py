@@ -29,6 +29,10 @@ from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.optimizer.firing_order import FiringRecord, Firings, Pace, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 
+_SMALL = 6 << 20
+"""Elements. In layers whose parameters have fewer, all gradients are taken over in one launch: host
+time matters more there than reading the gradients once more for their norm."""
+
 
 class GradientSink(Protocol):
     """Who takes layers' gradients, and speaks for this rank to the others."""
@@ -97,9 +101,11 @@ class GradientCollector:
 
         With other ranks, these would have to take the same ones back.
         """
-        if self._can_withdraw:  # elsewhere the reduced gradient's squares are wanted
-            for layer in self.layers:
-                sizes = [slot.numel for slot in layer.layout.slots]
+        for layer in self.layers:
+            sizes = [slot.numel for slot in layer.layout.slots]
+            layer.together = len(sizes) > 1 and sum(sizes) < _SMALL * len(sizes)
+            if self._can_withdraw and not layer.together:
+                # Elsewhere the reduced gradient's squares are wanted.
                 layer.copier = GradientCopier(sizes, device)
         self._device = device
         self._is_shared = is_shared  # with other ranks: all of them learn at the same time
@@ -167,6 +173,7 @@ class GradientCollector:
     def scale(self, factor: float) -> None:
         """Multiplies what is kept for the next step."""
         for layer in self.layers:
+            layer.flush()
             for kept in (layer.local, layer.held):
                 if kept is not None:
                     kept.mul_(factor)
@@ -234,9 +241,9 @@ class GradientCollector:
                     self._refuse_late(layer, index, slot)
             if torch.is_grad_enabled():  # create_graph
                 with torch.no_grad():
-                    self._take(layer, index, gradient)
+                    layer.take(index, gradient, self._device)
             else:
-                self._take(layer, index, gradient)
+                layer.take(index, gradient, self._device)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
@@ -268,23 +275,6 @@ class GradientCollector:
         layer.final = False
         layer.closed = False
         layer.remaining = -1
-
-    def _take(self, layer: LayerGradient, index: int, gradient: torch.Tensor) -> None:
-        if layer.local is None:
-            layer.allocate(self._device)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if layer.written[index]:
-            layer.parts[index].add_(gradient)
-            layer.copied_whole = False
-            return
-        # The first gradient is taken over: nothing is zeroed only to be added to.
-        layer.parts[index] = part = layer.parts[index].view(gradient.shape)
-        if layer.copier is not None:
-            layer.copier.copy(index, gradient.detach(), part)
-        else:
-            part.copy_(gradient)
-        layer.written[index] = True
 
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
         expected = self._expected[self._by_layer][self.layers.index(layer)][index]
@@ -358,6 +348,8 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
+        for layer in self.layers:
+            layer.flush()  # of a layer with unused parameters; they would wait for the next step
         if not consume and not self._is_shared and not self._clock:
             return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected

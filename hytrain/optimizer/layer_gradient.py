@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hytrain.kernels.gradient_copy import GradientCopier
+from hytrain.kernels.gradient_copy import GradientCopier, add_together, copy_together
 from hytrain.model.layout import LayerLayout
 
 
@@ -48,8 +48,12 @@ class LayerGradient:
     """One layer's gradient on its way.
 
     Attributes:
-        local: this rank's own gradient of the whole layer, flat; None while there is none.
-        parts: each parameter's part of ``local``, once something was written in its shape.
+        local: this rank's own gradient of the whole layer, flat; None while there is none. Complete
+            once :meth:`flush` was called.
+        parts: each parameter's part of ``local``, in its shape once something was written.
+        together: parameters are small, so that a launch takes longer than what it copies: gradients
+            wait for each other and are taken over in one.
+        waiting: gradients by parameter that are not in ``local`` yet.
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
         uses_before: uses of layers that this backward had made at the last firing.
@@ -71,6 +75,8 @@ class LayerGradient:
     copier: GradientCopier | None = None
     copied_whole: bool = False
     parts: list[torch.Tensor] = field(default_factory=list)
+    together: bool = False
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def allocate(self, device: torch.device) -> None:
         """Allocates this rank's own gradient."""
@@ -79,11 +85,53 @@ class LayerGradient:
         self.written = [False] * len(self.parts)
         self.copied_whole = True
 
+    def take(self, index: int, gradient: torch.Tensor, device: torch.device) -> None:
+        """Takes a parameter's gradient over, or adds it to what has come; nobody else has it."""
+        if self.local is None:
+            self.allocate(device)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.together:
+            if index in self.waiting:
+                self.flush()
+            self.waiting[index] = gradient.detach()
+            if len(self.waiting) == len(self.parts):
+                self.flush()  # waiting on, they would take the GPU's memory twice
+        elif self.written[index]:
+            self.parts[index].add_(gradient)
+            self.copied_whole = False
+        else:
+            # The first gradient is taken over: nothing is zeroed only to be added to.
+            self.parts[index] = part = self.parts[index].view(gradient.shape)
+            if self.copier is not None:
+                self.copier.copy(index, gradient.detach(), part)
+            else:
+                part.copy_(gradient)
+            self.written[index] = True
+
+    def flush(self) -> None:
+        """Writes what waits, in the stream that made it: before ``local`` is used."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, {}
+        self.copied_whole = False
+        first = [index for index in waiting if not self.written[index]]
+        more = [index for index in waiting if self.written[index]]
+        for index in first:
+            self.parts[index] = self.parts[index].view(waiting[index].shape)
+            self.written[index] = True
+        parts = self.parts
+        if first:
+            copy_together([parts[i] for i in first], [waiting[i] for i in first])
+        if more:
+            add_together([parts[i] for i in more], [waiting[i] for i in more])
+
     def fill(self, zeros: Zeros) -> None:
         """Zeros where no gradient was written: padding, and parameters unused this time.
 
         What there is is complete then, and may only be read.
         """
+        self.flush()
         local = self.local
         if local is None:
             self.local = zeros.take(self.layout.size, self.dtype)
@@ -99,6 +147,7 @@ class LayerGradient:
         """A copy of ``local``; zeros where nothing was written, everywhere if there is none."""
         copy = torch.zeros(self.layout.size, dtype=self.dtype, device=device)
         if self.local is not None:
+            self.flush()
             for written, slot in zip(self.written, self.layout.slots, strict=True):
                 if written:
                     part = slice(slot.offset, slot.offset + slot.numel)
@@ -107,6 +156,7 @@ class LayerGradient:
 
     def release(self) -> torch.Tensor | None:
         """Returns ``local``; nothing here refers to it any more."""
+        self.flush()
         local, self.local = self.local, None
         self.parts = []
         return local
