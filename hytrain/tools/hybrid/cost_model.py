@@ -25,7 +25,7 @@ from hytrain.tools.hybrid.problem import Floats, Plan, Problem
 BANDWIDTH_UNIT = 2.0**20
 """Bytes a millisecond of 1 GB/s, in the published model."""
 
-_MEMORY_OF_NOTHING = 0.001
+NOTHING_MB = 0.001
 
 
 class NotProfiledError(PlanError):
@@ -244,7 +244,7 @@ def stage_memory(
         everyone = [device for device, _ in cluster]
         split = proportional_split(problem, everyone, dp, tp, samples)
         parts = [(everyone[i * (len(everyone) // dp)], share) for i, share in enumerate(split)]
-    needed: Any = _MEMORY_OF_NOTHING
+    needed: Any = NOTHING_MB
     for device, share in parts:
         sums = replica_sums(problem.memory_sums, device, tp, share, whole=whole)
         needed = needed + problem.mem_coef * (sums[stop] - sums[start])
@@ -260,7 +260,7 @@ def _tightest_gpu(
     least = min(problem.device[device].memory_mb for device in types)
     for device, share in sorted({(types[rank], split[rank // tp]) for rank in range(len(types))}):
         sums = replica_sums(problem.memory_sums, device, tp, share, whole=whole)
-        demand = _MEMORY_OF_NOTHING + problem.mem_coef * (sums[stop] - sums[start])
+        demand = NOTHING_MB + problem.mem_coef * (sums[stop] - sums[start])
         # In units of the group's smallest memory, so that one number says which GPU is tightest.
         needed = np.maximum(needed, demand * (least / problem.device[device].memory_mb))
     return Memory(needed, least)

@@ -1,0 +1,213 @@
+"""The cheapest pipeline of one order of types, size class and number of micro-batches.
+
+Where no stage may exceed given limits of time, update and gradients, what is left of the cost is a
+sum over the stages, and its least value a shortest path: backward over (unit at which a stage
+starts, first layer), with the class of the next stage's bandwidth and the units that the groups
+before have above one each as the rest of the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hytrain.tools.hybrid.cost_model import BANDWIDTH_UNIT
+from hytrain.tools.hybrid.problem import Floats, Plan, Problem
+from hytrain.tools.hybrid.space import SizeClass
+from hytrain.tools.hybrid.stage_tables import Tables, kinds
+
+Limits = tuple[float, float, float]
+"""Of every stage's time, update and gradients, ms."""
+
+UNLIMITED: Limits = (np.inf, np.inf, np.inf)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A cheapest pipeline within limits."""
+
+    plan: Plan
+    rest: float
+    """What of its cost is a sum over stages: times, activations, fb_sync of the last."""
+
+    peaks: Limits
+    """The largest time, update and gradients of its stages."""
+
+
+class Pipelines:
+    """All pipelines of one order of types, size class and number of micro-batches.
+
+    Args:
+        problem: to be planned.
+        tables: of its stages.
+        order: of device types.
+        size: class of stage counts.
+        micro_batches: of a step.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tables: Tables,
+        order: tuple[str, ...],
+        size: SizeClass,
+        micro_batches: int,
+    ) -> None:
+        self.problem, self.order, self.size = problem, order, size
+        self.micro_batches = micro_batches
+        cluster = problem.ranks(order)
+        found, self._kind, firsts = kinds(problem, order, size)
+        self._tables = [
+            tables.table(kind, cluster, first, micro_batches)
+            for kind, first in zip(found, firsts, strict=True)
+        ]
+        links = sorted({kind.link for kind in found}, key=repr)
+        self._link = [links.index(kind.link) for kind in found]
+        self._num_links = len(links)
+        rate = [
+            [kind.link.bandwidth(link, same_node=kind.ends_inside) for link in links]
+            for kind in found
+        ]
+        self._send: Floats = 1.0 / (np.array(rate) * BANDWIDTH_UNIT)
+        self._stack()
+
+    def _stack(self) -> None:
+        """The kinds' tables as one array each, (kind, strategy, start, stop), filled up."""
+        most = max(1, *(len(table.strategies) for table in self._tables))
+        layers = self.problem.num_layers + 1
+        kinds = len(self._tables)
+        self._time = np.full((kinds, most, layers, layers), np.inf)
+        self._update, self._gradients = np.zeros_like(self._time), np.zeros_like(self._time)
+        self._activation = np.zeros((kinds, most, layers))
+        self._sync = np.zeros((kinds, most))
+        for number, table in enumerate(self._tables):
+            here = (number, slice(len(table.strategies)))
+            self._time[here] = table.time
+            self._update[here] = table.update
+            self._gradients[here] = table.gradients
+            self._activation[here] = table.activation
+            self._sync[here] = table.fb_sync * self.micro_batches
+
+    def _within(self, limits: Limits) -> Floats:
+        """Times of the stages that keep to the limits; infinite those of others."""
+        if limits == UNLIMITED:
+            return self._time
+        time, update, gradients = limits
+        allowed = self._time <= time
+        allowed &= self._update <= update
+        allowed &= self._gradients <= gradients
+        return np.where(allowed, self._time, np.inf)
+
+    def least_peaks(self) -> Limits:
+        """The least that the largest time, update and gradients of a pipeline can be, each alone."""
+        is_none = np.isinf(self._time)
+        parts = (self._time, self._update, self._gradients)
+        costs = np.stack([np.where(is_none, np.inf, part).min(axis=1) for part in parts], axis=1)
+        size, layers = self.size, self.problem.num_layers
+        least = np.full((size.units + 1, 3, size.excess + 1, layers + 1), np.inf)
+        for unit in reversed(range(size.units)):
+            for shape in size.shapes:
+                kind = self._kind.get((unit, shape))
+                if kind is None:
+                    continue
+                here = least[unit, :, : size.excess + 2 - shape]
+                if unit + shape == size.units:
+                    ends = self._ends(shape)
+                    here[:, ends] = np.minimum(here[:, ends], costs[kind][:, None, :, layers])
+                    continue
+                after = least[unit + shape, :, shape - 1 :]
+                peak = np.maximum(costs[kind][:, None], after[:, :, None, :]).min(axis=3)
+                np.minimum(here, peak, out=here)
+        return tuple(least[0, :, 0, 0].tolist())
+
+    def _ends(self, shape: int) -> slice:
+        """The excess before a last group of a shape, so that the stages are neither few nor many."""
+        return slice(
+            max(0, self.size.units - self.size.most - shape + 1), self.size.excess + 2 - shape
+        )
+
+    def cheapest(self, limits: Limits) -> Path | None:
+        """The pipeline within limits whose sum over stages is least; None where there is none."""
+        within = self._within(limits)
+        send = self._activation[:, :, None, :] * self._send[:, None, :, None]
+        inner = (within[:, :, None] + send[:, :, :, None, :]).min(axis=1)
+        last = (within[..., -1] + self._sync[:, :, None]).min(axis=1)
+        least = self._least_rest(inner, last)
+        if np.isinf(least[0, :, 0, 0]).all():
+            return None
+        return self._follow(least, inner, last, within, send)
+
+    def _least_rest(self, inner: Floats, last: Floats) -> Floats:
+        """Least rest from (unit, link of the stage there, excess before it, first layer) on."""
+        size, layers = self.size, self.problem.num_layers
+        least = np.full((size.units + 1, self._num_links, size.excess + 1, layers + 1), np.inf)
+        for unit in reversed(range(size.units)):
+            for shape in size.shapes:
+                kind = self._kind.get((unit, shape))
+                if kind is None:
+                    continue
+                here = least[unit, self._link[kind], : size.excess + 2 - shape]
+                if unit + shape == size.units:
+                    ends = self._ends(shape)
+                    np.minimum(here[ends], last[kind], out=here[ends])
+                    continue
+                after = least[unit + shape, :, shape - 1 :]
+                rest = (inner[kind][:, None] + after[:, :, None, :]).min(axis=(0, 3))
+                np.minimum(here, rest, out=here)
+        return least
+
+    def _follow(
+        self, least: Floats, inner: Floats, last: Floats, within: Floats, send: Floats
+    ) -> Path:
+        """The pipeline of the least rest; of equally cheap stages the smaller and earlier ones."""
+        size, layers = self.size, self.problem.num_layers
+        unit = excess = layer = 0
+        link = int(least[0, :, 0, 0].argmin())
+        rest = float(least[0, link, 0, 0])
+        groups: list[int] = []
+        partition = [0]
+        chosen: list[tuple[int, int, int, int]] = []
+        while unit < size.units:
+            best = (np.inf, 0, 0, 0, 0)
+            for shape in size.shapes:
+                kind = self._kind.get((unit, shape))
+                if kind is None or self._link[kind] != link or excess + shape - 1 > size.excess:
+                    continue
+                if unit + shape == size.units:
+                    ends = self._ends(shape)
+                    if ends.start <= excess < ends.stop and last[kind, layer] < best[0]:
+                        best = (float(last[kind, layer]), shape, kind, 0, layers)
+                    continue
+                after = inner[kind, :, layer] + least[unit + shape, :, excess + shape - 1]
+                at = int(after.argmin())
+                if after.flat[at] < best[0]:
+                    best = (float(after.flat[at]), shape, kind, *divmod(at, layers + 1))
+            _, shape, kind, next_link, stop = best
+            sent = send[kind, :, next_link, stop] if stop < layers else self._sync[kind]
+            strategy = int((within[kind, :, layer, stop] + sent).argmin())
+            chosen.append((kind, strategy, layer, stop))
+            groups.append(shape * size.unit)
+            partition.append(stop)
+            unit, excess, layer, link = unit + shape, excess + shape - 1, stop, next_link
+        return Path(self._plan(groups, partition, chosen), rest, self._peaks(chosen))
+
+    def _plan(
+        self, groups: list[int], partition: list[int], chosen: list[tuple[int, int, int, int]]
+    ) -> Plan:
+        picked = [self._tables[kind].strategies[strategy] for kind, strategy, _, _ in chosen]
+        on_host = tuple(on_host for _, _, on_host in picked)
+        return Plan(
+            order=self.order,
+            groups=tuple(groups),
+            strategies=tuple((dp, tp) for dp, tp, _ in picked),
+            micro_batches=self.micro_batches,
+            partition=tuple(partition),
+            on_host=on_host if any(on_host) else (),
+        )
+
+    def _peaks(self, chosen: list[tuple[int, int, int, int]]) -> Limits:
+        at: tuple[NDArray[np.int64], ...] = tuple(np.array(chosen).T)
+        parts = (self._time, self._update, self._gradients)
+        return tuple(float(part[at].max()) for part in parts)

@@ -1,0 +1,299 @@
+"""The exact search: a plan of least cost, with a certificate.
+
+    from hytrain.tools.hybrid.case_files import read_case
+    from hytrain.tools.hybrid.search import plan
+
+    result = plan(read_case(Path("row1")))
+    result.plan, result.cost, result.is_optimal, result.bound
+
+The cost of a plan is three maxima over its stages (time, update, gradients) and a sum. Under given
+limits of the maxima the least sum is a shortest path (:mod:`.pipeline`), and
+
+    (B-1)*low(time) + low(update) + low(gradients) + least sum within the limits
+
+bounds every plan whose maxima are between the lows and the limits. Such boxes are searched best
+bound first: the path found is a plan; what it does not dominate is cut into smaller boxes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hytrain.errors import PlanError
+from hytrain.tools.hybrid.cost_model import PlanCost, plan_cost
+from hytrain.tools.hybrid.pipeline import UNLIMITED, Limits, Path, Pipelines
+from hytrain.tools.hybrid.problem import Plan, Problem
+from hytrain.tools.hybrid.space import SizeClass, micro_batch_counts, orders, size_classes
+from hytrain.tools.hybrid.stage_tables import Tables
+
+_TOLERANCE = 1e-12
+"""Relative; a box that could improve on the plan by less is left: it is rounding."""
+
+_KEPT = 64
+"""Parts of the space whose tables are kept."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan with its cost."""
+
+    plan: Plan
+    cost: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found."""
+
+    best: tuple[Found, ...]
+    """Ascending by cost; of the exact search the best plans of the best parts of the space."""
+
+    bound: float
+    """No plan of the space costs less, ms."""
+
+    is_optimal: bool
+    evaluations: int
+    """Exact: shortest paths computed; published searches: plans costed."""
+
+    count: int
+    """Exact: boxes looked at; published searches: moves and failed partitions, as they count."""
+
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.best[0].plan
+
+    @property
+    def cost(self) -> float:
+        return self.best[0].cost
+
+    @property
+    def gap(self) -> float:
+        """By how much the cost may be above the optimum, relative to the cost."""
+        return max(0.0, 1.0 - self.bound / self.cost)
+
+
+class NoPlanError(PlanError):
+    """No plan of the space fits its GPUs."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An order of types, a size class and a number of micro-batches."""
+
+    order: tuple[str, ...]
+    size: SizeClass
+    micro_batches: int
+
+
+@dataclass(frozen=True, order=True)
+class _Box:
+    """Plans of a part whose maxima are within limits."""
+
+    bound: float
+    number: int
+    """Of its making, which makes the search deterministic."""
+
+    part: _Part = field(compare=False)
+    lows: Limits | None = field(default=None, compare=False)
+    """None: only a quick bound is known of the part."""
+
+    highs: Limits = field(default=UNLIMITED, compare=False)
+    rest: float = field(default=0.0, compare=False)
+    """Least sum over stages that is known."""
+
+
+def plan(
+    problem: Problem, *, top: int = 1, gap: float = 0.0, seconds: float = math.inf
+) -> Result:
+    """The plan of least cost.
+
+    Args:
+        problem: to be planned.
+        top: how many plans; each is the best of its part of the space (order of types, number of
+            micro-batches, class of stage counts), and the parts are the best ones.
+        gap: stop at a plan that is proven to be within this of the optimum, relative.
+        seconds: stop after that time with the best plan so far and the bound that is proven.
+
+    Raises:
+        NoPlanError: no plan fits; or none was found in that time.
+    """
+    search = _Search(problem, top)
+    return search.run(gap, seconds)
+
+
+class _Search:
+    def __init__(self, problem: Problem, top: int) -> None:
+        self._problem, self._top = problem, top
+        self._tables = Tables(problem)
+        self._pipelines: dict[_Part, Pipelines] = {}
+        self._best: dict[_Part, Found] = {}
+        self._boxes: list[_Box] = []
+        self._made = self._paths = self._looked_at = 0
+
+    def run(self, gap: float, seconds: float) -> Result:
+        began = time.perf_counter()
+        self._open_parts()
+        bound = -math.inf
+        while self._boxes:
+            # Bounds are in floating point, too: none falls below what was proven before.
+            bound = max(bound, self._boxes[0].bound)
+            goal = self._goal()
+            is_late = time.perf_counter() - began > seconds and bool(self._best)
+            if bound >= goal * (1 - max(gap, _TOLERANCE)) or is_late:
+                break
+            box = heapq.heappop(self._boxes)
+            self._looked_at += 1
+            self._look_at(box)
+        else:
+            bound = math.inf
+        return self._result(bound, time.perf_counter() - began)
+
+    def _result(self, bound: float, seconds: float) -> Result:
+        if not self._best:
+            raise NoPlanError(
+                "no plan fits: in each, a stage needs more memory than its GPUs have, or runs at a "
+                "(tp, micro-batch size) that was not profiled"
+            )
+        best = sorted(self._best.values(), key=lambda one: (one.cost, repr(one.plan)))[: self._top]
+        is_optimal = bound >= best[0].cost * (1 - _TOLERANCE)
+        return Result(
+            tuple(best),
+            best[0].cost if is_optimal else bound,
+            is_optimal,
+            self._paths,
+            self._looked_at,
+            seconds,
+        )
+
+    def _goal(self) -> float:
+        """What a part must be better than, to be among the best."""
+        if len(self._best) < self._top:
+            return math.inf
+        return sorted(one.cost for one in self._best.values())[self._top - 1]
+
+    def _push(self, part: _Part, bound: float, *rest: object) -> None:
+        if bound < math.inf:
+            self._made += 1
+            heapq.heappush(self._boxes, _Box(bound, self._made, part, *rest))  # type: ignore[arg-type]
+
+    def _open_parts(self) -> None:
+        for size in size_classes(self._problem):
+            for micro_batches in micro_batch_counts(self._problem):
+                bound = quick_bound(self._problem, size, micro_batches)
+                for order in orders(self._problem):
+                    self._push(_Part(order, size, micro_batches), bound)
+
+    def _pipelines_of(self, part: _Part) -> Pipelines:
+        if part not in self._pipelines:
+            if len(self._pipelines) >= _KEPT:
+                del self._pipelines[next(iter(self._pipelines))]
+            self._pipelines[part] = Pipelines(
+                self._problem, self._tables, part.order, part.size, part.micro_batches
+            )
+        return self._pipelines[part]
+
+    def _fixed(self, part: _Part) -> float:
+        return part.micro_batches * self._problem.constants.batch_generator_ms
+
+    def _look_at(self, box: _Box) -> None:
+        part = box.part
+        pipelines = self._pipelines_of(part)
+        if box.lows is None:
+            lows = pipelines.least_peaks()
+            bound = max(box.bound, self._weigh(part, lows, sum_of_one(lows)))
+            self._push(part, bound, lows)
+            return
+        slack = self._limit(part) - self._weigh(part, box.lows, box.rest)
+        highs = tighter(box.lows, box.highs, slack, part.micro_batches)
+        self._paths += 1
+        path = pipelines.cheapest(highs)
+        if path is None:
+            return
+        cost = self._weigh(part, path.peaks, path.rest)
+        if part not in self._best or cost < self._best[part].cost:
+            self._best[part] = Found(path.plan, cost)
+        self._cut(part, box.lows, highs, path)
+
+    def _limit(self, part: _Part) -> float:
+        """What a plan of the part must cost less than to matter."""
+        own = self._best[part].cost if part in self._best else math.inf
+        return min(own, self._goal())
+
+    def _weigh(self, part: _Part, peaks: Limits, rest: float) -> float:
+        return (
+            (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + self._fixed(part)
+        )
+
+    def _cut(self, part: _Part, lows: Limits, highs: Limits, path: Path) -> None:
+        """What is left of a box: where one of the maxima is below the path's.
+
+        Elsewhere the path is best: its sum is the least, and the maxima are not below its.
+        """
+        (time_low, update_low, gradients_low), (time, update, gradients) = lows, path.peaks
+        cuts: list[tuple[Limits, Limits]] = []
+        if time > time_low:
+            middle = (time_low + time) / 2
+            cuts.append((lows, (middle, *highs[1:])))
+            above = (middle, update_low, gradients_low)
+            cuts.append((above, (math.nextafter(time, 0.0), *highs[1:])))
+        time = max(time, time_low)
+        if update > update_low:
+            below = (highs[0], math.nextafter(update, 0.0), highs[2])
+            cuts.append(((time, update_low, gradients_low), below))
+        update = max(update, update_low)
+        if gradients > gradients_low:
+            below = (*highs[:2], math.nextafter(gradients, 0.0))
+            cuts.append(((time, update, gradients_low), below))
+        limit = self._limit(part) * (1 - _TOLERANCE)
+        for low, high in cuts:
+            bound = self._weigh(part, low, path.rest)
+            if bound < limit:
+                self._push(part, bound, low, high, path.rest)
+
+
+def sum_of_one(lows: Limits) -> float:
+    """A stage at least takes the least peak: of the sum nothing else is known yet."""
+    return lows[0]
+
+
+def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Limits:
+    """Limits above which a plan would cost more than is left."""
+    weights = (micro_batches - 1, 1, 1)
+    found = [
+        min(high, low + slack / weight) if weight else high
+        for low, high, weight in zip(lows, highs, weights, strict=True)
+    ]
+    return (found[0], found[1], found[2])
+
+
+def quick_bound(problem: Problem, size: SizeClass, micro_batches: int) -> float:
+    """Below every plan of a size class and number of micro-batches, whatever the order.
+
+    A stage's slowest replica has at least the mean of the samples, and its largest slice at least
+    the power of two below; no layer takes less than where that is fastest.
+    """
+    samples = problem.gbs // micro_batches
+    gpus = size.shapes[-1] * size.unit
+    fastest = [
+        (one.times, one.fb_sync)
+        for (_, tp, share), one in problem.samples.items()
+        if tp <= min(gpus, problem.max_tp) and 2 * share > samples * tp / gpus
+    ]
+    if not fastest:
+        return math.inf
+    layers = np.min([times for times, _ in fastest], axis=0)
+    peak = max(float(layers.max()), float(layers.sum()) / size.most)
+    sync = min(sync for _, sync in fastest) + problem.constants.batch_generator_ms
+    return (micro_batches - 1) * peak + float(layers.sum()) + micro_batches * sync
+
+
+def checked_cost(problem: Problem, found: Found) -> PlanCost:
+    """The cost of a found plan by the cost model itself."""
+    return plan_cost(problem, found.plan)
