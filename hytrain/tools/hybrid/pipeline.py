@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hytrain.tools.hybrid.cost_model import BANDWIDTH_UNIT
 from hytrain.tools.hybrid.problem import Floats, Plan, Problem
 from hytrain.tools.hybrid.space import SizeClass
-from hytrain.tools.hybrid.stage_tables import Tables, kinds
+from hytrain.tools.hybrid.stage_tables import Tables, kinds, stage_tables
 
 Limits = tuple[float, float, float]
 """Of every stage's time, update and gradients, ms."""
@@ -59,8 +59,8 @@ class Pipelines:
         self.micro_batches = micro_batches
         cluster = problem.ranks(order)
         found, self._kind, firsts = kinds(problem, order, size)
-        self._tables = [
-            tables.table(kind, cluster, first, micro_batches)
+        self._choices = [
+            tables.choices(kind, order, cluster, first, micro_batches)
             for kind, first in zip(found, firsts, strict=True)
         ]
         links = sorted({kind.link for kind in found}, key=repr)
@@ -71,39 +71,23 @@ class Pipelines:
             for kind in found
         ]
         self._send: Floats = 1.0 / (np.array(rate) * BANDWIDTH_UNIT)
-        self._stack()
-
-    def _stack(self) -> None:
-        """The kinds' tables as one array each, (kind, strategy, start, stop), filled up."""
-        most = max(1, *(len(table.strategies) for table in self._tables))
-        layers = self.problem.num_layers + 1
-        kinds = len(self._tables)
-        self._time = np.full((kinds, most, layers, layers), np.inf)
-        self._update, self._gradients = np.zeros_like(self._time), np.zeros_like(self._time)
-        self._activation = np.zeros((kinds, most, layers))
-        self._sync = np.zeros((kinds, most))
-        for number, table in enumerate(self._tables):
-            here = (number, slice(len(table.strategies)))
-            self._time[here] = table.time
-            self._update[here] = table.update
-            self._gradients[here] = table.gradients
-            self._activation[here] = table.activation
-            self._sync[here] = table.fb_sync * self.micro_batches
+        self._costs = stage_tables(problem, self._choices)
+        self._sync: Floats = self._costs.fb_sync * micro_batches
 
     def _within(self, limits: Limits) -> Floats:
         """Times of the stages that keep to the limits; infinite those of others."""
         if limits == UNLIMITED:
-            return self._time
+            return self._costs.time
         time, update, gradients = limits
-        allowed = self._time <= time
-        allowed &= self._update <= update
-        allowed &= self._gradients <= gradients
-        return np.where(allowed, self._time, np.inf)
+        allowed = self._costs.time <= time
+        allowed &= self._costs.update <= update
+        allowed &= self._costs.gradients <= gradients
+        return np.where(allowed, self._costs.time, np.inf)
 
     def least_peaks(self) -> Limits:
         """The least that the largest time, update and gradients of a pipeline can be, each alone."""
-        is_none = np.isinf(self._time)
-        parts = (self._time, self._update, self._gradients)
+        is_none = np.isinf(self._costs.time)
+        parts = (self._costs.time, self._costs.update, self._costs.gradients)
         costs = np.stack([np.where(is_none, np.inf, part).min(axis=1) for part in parts], axis=1)
         size, layers = self.size, self.problem.num_layers
         least = np.full((size.units + 1, 3, size.excess + 1, layers + 1), np.inf)
@@ -131,7 +115,7 @@ class Pipelines:
     def cheapest(self, limits: Limits) -> Path | None:
         """The pipeline within limits whose sum over stages is least; None where there is none."""
         within = self._within(limits)
-        send = self._activation[:, :, None, :] * self._send[:, None, :, None]
+        send = self._costs.activation[:, :, None, :] * self._send[:, None, :, None]
         inner = (within[:, :, None] + send[:, :, :, None, :]).min(axis=1)
         last = (within[..., -1] + self._sync[:, :, None]).min(axis=1)
         least = self._least_rest(inner, last)
@@ -196,12 +180,12 @@ class Pipelines:
     def _plan(
         self, groups: list[int], partition: list[int], chosen: list[tuple[int, int, int, int]]
     ) -> Plan:
-        picked = [self._tables[kind].strategies[strategy] for kind, strategy, _, _ in chosen]
-        on_host = tuple(on_host for _, _, on_host in picked)
+        picked = [self._choices[kind][choice] for kind, choice, _, _ in chosen]
+        on_host = tuple(one.on_host for one in picked)
         return Plan(
             order=self.order,
             groups=tuple(groups),
-            strategies=tuple((dp, tp) for dp, tp, _ in picked),
+            strategies=tuple((one.dp, one.tp) for one in picked),
             micro_batches=self.micro_batches,
             partition=tuple(partition),
             on_host=on_host if any(on_host) else (),
@@ -209,5 +193,5 @@ class Pipelines:
 
     def _peaks(self, chosen: list[tuple[int, int, int, int]]) -> Limits:
         at: tuple[NDArray[np.int64], ...] = tuple(np.array(chosen).T)
-        parts = (self._time, self._update, self._gradients)
+        parts = (self._costs.time, self._costs.update, self._costs.gradients)
         return tuple(float(part[at].max()) for part in parts)

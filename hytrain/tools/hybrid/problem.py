@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hytrain.errors import PlanError
+from hytrain.tools.hybrid.host_update import Host
 
 TpSpeed = Literal["first", "slowest"]
 Floats = NDArray[np.float64]
@@ -72,20 +73,6 @@ class Constants:
 
     parameter_bytes: tuple[float, ...]
     """By layer."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """For optimizer state in host memory (docs/hybrid_planning.md, "Host memory")."""
-
-    memory_gb: float
-    """Of each node, for state."""
-
-    update_rate: float
-    """Parameters a second that the CPU of a node updates."""
-
-    copy_rate: float
-    """GB/s between a GPU and its host, one way."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,20 @@
-"""What every possible stage costs, by its layers: tables of the same functions as a plan's cost.
+"""What every possible stage costs, by its layers: the cost model's choices as tables.
 
-Stages on GPUs of the same types in the same order cost the same wherever they are: one kind. A
-table has an axis for the strategies (tensor parallel degree, state on the GPU or host), one for
-the first layer and one for the layer after the last; what cannot be is infinite.
+Stages on GPUs of the same types in the same order cost the same wherever they are: one kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid import cost_model
+from hytrain.tools.hybrid.cost_model import NOTHING_MB, Choice, Ranks, bandwidth, choices
+from hytrain.tools.hybrid.host_update import exposed_ms
 from hytrain.tools.hybrid.problem import Floats, Problem
 from hytrain.tools.hybrid.space import SizeClass
 
@@ -53,49 +53,110 @@ class Kind:
         return sum(count for _, count in self.runs)
 
 
-@dataclass
-class Table:
-    """Strategies of a kind at one number of micro-batches."""
+class Tables:
+    """The choices of a problem's stages, each made once."""
 
-    strategies: list[tuple[int, int, bool]]
-    """dp, tp, whether the optimizer state is in host memory."""
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._made: dict[tuple[object, ...], list[Choice]] = {}
+
+    def choices(
+        self, kind: Kind, order: tuple[str, ...], cluster: Ranks, first: int, micro_batches: int
+    ) -> list[Choice]:
+        """Of a kind of stage, by ascending tensor parallel degree.
+
+        Args:
+            kind: of stage.
+            order: of device types.
+            cluster: its ranks.
+            first: rank of one such stage.
+            micro_batches: of a step.
+        """
+        # The published memory of a mixed group depends on all of the cluster.
+        key = (order if len(kind.runs) > 1 else (), kind, micro_batches)
+        if key not in self._made:
+            self._made[key] = found = []
+            for tp in (1 << bit for bit in range(kind.gpus.bit_length())):
+                strategy = (kind.gpus // tp, tp)
+                with suppress(PlanError):
+                    found += choices(self._problem, cluster, first, strategy, micro_batches)
+        return self._made[key]
+
+
+@dataclass(frozen=True)
+class StageTables:
+    """What each choice of each kind costs by its layers: (kind, choice, first layer, stop)."""
 
     time: Floats
-    """(strategies, start, stop), ms; infinite where it does not fit."""
+    """Of a micro-batch, ms; infinite where there is no such choice, or it does not fit."""
 
     update: Floats
     gradients: Floats
     activation: Floats
-    """Bytes, (strategies, stop)."""
+    """Bytes, (kind, choice, stop)."""
 
     fb_sync: Floats
-    """(strategies,), ms of a micro-batch."""
+    """Of a micro-batch, ms, (kind, choice)."""
 
 
-@dataclass
-class Tables:
-    """Makes the tables of a problem, each once; those of one order's mixed kinds on demand."""
+def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTables:
+    """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once."""
+    layers = np.arange(problem.num_layers + 1)
+    most = max(1, *map(len, found))
+    shape = (len(found), most)
+    flat = [(kind, i, one) for kind, group in enumerate(found) for i, one in enumerate(group)]
+    times = _filled(shape, [(kind, i, one.times) for kind, i, one in flat])
+    memory = _filled(shape, [(kind, i, one.memory) for kind, i, one in flat])
+    fields = np.zeros((8, *shape))
+    fields[0] = -1.0
+    for kind, i, one in flat:
+        fields[:, kind, i] = (
+            one.capacity,
+            one.update,
+            one.gradients,
+            one.fb_sync,
+            one.share * problem.sequence_length,
+            one.tp,
+            one.on_host,
+            1.0,
+        )
+    capacity, rate, gradients, sync, samples, tp, on_host, _ = fields[..., None, None]
+    time = _ranges(times)
+    time[(NOTHING_MB + _ranges(memory) > capacity) | (layers[:, None] >= layers)] = np.inf
+    parameters = problem.parameter_sums - problem.parameter_sums[:, None]
+    update = rate * (layers - layers[:, None])
+    if on_host.any():
+        hidden = exposed_ms(rate * parameters, time, layers - layers[:, None])
+        update = np.where(on_host > 0, hidden, update)
+    width = np.where(
+        layers == problem.num_layers - 1,
+        problem.vocab_size / np.maximum(1.0, tp[..., 0]),
+        problem.hidden_size,
+    )
+    return StageTables(
+        time, update, gradients * parameters, samples[..., 0] * width, sync[..., 0, 0]
+    )
 
-    problem: Problem
-    _even: dict[tuple[str, int, float, int], Table] = field(default_factory=dict)
 
-    def table(
-        self, kind: Kind, cluster: cost_model.Ranks, first: int, micro_batches: int
-    ) -> Table:
-        """A kind's table.
+def _filled(
+    shape: tuple[int, int], rows: Sequence[tuple[int, int, Floats]]
+) -> Floats:
+    """Rows of unequal number as one array; a choice's last row stands for those it lacks."""
+    most = max((len(row) for _, _, row in rows), default=1)
+    length = rows[0][2].shape[1] if rows else 1
+    filled = np.zeros((*shape, most, length))
+    for kind, i, row in rows:
+        filled[kind, i, : len(row)] = row
+        filled[kind, i, len(row) :] = row[-1]
+    return filled
 
-        Args:
-            kind: of stage.
-            cluster: the ranks, in the order's order.
-            first: rank of one such stage.
-            micro_batches: of a step.
-        """
-        if len(kind.runs) > 1 or self.problem.options.host is not None:
-            return by_stage(self.problem, cluster, first, kind.gpus, micro_batches)
-        key = (kind.runs[0][0], kind.gpus, kind.gradients, micro_batches)
-        if key not in self._even:
-            self._even[key] = even_table(self.problem, *key)
-        return self._even[key]
+
+def _ranges(sums: Floats) -> Floats:
+    """The largest row's sum over every range of layers: (..., rows, L) to (..., L, L)."""
+    ranges = sums[:, :, 0, None, :] - sums[:, :, 0, :, None]
+    for row in range(1, sums.shape[2]):
+        np.maximum(ranges, sums[:, :, row, None, :] - sums[:, :, row, :, None], out=ranges)
+    return ranges
 
 
 def kinds(
@@ -124,7 +185,7 @@ def kinds(
                 tuple((name, len(list(same))) for name, same in runs),
                 link,
                 is_linked and ends_inside,
-                cost_model.bandwidth(problem, ranks),
+                bandwidth(problem, ranks),
             )
             if kind not in numbers:
                 numbers[kind] = len(numbers)
@@ -133,88 +194,10 @@ def kinds(
     return list(numbers), at, firsts
 
 
-def _link(problem: Problem, ranks: cost_model.Ranks) -> Link:
+def _link(problem: Problem, ranks: Ranks) -> Link:
     devices = {problem.device[device] for device, _ in ranks}
     intra = min(device.intra_bandwidth for device in devices)
     if not problem.options.inter_node:
         return Link(intra, intra, is_one_node=False)
     inter = min(device.inter_bandwidth for device in devices)
     return Link(intra, inter, is_one_node=len({node for _, node in ranks}) == 1)
-
-
-def _layers(problem: Problem) -> tuple[Floats, Floats, Floats]:
-    """First layers (a column), layers after the last (a row), and infinity where there is none."""
-    layers = np.arange(problem.num_layers + 1)
-    return layers[:, None], layers[None, :], np.where(layers[:, None] < layers, 0.0, np.inf)
-
-
-def by_stage(
-    problem: Problem, cluster: cost_model.Ranks, first: int, gpus: int, micro_batches: int
-) -> Table:
-    """A table, one strategy after another: for mixed groups, and what :func:`even_table` equals."""
-    start, stop, nothing = _layers(problem)
-    found: list[tuple[tuple[int, int, bool], cost_model.Stage]] = []
-    degrees = [1 << bit for bit in range(gpus.bit_length())]
-    for tp in degrees:
-        for on_host in (False, True) if problem.options.host is not None else (False,):
-            strategy = (gpus // tp, tp)
-            try:
-                one = cost_model.stage(
-                    problem, cluster, first, strategy, micro_batches, start, stop, on_host=on_host
-                )
-            except PlanError:
-                continue
-            found.append(((*strategy, on_host), one))
-    shape = (0, *nothing.shape)
-    if not found:
-        none = np.zeros(shape)
-        return Table([], none, none, none, np.zeros(shape[:2]), np.zeros(0))
-    stages = [one for _, one in found]
-    time = np.stack(
-        [
-            np.where(one.memory.demand <= one.memory.capacity, one.time, np.inf) + nothing
-            for one in stages
-        ]
-    )
-    return Table(
-        [strategy for strategy, _ in found],
-        time,
-        np.stack([np.broadcast_to(one.update, nothing.shape) for one in stages]),
-        np.stack([one.gradients for one in stages]),
-        np.stack([one.activation[0] for one in stages]),
-        np.array([one.fb_sync for one in stages]),
-    )
-
-
-def even_table(
-    problem: Problem, device: str, gpus: int, bandwidth: float, micro_batches: int
-) -> Table:
-    """The table of equal GPUs, all strategies at once, by prefix sums."""
-    start, stop, nothing = _layers(problem)
-    samples, rest = divmod(problem.gbs, micro_batches)
-    strategies: list[tuple[int, int, bool]] = []
-    for tp in (1 << bit for bit in range(gpus.bit_length())):
-        dp, share = gpus // tp, samples // (gpus // tp)
-        is_dealt = rest == 0 and share * dp == samples and 0 < share <= problem.max_batch
-        if is_dealt and tp <= problem.max_tp and (device, tp, share) in problem.samples:
-            strategies.append((dp, tp, False))
-    if not strategies:
-        none = np.zeros((0, *nothing.shape))
-        return Table([], none, none, none, none[:, 0], np.zeros(0))
-    keys = [(device, tp, samples // dp) for dp, tp, _ in strategies]
-    times = np.stack([problem.time_sums[key] for key in keys])
-    memory = np.stack([problem.memory_sums[key] for key in keys])
-    demand = cost_model.NOTHING_MB + problem.mem_coef * (memory[:, None, :] - memory[:, :, None])
-    one = problem.device[device].memory_mb
-    capacity = one if problem.options.per_gpu_memory else one * gpus
-    dp, tp = (np.array([row[i] for row in strategies])[:, None, None] for i in (0, 1))
-    time = times[:, None, :] - times[:, :, None] + nothing
-    time[demand > capacity] = np.inf
-    return Table(
-        strategies,
-        time,
-        cost_model.update_time(problem, tp, stop - start),
-        cost_model.gradient_time(problem, dp, tp, bandwidth, start, stop),
-        cost_model.activation_bytes(problem, tp[:, 0], samples // dp[:, 0], stop),
-        np.array([problem.samples[key].fb_sync for key in keys]),
-    )
