@@ -103,12 +103,12 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTa
     """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once."""
     layers = np.arange(problem.num_layers + 1)
     most = max(1, *map(len, found))
-    shape = (len(found), most)
+    shape = (len(found), most, len(layers))
     flat = [(kind, i, one) for kind, group in enumerate(found) for i, one in enumerate(group)]
     times = _filled(shape, [(kind, i, one.times) for kind, i, one in flat])
     memory = _filled(shape, [(kind, i, one.memory) for kind, i, one in flat])
-    fields = np.zeros((8, *shape))
-    fields[0] = -1.0
+    fields = np.zeros((7, *shape[:2]))
+    fields[0] = -1.0  # capacity of what is not there
     for kind, i, one in flat:
         fields[:, kind, i] = (
             one.capacity,
@@ -118,15 +118,15 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTa
             one.share * problem.sequence_length,
             one.tp,
             one.on_host,
-            1.0,
         )
-    capacity, rate, gradients, sync, samples, tp, on_host, _ = fields[..., None, None]
+    capacity, rate, gradients, sync, samples, tp, on_host = fields[..., None, None]
     time = _ranges(times)
     time[(NOTHING_MB + _ranges(memory) > capacity) | (layers[:, None] >= layers)] = np.inf
     parameters = problem.parameter_sums - problem.parameter_sums[:, None]
     update = rate * (layers - layers[:, None])
     if on_host.any():
-        hidden = exposed_ms(rate * parameters, time, layers - layers[:, None])
+        known = np.where(np.isinf(time), 0.0, time)
+        hidden = exposed_ms(rate * parameters, known, layers - layers[:, None])
         update = np.where(on_host > 0, hidden, update)
     width = np.where(
         layers == problem.num_layers - 1,
@@ -138,13 +138,10 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTa
     )
 
 
-def _filled(
-    shape: tuple[int, int], rows: Sequence[tuple[int, int, Floats]]
-) -> Floats:
+def _filled(shape: tuple[int, int, int], rows: Sequence[tuple[int, int, Floats]]) -> Floats:
     """Rows of unequal number as one array; a choice's last row stands for those it lacks."""
     most = max((len(row) for _, _, row in rows), default=1)
-    length = rows[0][2].shape[1] if rows else 1
-    filled = np.zeros((*shape, most, length))
+    filled = np.zeros((*shape[:2], most, shape[2]))
     for kind, i, row in rows:
         filled[kind, i, : len(row)] = row
         filled[kind, i, len(row) :] = row[-1]
