@@ -85,7 +85,7 @@ def brute_force(problem: Problem) -> tuple[float, Plan | None, int]:
     def link(order: tuple[str, ...], first: int, stop: int) -> float:
         return bandwidth(problem, ranks[order][first:stop]) * BANDWIDTH_UNIT
 
-    best: tuple[float, Plan | None] = (float("inf"), None)
+    least, best = float("inf"), None
     profiled = 0
     for plan in all_plans(problem):
         starts = list(itertools.accumulate(plan.groups, initial=0))
@@ -120,9 +120,9 @@ def brute_force(problem: Problem) -> tuple[float, Plan | None, int]:
             + max(one.gradients for one in known)
             + sum(sends)
         )
-        if cost < best[0]:
-            best = (cost, plan)
-    return (*best, profiled)
+        if cost < least:
+            least, best = cost, plan
+    return least, best, profiled
 
 
 def random_problem(seed: int) -> Problem:

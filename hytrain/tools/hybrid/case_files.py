@@ -1,9 +1,9 @@
 """The published files of a case: args.json, hostfile, clusterfile.json and a folder of profiles.
 
-    CASE/args.json            num_layers, gbs, hidden_size, ..., profile_dir (relative to CASE)
-    CASE/hostfile             a line a node: IP slots=N
-    CASE/clusterfile.json     IP -> instance_type, inter_bandwidth, intra_bandwidth (GB/s), memory (GB)
-    PROFILES/DeviceType.{type}_tp{tp}_bs{samples}.json
+CASE/args.json            num_layers, gbs, hidden_size, ..., profile_dir (relative to CASE)
+CASE/hostfile             a line a node: IP slots=N
+CASE/clusterfile.json     IP -> instance_type, inter_bandwidth, intra_bandwidth, memory (GB/s, GB)
+PROFILES/DeviceType.{type}_tp{tp}_bs{samples}.json
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Fields:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < least or (above and value == least):
             raise self.refuse(
-                name, f"must be a number {'above' if above else 'of at least'} {least:g}, "
-                f"not {value!r}"
+                name,
+                f"must be a number {'above' if above else 'of at least'} {least:g}, not {value!r}",
             )
         return float(value)
 
@@ -132,9 +132,7 @@ def read_case(case: Path, options: Options | None = None) -> Problem:
     num_layers = int(args["num_layers"])
     names = [device.name for device in devices]
     samples = read_profiles(folder, names, num_layers)
-    named = (
-        fields.text("constants_profile") if "constants_profile" in fields.values else CONSTANTS
-    )
+    named = fields.text("constants_profile") if "constants_profile" in fields.values else CONSTANTS
     return Problem(
         nodes=nodes,
         devices=devices,

@@ -1,22 +1,22 @@
 """What a plan costs: pure functions of a problem and a plan.
 
-The published model (Metis, USENIX ATC 2024, and its code) for a step of B micro-batches in S stages::
+The published model (Metis, USENIX ATC 2024, and its code), of a step of B micro-batches::
 
     (B-1)*max t_s + sum t_s + B*fb_sync(last) + max update_s + max gradients_s
         + sum activations_s + B*batch_generator
 
-A stage's strategy on given GPUs is linear in its layers: a :class:`Choice` holds sums over the layers
-below each, from which both one plan's cost and the search's tables (:mod:`.stage_tables`) are made.
+A stage's strategy on given GPUs is linear in its layers: a :class:`Choice` holds sums over the
+layers below each, from which both a plan's cost and the search's tables (:mod:`.stage_tables`) are
+made.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
 
 import numpy as np
 
@@ -189,7 +189,7 @@ def choices(
     is_even = len(set(types)) == 1
     if share == 0 or problem.gbs % micro_batches or (is_even and samples % dp):
         raise PlanError(
-            f"{problem.gbs} samples in {micro_batches} micro-batches cannot be dealt to {dp} replicas"
+            f"{problem.gbs} samples, {micro_batches} micro-batches: cannot be dealt to {dp} replicas"
         )
     if share > problem.max_batch or tp > problem.max_tp:
         raise NotProfiledError(f"tp {tp}, micro-batch size {share}: more than was profiled")
@@ -226,9 +226,7 @@ def _profiled_sync(problem: Problem, device: str, tp: int, samples: int) -> floa
     return problem.samples[device, tp, samples].fb_sync
 
 
-def _replica_times(
-    problem: Problem, types: Sequence[str], split: Sequence[int], tp: int
-) -> Floats:
+def _replica_times(problem: Problem, types: Sequence[str], split: Sequence[int], tp: int) -> Floats:
     found = {
         (device, share)
         for rank, share in enumerate(split)
@@ -291,13 +289,11 @@ def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:
     state = host.state_mb(problem.parameter_sums)
     freed = state / on_gpu.tp if problem.options.per_gpu_memory else state
     used = state / gpus * node_gpus * (on_gpu.capacity / (host.memory_gb * 1024))
-    return Choice(
-        **{
-            **vars(on_gpu),
-            "on_host": True,
-            "memory": np.vstack([on_gpu.memory - freed, used]),
-            "update": float(host.update_ms(1.0, gpus, node_gpus)),
-        }
+    return replace(
+        on_gpu,
+        on_host=True,
+        memory=np.vstack([on_gpu.memory - freed, used]),
+        update=float(host.update_ms(1.0, gpus, node_gpus)),
     )
 
 

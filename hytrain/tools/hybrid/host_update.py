@@ -1,10 +1,11 @@
 """Optimizer state of a stage in host memory: what it frees, and by how much the step is longer.
 
 A stage's state is shared out over its GPUs, and each GPU's part kept and updated by its node, whose
-memory and CPU its GPUs share evenly. hytrain's limits (docs/internals.md, tools/planner/cost_model.py)
-apply: updates begin with the last micro-batch's first final gradient, a layer's backward after that
-micro-batch's backward has begun, and end before the next step's forward of the same layer. So of the
-last backward and the next forward, t of a micro-batch, all but one layer's part hides them::
+memory and CPU its GPUs share evenly. hytrain's limits apply (docs/internals.md, and the CPU's line
+of tools/planner/cost_model.py): updates begin with the last micro-batch's first final gradient, a
+layer's backward after that micro-batch's backward has begun, and end before the next step's forward
+of the same layer. So of the last backward and the next forward, t of a micro-batch, all but one
+layer's part hides them::
 
     exposed = max(0, max(P / rate, 2 B * P / copy rate) + t / n - t)
 

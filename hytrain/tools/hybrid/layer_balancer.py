@@ -6,7 +6,6 @@ layers are dealt again. Nothing here is used by the exact search.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,11 +54,8 @@ def deal_layers(shares: Sequence[float], weights: Sequence[float]) -> tuple[int,
     if len(shares) == 1:
         return (0, len(weights))
     room = list(shares)
-    held = _deal_parts(room, [weight / _PARTS for weight in weights for _ in range(_PARTS)])
-    layers: list[list[int]] = []
-    for parts in held:
-        counts = Counter(part // _PARTS for part in parts)
-        layers.append(sorted(layer for layer, count in counts.items() if 2 * count > _PARTS))
+    held = _deal_parts(room, [weight / _PARTS for weight in weights])
+    layers = [sorted(layer for layer, parts in own.items() if 2 * parts > _PARTS) for own in held]
     left = [
         share - (sum(weights[own[0] : own[-1] + 1]) if own else 0.0)
         for share, own in zip(shares, layers, strict=True)
@@ -70,35 +66,47 @@ def deal_layers(shares: Sequence[float], weights: Sequence[float]) -> tuple[int,
     return tuple(ends)
 
 
-def _deal_parts(room: list[float], weights: Sequence[float]) -> list[list[int]]:
-    """Parts of layers to stages, each while it has room; ``room`` is what is left then."""
-    stages, count = len(room), len(weights)
-    held: list[list[int]] = [[] for _ in room]
+def _deal_parts(room: list[float], weights: Sequence[float]) -> list[dict[int, int]]:
+    """Parts of layers to stages, each while it has room; ``room`` is what is left then.
+
+    Args:
+        room: of each stage.
+        weights: of a part of each layer.
+
+    Returns:
+        How many parts of which layers each stage has.
+    """
+    count = len(weights) * _PARTS
+    held: list[dict[int, int]] = [{} for _ in room]
+    spans: list[tuple[int, int] | None] = [None for _ in room]
     skipped: list[int] = []
     part = 0
-    for stage in range(stages - 1):
+    for stage, own in enumerate(held[:-1]):
+        start, left = part, room[stage]
         while part < count - 1 - _PARTS:
+            layer = part // _PARTS
             part += 1
-            if room[stage] <= weights[part - 1]:
+            if left <= weights[layer]:
                 skipped.append(part - 1)
                 break
-            room[stage] -= weights[part - 1]
-            held[stage].append(part - 1)
+            left -= weights[layer]
+            own[layer] = own.get(layer, 0) + 1
+        room[stage] = left
+        taken = sum(own.values())
+        spans[stage] = (start, start + taken - 1) if taken else None
     # The last stage takes a layer, and then what it has room for, from the end.
     end = count
-    while end > part:
-        if len(held[-1]) >= _PARTS and room[-1] <= weights[end - 1]:
-            break
+    while end > part and (count - end < _PARTS or room[-1] > weights[(end - 1) // _PARTS]):
         end -= 1
-        room[-1] -= weights[end]
-        held[-1].append(end)
-    spans = [(min(own), max(own)) if own else None for own in held]
-    for part in [*skipped, *range(part, end)]:
-        stage = _roomiest_between(room, spans, part)
-        room[stage] -= weights[part]
-        held[stage].append(part)
-        low, high = spans[stage] or (part, part)
-        spans[stage] = (min(low, part), max(high, part))
+        room[-1] -= weights[end // _PARTS]
+        held[-1][end // _PARTS] = held[-1].get(end // _PARTS, 0) + 1
+    spans[-1] = (end, count - 1)
+    for rest in [*skipped, *range(part, end)]:
+        stage, layer = _roomiest_between(room, spans, rest), rest // _PARTS
+        room[stage] -= weights[layer]
+        held[stage][layer] = held[stage].get(layer, 0) + 1
+        low, high = spans[stage] or (rest, rest)
+        spans[stage] = (min(low, rest), max(high, rest))
     return held
 
 

@@ -1,7 +1,7 @@
 """The two published searches, for comparison: Metis (USENIX ATC 2024) and its improved variant.
 
 Depth first: every stage starts at (group, 1) of data and tensor parallel; layers are dealt, and
-while memory does not suffice at once, dp is halved and tp doubled on the stage with the least slack.
+while memory does not suffice at once, dp is halved and tp doubled on the stage with least slack.
 The improved variant changes the slack: that of the layers as they were dealt first, so that the
 stage most over its memory moves first; Metis has none where no dealing fitted, and takes the stages
 of most replicas in turn.
@@ -21,9 +21,9 @@ from typing import Literal
 
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid import layer_balancer
-from hytrain.tools.hybrid.cost_model import Choice, Ranks, choices, plan_cost
+from hytrain.tools.hybrid.cost_model import NOTHING_MB, Ranks, choices, plan_cost
 from hytrain.tools.hybrid.layer_balancer import Dealt
-from hytrain.tools.hybrid.problem import Plan, Problem
+from hytrain.tools.hybrid.problem import Options, Plan, Problem
 from hytrain.tools.hybrid.search import Found, NoPlanError, Result
 from hytrain.tools.hybrid.space import least_group, micro_batch_counts, orders
 
@@ -37,6 +37,19 @@ class _Start:
     order: tuple[str, ...]
     groups: tuple[int, ...]
     micro_batches: int
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Of a stage's choice, what the descent looks at."""
+
+    speed: float
+    """One over the time of all layers."""
+
+    memory: list[float]
+    """MB of the layers below each."""
+
+    capacity: float
 
 
 @dataclass
@@ -58,8 +71,9 @@ def plan(problem: Problem, variant: Variant = "metis", *, top: int = 1) -> Resul
         PlanError: an option that the published searches do not know.
         NoPlanError: none of the plans that it meets can run.
     """
-    if problem.options.host is not None:
-        raise PlanError(f"{variant} keeps no state on hosts: search with exact, or without a host")
+    others = replace(problem.options, tp_speed="slowest")
+    if others != Options():
+        raise PlanError(f"{variant} knows the published model only: search with exact for {others}")
     began = time.perf_counter()
     counts = _Counts()
     descent = _Descent(problem, variant, counts)
@@ -138,7 +152,7 @@ class _Descent:
     variant: Variant
     counts: _Counts
     _weights: list[float] = field(init=False)
-    _choices: dict[object, Choice | None] = field(default_factory=dict)
+    _stages: dict[object, _Stage | None] = field(default_factory=dict)
     _ranks: dict[tuple[str, ...], Ranks] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -182,42 +196,41 @@ class _Descent:
     def _deal(self, start: _Start, strategies: list[tuple[int, int]]) -> Dealt | None:
         """The layers dealt; None where a stage cannot run its samples."""
         firsts = accumulate(start.groups, initial=0)
-        found: list[Choice] = []
+        found: list[_Stage] = []
         for strategy, first in zip(strategies, firsts, strict=False):
-            choice = self._choice(start, first, strategy)
-            if choice is None:
+            stage = self._stage(start, first, strategy)
+            if stage is None:
                 return None
-            found.append(choice)
-        speeds = [1.0 / float(one.times[:, -1].max()) for one in found]
-        shares = [speed / sum(speeds) for speed in speeds]
+            found.append(stage)
+        total = sum(one.speed for one in found)
+        shares = [one.speed / total for one in found]
         capacity = [one.capacity for one in found]
         first_slack: tuple[float, ...] = ()
         for attempt in range(1, layer_balancer.ATTEMPTS + 1):
             partition = layer_balancer.deal_layers(shares, self._weights)
-            demand = self._demand(found, partition)
+            demand = [
+                NOTHING_MB + (one.memory[stop] - one.memory[first])
+                for one, first, stop in zip(found, partition, partition[1:], strict=False)
+            ]
             slack = tuple(room - need for room, need in zip(capacity, demand, strict=True))
             first_slack = first_slack or slack
             if min(slack) >= 0:
                 return Dealt(partition, attempt, first_slack, slack)
             moved = layer_balancer.moved_shares(shares, capacity, demand)
-            if moved is None:
+            if moved is None or attempt == layer_balancer.ATTEMPTS:
                 return Dealt(None, attempt, first_slack, slack)
             shares = moved
-        return Dealt(None, layer_balancer.ATTEMPTS, first_slack, slack)
+        raise AssertionError("every attempt returns or goes on to the next")
 
-    def _choice(self, start: _Start, first: int, strategy: tuple[int, int]) -> Choice | None:
+    def _stage(self, start: _Start, first: int, strategy: tuple[int, int]) -> _Stage | None:
         key = (start.order, first, strategy, start.micro_batches)
-        if key not in self._choices:
+        if key not in self._stages:
             ranks = self._ranks.setdefault(start.order, self.problem.ranks(start.order))
             try:
-                found = choices(self.problem, ranks, first, strategy, start.micro_batches)
-                self._choices[key] = replace(found[0])
+                one = choices(self.problem, ranks, first, strategy, start.micro_batches)[0]
             except PlanError:
-                self._choices[key] = None
-        return self._choices[key]
-
-    def _demand(self, found: list[Choice], partition: tuple[int, ...]) -> list[float]:
-        return [
-            0.001 + float((one.memory[:, stop] - one.memory[:, start]).max())
-            for one, start, stop in zip(found, partition, partition[1:], strict=False)
-        ]
+                self._stages[key] = None
+            else:
+                speed = 1.0 / float(one.times[:, -1].max())
+                self._stages[key] = _Stage(speed, one.memory[0].tolist(), one.capacity)
+        return self._stages[key]

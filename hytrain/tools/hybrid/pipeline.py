@@ -85,7 +85,7 @@ class Pipelines:
         return np.where(allowed, self._costs.time, np.inf)
 
     def least_peaks(self) -> Limits:
-        """The least that the largest time, update and gradients of a pipeline can be, each alone."""
+        """The least that the largest time, update and gradients can be, each alone."""
         is_none = np.isinf(self._costs.time)
         parts = (self._costs.time, self._costs.update, self._costs.gradients)
         costs = np.stack([np.where(is_none, np.inf, part).min(axis=1) for part in parts], axis=1)
@@ -104,10 +104,11 @@ class Pipelines:
                 after = least[unit + shape, :, shape - 1 :]
                 peak = np.maximum(costs[kind][:, None], after[:, :, None, :]).min(axis=3)
                 np.minimum(here, peak, out=here)
-        return tuple(least[0, :, 0, 0].tolist())
+        time, update, gradients = least[0, :, 0, 0].tolist()
+        return time, update, gradients
 
     def _ends(self, shape: int) -> slice:
-        """The excess before a last group of a shape, so that the stages are neither few nor many."""
+        """The excess before a last group of a shape, where the stages are as many as they may be."""
         return slice(
             max(0, self.size.units - self.size.most - shape + 1), self.size.excess + 2 - shape
         )
@@ -194,4 +195,5 @@ class Pipelines:
     def _peaks(self, chosen: list[tuple[int, int, int, int]]) -> Limits:
         at: tuple[NDArray[np.int64], ...] = tuple(np.array(chosen).T)
         parts = (self._costs.time, self._costs.update, self._costs.gradients)
-        return tuple(float(part[at].max()) for part in parts)
+        time, update, gradients = (float(part[at].max()) for part in parts)
+        return time, update, gradients

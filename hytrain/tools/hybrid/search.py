@@ -109,9 +109,7 @@ class _Box:
     """Least sum over stages that is known."""
 
 
-def plan(
-    problem: Problem, *, top: int = 1, gap: float = 0.0, seconds: float = math.inf
-) -> Result:
+def plan(problem: Problem, *, top: int = 1, gap: float = 0.0, seconds: float = math.inf) -> Result:
     """The plan of least cost.
 
     Args:
@@ -227,9 +225,7 @@ class _Search:
         return min(own, self._goal())
 
     def _weigh(self, part: _Part, peaks: Limits, rest: float) -> float:
-        return (
-            (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + self._fixed(part)
-        )
+        return (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + self._fixed(part)
 
     def _cut(self, part: _Part, lows: Limits, highs: Limits, path: Path) -> None:
         """What is left of a box: where one of the maxima is below the path's.

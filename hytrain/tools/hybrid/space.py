@@ -1,8 +1,8 @@
 """The space of plans, in parts that are searched one after another.
 
-Of S stages each group has at least ``max(N // S, S // N) * variance`` GPUs, and a power of two: stage
-counts whose least power of two is the same make a size class. In a class every rank at which a
-stage starts is a multiple of its least group, the unit.
+Of S stages each group has at least ``max(N // S, S // N) * variance`` GPUs, and a power of two:
+stage counts whose least power of two is the same make a size class. In a class every rank at which
+a stage starts is a multiple of its least group, the unit.
 """
 
 from __future__ import annotations
