@@ -189,7 +189,7 @@ def choices(
     is_even = len(set(types)) == 1
     if share == 0 or problem.gbs % micro_batches or (is_even and samples % dp):
         raise PlanError(
-            f"{problem.gbs} samples, {micro_batches} micro-batches: cannot be dealt to {dp} replicas"
+            f"{micro_batches} micro-batches of {problem.gbs} samples: not for {dp} replicas"
         )
     if share > problem.max_batch or tp > problem.max_tp:
         raise NotProfiledError(f"tp {tp}, micro-batch size {share}: more than was profiled")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hytrain.tools.hybrid.cost_model import BANDWIDTH_UNIT
 from hytrain.tools.hybrid.problem import Floats, Plan, Problem
 from hytrain.tools.hybrid.space import SizeClass
-from hytrain.tools.hybrid.stage_tables import Tables, kinds, stage_tables
+from hytrain.tools.hybrid.stage_tables import Tables, stage_tables
 
 Limits = tuple[float, float, float]
 """Of every stage's time, update and gradients, ms."""
@@ -57,18 +57,15 @@ class Pipelines:
     ) -> None:
         self.problem, self.order, self.size = problem, order, size
         self.micro_batches = micro_batches
-        cluster = problem.ranks(order)
-        found, self._kind, firsts = kinds(problem, order, size)
-        self._choices = [
-            tables.choices(kind, order, cluster, first, micro_batches)
-            for kind, first in zip(found, firsts, strict=True)
-        ]
-        links = sorted({kind.link for kind in found}, key=repr)
-        self._link = [links.index(kind.link) for kind in found]
+        where = tables.layout(order, size)
+        self._kind = where.at
+        self._choices = tables.choices(where, micro_batches)
+        links = sorted({kind.link for kind in where.kinds}, key=repr)
+        self._link = [links.index(kind.link) for kind in where.kinds]
         self._num_links = len(links)
         rate = [
             [kind.link.bandwidth(link, same_node=kind.ends_inside) for link in links]
-            for kind in found
+            for kind in where.kinds
         ]
         self._send: Floats = 1.0 / (np.array(rate) * BANDWIDTH_UNIT)
         self._costs = stage_tables(problem, self._choices)
@@ -108,7 +105,7 @@ class Pipelines:
         return time, update, gradients
 
     def _ends(self, shape: int) -> slice:
-        """The excess before a last group of a shape, where the stages are as many as they may be."""
+        """The excess before a last group, where the stages are as many as they may be."""
         return slice(
             max(0, self.size.units - self.size.most - shape + 1), self.size.excess + 2 - shape
         )

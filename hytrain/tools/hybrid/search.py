@@ -22,12 +22,10 @@ import math
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.cost_model import PlanCost, plan_cost
 from hytrain.tools.hybrid.pipeline import UNLIMITED, Limits, Path, Pipelines
 from hytrain.tools.hybrid.problem import Plan, Problem
+from hytrain.tools.hybrid.quick_bounds import QuickBounds
 from hytrain.tools.hybrid.space import SizeClass, micro_batch_counts, orders, size_classes
 from hytrain.tools.hybrid.stage_tables import Tables
 
@@ -182,9 +180,10 @@ class _Search:
             heapq.heappush(self._boxes, _Box(bound, self._made, part, *rest))  # type: ignore[arg-type]
 
     def _open_parts(self) -> None:
+        quick = QuickBounds(self._problem)
         for size in size_classes(self._problem):
             for micro_batches in micro_batch_counts(self._problem):
-                bound = quick_bound(self._problem, size, micro_batches)
+                bound = quick.bound(size, micro_batches)
                 for order in orders(self._problem):
                     self._push(_Part(order, size, micro_batches), bound)
 
@@ -205,10 +204,12 @@ class _Search:
         pipelines = self._pipelines_of(part)
         if box.lows is None:
             lows = pipelines.least_peaks()
-            bound = max(box.bound, self._weigh(part, lows, sum_of_one(lows)))
-            self._push(part, bound, lows)
+            # A stage takes the least peak at least: of the sum nothing else is known yet.
+            self._push(part, max(box.bound, self._weigh(part, lows, lows[0])), lows)
             return
         slack = self._limit(part) - self._weigh(part, box.lows, box.rest)
+        if slack <= 0.0:
+            return
         highs = tighter(box.lows, box.highs, slack, part.micro_batches)
         self._paths += 1
         path = pipelines.cheapest(highs)
@@ -254,11 +255,6 @@ class _Search:
                 self._push(part, bound, low, high, path.rest)
 
 
-def sum_of_one(lows: Limits) -> float:
-    """A stage at least takes the least peak: of the sum nothing else is known yet."""
-    return lows[0]
-
-
 def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Limits:
     """Limits above which a plan would cost more than is left."""
     weights = (micro_batches - 1, 1, 1)
@@ -267,29 +263,3 @@ def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Li
         for low, high, weight in zip(lows, highs, weights, strict=True)
     ]
     return (found[0], found[1], found[2])
-
-
-def quick_bound(problem: Problem, size: SizeClass, micro_batches: int) -> float:
-    """Below every plan of a size class and number of micro-batches, whatever the order.
-
-    A stage's slowest replica has at least the mean of the samples, and its largest slice at least
-    the power of two below; no layer takes less than where that is fastest.
-    """
-    samples = problem.gbs // micro_batches
-    gpus = size.shapes[-1] * size.unit
-    fastest = [
-        (one.times, one.fb_sync)
-        for (_, tp, share), one in problem.samples.items()
-        if tp <= min(gpus, problem.max_tp) and 2 * share > samples * tp / gpus
-    ]
-    if not fastest:
-        return math.inf
-    layers = np.min([times for times, _ in fastest], axis=0)
-    peak = max(float(layers.max()), float(layers.sum()) / size.most)
-    sync = min(sync for _, sync in fastest) + problem.constants.batch_generator_ms
-    return (micro_batches - 1) * peak + float(layers.sum()) + micro_batches * sync
-
-
-def checked_cost(problem: Problem, found: Found) -> PlanCost:
-    """The cost of a found plan by the cost model itself."""
-    return plan_cost(problem, found.plan)

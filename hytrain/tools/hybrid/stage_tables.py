@@ -53,36 +53,6 @@ class Kind:
         return sum(count for _, count in self.runs)
 
 
-class Tables:
-    """The choices of a problem's stages, each made once."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._made: dict[tuple[object, ...], list[Choice]] = {}
-
-    def choices(
-        self, kind: Kind, order: tuple[str, ...], cluster: Ranks, first: int, micro_batches: int
-    ) -> list[Choice]:
-        """Of a kind of stage, by ascending tensor parallel degree.
-
-        Args:
-            kind: of stage.
-            order: of device types.
-            cluster: its ranks.
-            first: rank of one such stage.
-            micro_batches: of a step.
-        """
-        # The published memory of a mixed group depends on all of the cluster.
-        key = (order if len(kind.runs) > 1 else (), kind, micro_batches)
-        if key not in self._made:
-            self._made[key] = found = []
-            for tp in (1 << bit for bit in range(kind.gpus.bit_length())):
-                strategy = (kind.gpus // tp, tp)
-                with suppress(PlanError):
-                    found += choices(self._problem, cluster, first, strategy, micro_batches)
-        return self._made[key]
-
-
 @dataclass(frozen=True)
 class StageTables:
     """What each choice of each kind costs by its layers: (kind, choice, first layer, stop)."""
@@ -156,14 +126,23 @@ def _ranges(sums: Floats) -> Floats:
     return ranges
 
 
-def kinds(
-    problem: Problem, order: Sequence[str], size: SizeClass
-) -> tuple[list[Kind], dict[tuple[int, int], int], list[int]]:
-    """The kinds of stage of an order of types.
+@dataclass(frozen=True)
+class Layout:
+    """The stages there can be of one order of types and size class."""
 
-    Returns:
-        The kinds; the number of the kind at (first unit, units); a first rank of each kind.
-    """
+    order: tuple[str, ...]
+    size: SizeClass
+    cluster: Ranks
+    kinds: list[Kind]
+    firsts: list[int]
+    """A first rank of each kind."""
+
+    at: dict[tuple[int, int], int]
+    """Number of the kind at (first unit, units)."""
+
+
+def layout(problem: Problem, order: tuple[str, ...], size: SizeClass) -> Layout:
+    """The kinds of stage of an order of types, and where they are."""
     cluster = problem.ranks(order)
     is_linked = problem.options.inter_node
     numbers: dict[Kind, int] = {}
@@ -188,7 +167,7 @@ def kinds(
                 numbers[kind] = len(numbers)
                 firsts.append(first)
             at[unit, shape] = numbers[kind]
-    return list(numbers), at, firsts
+    return Layout(order, size, cluster, list(numbers), firsts, at)
 
 
 def _link(problem: Problem, ranks: Ranks) -> Link:
@@ -198,3 +177,38 @@ def _link(problem: Problem, ranks: Ranks) -> Link:
         return Link(intra, intra, is_one_node=False)
     inter = min(device.inter_bandwidth for device in devices)
     return Link(intra, inter, is_one_node=len({node for _, node in ranks}) == 1)
+
+
+class Tables:
+    """Of a problem: its layouts and the choices of its stages, each made once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._layouts: dict[tuple[tuple[str, ...], SizeClass], Layout] = {}
+        self._choices: dict[tuple[object, ...], list[Choice]] = {}
+
+    def layout(self, order: tuple[str, ...], size: SizeClass) -> Layout:
+        """See :func:`layout`."""
+        if (order, size) not in self._layouts:
+            self._layouts[order, size] = layout(self._problem, order, size)
+        return self._layouts[order, size]
+
+    def choices(self, where: Layout, micro_batches: int) -> list[list[Choice]]:
+        """Of each kind of stage, by ascending tensor parallel degree."""
+        return [
+            self._choices_of(where, kind, first, micro_batches)
+            for kind, first in zip(where.kinds, where.firsts, strict=True)
+        ]
+
+    def _choices_of(
+        self, where: Layout, kind: Kind, first: int, micro_batches: int
+    ) -> list[Choice]:
+        # The published memory of a mixed group depends on all of the cluster.
+        key = (where.order if len(kind.runs) > 1 else (), kind, micro_batches)
+        if key not in self._choices:
+            self._choices[key] = found = []
+            for tp in (1 << bit for bit in range(kind.gpus.bit_length())):
+                strategy = (kind.gpus // tp, tp)
+                with suppress(PlanError):
+                    found += choices(self._problem, where.cluster, first, strategy, micro_batches)
+        return self._choices[key]
