@@ -81,9 +81,12 @@ class Pipelines:
         allowed &= self._costs.gradients <= gradients
         return np.where(allowed, self._costs.time, np.inf)
 
-    def least_peaks(self) -> Limits:
-        """The least that the largest time, update and gradients can be, each alone."""
-        is_none = np.isinf(self._costs.time)
+    def least_peaks(self, limits: Limits) -> Limits:
+        """The least that the largest time, update and gradients can be, each alone, within limits.
+
+        Infinite where no pipeline is within them.
+        """
+        is_none = np.isinf(self._within(limits))
         parts = (self._costs.time, self._costs.update, self._costs.gradients)
         costs = np.stack([np.where(is_none, np.inf, part).min(axis=1) for part in parts], axis=1)
         size, layers = self.size, self.problem.num_layers

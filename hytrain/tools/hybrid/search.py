@@ -32,6 +32,9 @@ from hytrain.tools.hybrid.stage_tables import Tables
 _TOLERANCE = 1e-12
 """Relative; a box that could improve on the plan by less is left: it is rounding."""
 
+_LEAST_CUT = 0.02
+"""Of what a bound lacks: a maximum that lacks less is cut right below the path's."""
+
 _KEPT = 64
 """Parts of the space whose tables are kept."""
 
@@ -99,9 +102,7 @@ class _Box:
     """Of its making, which makes the search deterministic."""
 
     part: _Part = field(compare=False)
-    lows: Limits | None = field(default=None, compare=False)
-    """None: only a quick bound is known of the part."""
-
+    lows: Limits = field(default=(0.0, 0.0, 0.0), compare=False)
     highs: Limits = field(default=UNLIMITED, compare=False)
     rest: float = field(default=0.0, compare=False)
     """Least sum over stages that is known."""
@@ -196,21 +197,17 @@ class _Search:
             )
         return self._pipelines[part]
 
-    def _fixed(self, part: _Part) -> float:
-        return part.micro_batches * self._problem.constants.batch_generator_ms
-
     def _look_at(self, box: _Box) -> None:
         part = box.part
         pipelines = self._pipelines_of(part)
-        if box.lows is None:
-            lows = pipelines.least_peaks()
-            # A stage takes the least peak at least: of the sum nothing else is known yet.
-            self._push(part, max(box.bound, self._weigh(part, lows, lows[0])), lows)
-            return
         slack = self._limit(part) - self._weigh(part, box.lows, box.rest)
         if slack <= 0.0:
             return
         highs = tighter(box.lows, box.highs, slack, part.micro_batches)
+        lows = higher(box.lows, pipelines.least_peaks(highs))
+        # A stage takes the least peak at least: of the sum nothing else may be known yet.
+        if self._weigh(part, lows, max(box.rest, lows[0])) >= self._limit(part) * (1 - _TOLERANCE):
+            return
         self._paths += 1
         path = pipelines.cheapest(highs)
         if path is None:
@@ -218,7 +215,7 @@ class _Search:
         cost = self._weigh(part, path.peaks, path.rest)
         if part not in self._best or cost < self._best[part].cost:
             self._best[part] = Found(path.plan, cost)
-        self._cut(part, box.lows, highs, path)
+        self._cut(part, lows, highs, path)
 
     def _limit(self, part: _Part) -> float:
         """What a plan of the part must cost less than to matter."""
@@ -226,33 +223,40 @@ class _Search:
         return min(own, self._goal())
 
     def _weigh(self, part: _Part, peaks: Limits, rest: float) -> float:
-        return (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + self._fixed(part)
+        fixed = part.micro_batches * self._problem.constants.batch_generator_ms
+        return (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + fixed
 
     def _cut(self, part: _Part, lows: Limits, highs: Limits, path: Path) -> None:
-        """What is left of a box: where one of the maxima is below the path's.
+        """Boxes of what is left: where one of the maxima is below the path's.
 
-        Elsewhere the path is best: its sum is the least, and the maxima are not below its.
+        Above all of them the path is best. From the lows on, the maximum that the bound lacks most
+        is cut: below the cut is a box; above it the path remains the cheapest, and the bound is
+        higher, until it is no more of interest.
         """
-        (time_low, update_low, gradients_low), (time, update, gradients) = lows, path.peaks
-        cuts: list[tuple[Limits, Limits]] = []
-        if time > time_low:
-            middle = (time_low + time) / 2
-            cuts.append((lows, (middle, *highs[1:])))
-            above = (middle, update_low, gradients_low)
-            cuts.append((above, (math.nextafter(time, 0.0), *highs[1:])))
-        time = max(time, time_low)
-        if update > update_low:
-            below = (highs[0], math.nextafter(update, 0.0), highs[2])
-            cuts.append(((time, update_low, gradients_low), below))
-        update = max(update, update_low)
-        if gradients > gradients_low:
-            below = (*highs[:2], math.nextafter(gradients, 0.0))
-            cuts.append(((time, update, gradients_low), below))
         limit = self._limit(part) * (1 - _TOLERANCE)
-        for low, high in cuts:
-            bound = self._weigh(part, low, path.rest)
-            if bound < limit:
-                self._push(part, bound, low, high, path.rest)
+        weights = (part.micro_batches - 1, 1, 1)
+        least_gap = _LEAST_CUT * (limit - self._weigh(part, lows, path.rest))
+        low = list(lows)
+        while True:
+            bound = self._weigh(part, (low[0], low[1], low[2]), path.rest)
+            gaps = [w * (p - at) for w, p, at in zip(weights, path.peaks, low, strict=True)]
+            widest = max(range(3), key=gaps.__getitem__)
+            peak = path.peaks[widest]
+            if bound >= limit or gaps[widest] <= 0.0:
+                return
+            middle = (low[widest] + peak) / 2
+            if gaps[widest] <= least_gap or not low[widest] < middle < peak:
+                middle, below = peak, math.nextafter(peak, -math.inf)
+            else:
+                below = middle
+            high = tuple(below if i == widest else highs[i] for i in range(3))
+            self._push(part, bound, (low[0], low[1], low[2]), high, path.rest)
+            low[widest] = middle
+
+
+def higher(lows: Limits, others: Limits) -> Limits:
+    """The larger of each."""
+    return max(lows[0], others[0]), max(lows[1], others[1]), max(lows[2], others[2])
 
 
 def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Limits:
