@@ -8,9 +8,11 @@ before have above one each as the rest of the state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hytrain.tools.hybrid.cost_model import BANDWIDTH_UNIT
@@ -68,44 +70,65 @@ class Pipelines:
             for kind in where.kinds
         ]
         self._send: Floats = 1.0 / (np.array(rate) * BANDWIDTH_UNIT)
-        self._costs = stage_tables(problem, self._choices)
+        self._costs = stage_tables(problem, self._choices, problem.num_layers + 1 - size.fewest)
         self._sync: Floats = self._costs.fb_sync * micro_batches
 
     def _within(self, limits: Limits) -> Floats:
-        """Times of the stages that keep to the limits; infinite those of others."""
-        if limits == UNLIMITED:
-            return self._costs.time
+        """Times of the stages that keep to the limits; infinite those of others.
+
+        No longer than the longest stage that does.
+        """
         time, update, gradients = limits
         allowed = self._costs.time <= time
         allowed &= self._costs.update <= update
         allowed &= self._costs.gradients <= gradients
-        return np.where(allowed, self._costs.time, np.inf)
+        within = np.where(allowed, self._costs.time, np.inf)
+        lengths = np.flatnonzero(np.isfinite(within).any(axis=(0, 1, 2)))
+        return within[..., : int(lengths[-1]) + 1 if len(lengths) else 1]
 
     def least_peaks(self, limits: Limits) -> Limits:
         """The least that the largest time, update and gradients can be, each alone, within limits.
 
         Infinite where no pipeline is within them.
         """
-        is_none = np.isinf(self._within(limits))
-        parts = (self._costs.time, self._costs.update, self._costs.gradients)
-        costs = np.stack([np.where(is_none, np.inf, part).min(axis=1) for part in parts], axis=1)
-        size, layers = self.size, self.problem.num_layers
-        least = np.full((size.units + 1, 3, size.excess + 1, layers + 1), np.inf)
-        for unit in reversed(range(size.units)):
-            for shape in size.shapes:
-                kind = self._kind.get((unit, shape))
-                if kind is None:
-                    continue
-                here = least[unit, :, : size.excess + 2 - shape]
-                if unit + shape == size.units:
-                    ends = self._ends(shape)
-                    here[:, ends] = np.minimum(here[:, ends], costs[kind][:, None, :, layers])
-                    continue
-                after = least[unit + shape, :, shape - 1 :]
-                peak = np.maximum(costs[kind][:, None], after[:, :, None, :]).min(axis=3)
-                np.minimum(here, peak, out=here)
+        within = self._within(limits)
+        lengths, is_none = within.shape[-1], np.isinf(within)
+        parts = (within, self._costs.update, self._costs.gradients)
+        costs = np.stack(
+            [np.where(is_none, np.inf, part[..., :lengths]).min(axis=1) for part in parts], axis=1
+        )
+        last = _to_the_end(costs)
+        least = self._empty(3, lengths)
+        for unit, shape, kind in self._steps():
+            here = least[unit, :, : self.size.excess + 2 - shape]
+            if unit + shape == self.size.units:
+                ends = self._ends(shape)
+                here[:, ends, :-lengths] = np.minimum(here[:, ends, :-lengths], last[kind][:, None])
+                continue
+            rows = self._rows(unit)
+            after = _windows(least[unit + shape, :, shape - 1 :], lengths)[..., rows, :]
+            peak = np.maximum(costs[kind][:, None, rows], after).min(axis=3)
+            np.minimum(here[..., rows], peak, out=here[..., rows])
         time, update, gradients = least[0, :, 0, 0].tolist()
         return time, update, gradients
+
+    def _empty(self, parts: int, lengths: int) -> Floats:
+        """What is left from (unit, part, excess before it, layer) on; at first infinite."""
+        size, layers = self.size, self.problem.num_layers
+        return np.full((size.units, parts, size.excess + 1, layers + lengths), np.inf)
+
+    def _steps(self) -> Iterator[tuple[int, int, int]]:
+        """(unit, units of a stage that starts there, its kind), from the last unit to the first."""
+        for unit in reversed(range(self.size.units)):
+            for shape in self.size.shapes:
+                if (unit, shape) in self._kind:
+                    yield unit, shape, self._kind[unit, shape]
+
+    def _rows(self, unit: int) -> slice:
+        """The first layers that a stage, not the last one, can have there."""
+        stages_before = max(0, unit - self.size.excess)
+        stages_from = max(2, self.size.fewest - unit)
+        return slice(stages_before, self.problem.num_layers - stages_from + 1)
 
     def _ends(self, shape: int) -> slice:
         """The excess before a last group, where the stages are as many as they may be."""
@@ -116,71 +139,70 @@ class Pipelines:
     def cheapest(self, limits: Limits) -> Path | None:
         """The pipeline within limits whose sum over stages is least; None where there is none."""
         within = self._within(limits)
-        send = self._costs.activation[:, :, None, :] * self._send[:, None, :, None]
-        inner = (within[:, :, None] + send[:, :, :, None, :]).min(axis=1)
-        last = (within[..., -1] + self._sync[:, :, None]).min(axis=1)
+        send = self._costs.activation[..., : within.shape[-1]]
+        inner = np.stack(
+            [(within + send * rate[:, None, None, None]).min(axis=1) for rate in self._send.T],
+            axis=1,
+        )
+        last = _to_the_end(within)
+        last = (last + self._sync[:, :, None]).min(axis=1)
         least = self._least_rest(inner, last)
         if np.isinf(least[0, :, 0, 0]).all():
             return None
-        return self._follow(least, inner, last, within, send)
+        return self._follow(least, inner, last, within)
 
     def _least_rest(self, inner: Floats, last: Floats) -> Floats:
         """Least rest from (unit, link of the stage there, excess before it, first layer) on."""
-        size, layers = self.size, self.problem.num_layers
-        least = np.full((size.units + 1, self._num_links, size.excess + 1, layers + 1), np.inf)
-        for unit in reversed(range(size.units)):
-            for shape in size.shapes:
-                kind = self._kind.get((unit, shape))
-                if kind is None:
-                    continue
-                here = least[unit, self._link[kind], : size.excess + 2 - shape]
-                if unit + shape == size.units:
-                    ends = self._ends(shape)
-                    np.minimum(here[ends], last[kind], out=here[ends])
-                    continue
-                after = least[unit + shape, :, shape - 1 :]
-                rest = (inner[kind][:, None] + after[:, :, None, :]).min(axis=(0, 3))
-                np.minimum(here, rest, out=here)
+        lengths = inner.shape[-1]
+        least = self._empty(self._num_links, lengths)
+        for unit, shape, kind in self._steps():
+            here = least[unit, self._link[kind], : self.size.excess + 2 - shape]
+            if unit + shape == self.size.units:
+                ends = self._ends(shape)
+                here[ends, :-lengths] = np.minimum(here[ends, :-lengths], last[kind])
+                continue
+            rows = self._rows(unit)
+            after = _windows(least[unit + shape, :, shape - 1 :], lengths)[..., rows, :]
+            rest = (inner[kind][:, None, rows] + after).min(axis=(0, 3))
+            np.minimum(here[..., rows], rest, out=here[..., rows])
         return least
 
-    def _follow(
-        self, least: Floats, inner: Floats, last: Floats, within: Floats, send: Floats
-    ) -> Path:
+    def _follow(self, least: Floats, inner: Floats, last: Floats, within: Floats) -> Path:
         """The pipeline of the least rest; of equally cheap stages the smaller and earlier ones."""
-        size, layers = self.size, self.problem.num_layers
+        size, layers, lengths = self.size, self.problem.num_layers, inner.shape[-1]
         unit = excess = layer = 0
         link = int(least[0, :, 0, 0].argmin())
         rest = float(least[0, link, 0, 0])
         groups: list[int] = []
-        partition = [0]
         chosen: list[tuple[int, int, int, int]] = []
         while unit < size.units:
             best = (np.inf, 0, 0, 0, 0)
             for shape in size.shapes:
-                kind = self._kind.get((unit, shape))
-                if kind is None or self._link[kind] != link or excess + shape - 1 > size.excess:
+                kind = self._kind.get((unit, shape), -1)
+                if kind < 0 or self._link[kind] != link or excess + shape - 1 > size.excess:
                     continue
                 if unit + shape == size.units:
                     ends = self._ends(shape)
                     if ends.start <= excess < ends.stop and last[kind, layer] < best[0]:
-                        best = (float(last[kind, layer]), shape, kind, 0, layers)
+                        best = (float(last[kind, layer]), shape, kind, 0, layers - layer)
                     continue
-                after = inner[kind, :, layer] + least[unit + shape, :, excess + shape - 1]
-                at = int(after.argmin())
-                if after.flat[at] < best[0]:
-                    best = (float(after.flat[at]), shape, kind, *divmod(at, layers + 1))
-            _, shape, kind, next_link, stop = best
-            sent = send[kind, :, next_link, stop] if stop < layers else self._sync[kind]
-            strategy = int((within[kind, :, layer, stop] + sent).argmin())
-            chosen.append((kind, strategy, layer, stop))
+                after = least[unit + shape, :, excess + shape - 1, layer + 1 : layer + lengths + 1]
+                whole = inner[kind, :, layer] + after
+                at = int(whole.argmin())
+                if whole.flat[at] < best[0]:
+                    next_link, length = divmod(at, lengths)
+                    best = (float(whole.flat[at]), shape, kind, next_link, length + 1)
+            _, shape, kind, next_link, length = best
+            at_end = layer + length == layers
+            sent = self._costs.activation[kind, :, layer, length - 1] * self._send[kind, next_link]
+            more = self._sync[kind] if at_end else sent
+            choice = int((within[kind, :, layer, length - 1] + more).argmin())
+            chosen.append((kind, choice, layer, length - 1))
             groups.append(shape * size.unit)
-            partition.append(stop)
-            unit, excess, layer, link = unit + shape, excess + shape - 1, stop, next_link
-        return Path(self._plan(groups, partition, chosen), rest, self._peaks(chosen))
+            unit, excess, layer, link = unit + shape, excess + shape - 1, layer + length, next_link
+        return Path(self._plan(groups, chosen), rest, self._peaks(chosen))
 
-    def _plan(
-        self, groups: list[int], partition: list[int], chosen: list[tuple[int, int, int, int]]
-    ) -> Plan:
+    def _plan(self, groups: list[int], chosen: list[tuple[int, int, int, int]]) -> Plan:
         picked = [self._choices[kind][choice] for kind, choice, _, _ in chosen]
         on_host = tuple(one.on_host for one in picked)
         return Plan(
@@ -188,7 +210,7 @@ class Pipelines:
             groups=tuple(groups),
             strategies=tuple((one.dp, one.tp) for one in picked),
             micro_batches=self.micro_batches,
-            partition=tuple(partition),
+            partition=(*(layer for _, _, layer, _ in chosen), self.problem.num_layers),
             on_host=on_host if any(on_host) else (),
         )
 
@@ -197,3 +219,17 @@ class Pipelines:
         parts = (self._costs.time, self._costs.update, self._costs.gradients)
         time, update, gradients = (float(part[at].max()) for part in parts)
         return time, update, gradients
+
+
+def _to_the_end(table: Floats) -> Floats:
+    """Of a table by (..., first layer, layers less one), the stages that have the last layer."""
+    layers, lengths = table.shape[-2:]
+    last = np.full(table.shape[:-1], np.inf)
+    first = np.arange(max(0, layers - lengths), layers)
+    last[..., first] = table[..., first, layers - 1 - first]
+    return last
+
+
+def _windows(after: Floats, lengths: int) -> Floats:
+    """What is left after a stage: (..., layer) to (..., first layer, layers less one)."""
+    return sliding_window_view(after[..., 1:], lengths, axis=-1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.cost_model import NOTHING_MB, Choice, Ranks, bandwidth, choices
@@ -55,7 +56,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class StageTables:
-    """What each choice of each kind costs by its layers: (kind, choice, first layer, stop)."""
+    """What each choice of each kind costs: (kind, choice, first layer, layers less one)."""
 
     time: Floats
     """Of a micro-batch, ms; infinite where there is no such choice, or it does not fit."""
@@ -63,18 +64,25 @@ class StageTables:
     update: Floats
     gradients: Floats
     activation: Floats
-    """Bytes, (kind, choice, stop)."""
+    """Bytes."""
 
     fb_sync: Floats
     """Of a micro-batch, ms, (kind, choice)."""
 
 
-def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTables:
-    """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once."""
-    layers = np.arange(problem.num_layers + 1)
-    most = max(1, *map(len, found))
-    shape = (len(found), most, len(layers))
+def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]], longest: int) -> StageTables:
+    """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once.
+
+    Args:
+        problem: of the choices.
+        found: the choices of each kind.
+        longest: most layers that a stage has.
+    """
+    layers, most = problem.num_layers, max(1, *map(len, found))
+    start, length = np.arange(layers)[:, None], np.arange(1, longest + 1)
+    stop = np.minimum(layers, start + length)
     flat = [(kind, i, one) for kind, group in enumerate(found) for i, one in enumerate(group)]
+    shape = (len(found), most, layers + 1)
     times = _filled(shape, [(kind, i, one.times) for kind, i, one in flat])
     memory = _filled(shape, [(kind, i, one.memory) for kind, i, one in flat])
     fields = np.zeros((7, *shape[:2]))
@@ -90,40 +98,35 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]]) -> StageTa
             one.on_host,
         )
     capacity, rate, gradients, sync, samples, tp, on_host = fields[..., None, None]
-    time = _ranges(times)
-    time[(NOTHING_MB + _ranges(memory) > capacity) | (layers[:, None] >= layers)] = np.inf
-    parameters = problem.parameter_sums - problem.parameter_sums[:, None]
-    update = rate * (layers - layers[:, None])
+    time = _ranges(times, stop)
+    demand = NOTHING_MB + _ranges(memory, stop)
+    time[(demand > capacity) | (start + length > layers)] = np.inf
+    parameters = problem.parameter_sums[stop] - problem.parameter_sums[start]
+    update = rate * length + np.zeros((layers, 1))
     if on_host.any():
         known = np.where(np.isinf(time), 0.0, time)
-        hidden = exposed_ms(rate * parameters, known, layers - layers[:, None])
-        update = np.where(on_host > 0, hidden, update)
-    width = np.where(
-        layers == problem.num_layers - 1,
-        problem.vocab_size / np.maximum(1.0, tp[..., 0]),
-        problem.hidden_size,
-    )
-    return StageTables(
-        time, update, gradients * parameters, samples[..., 0] * width, sync[..., 0, 0]
-    )
+        update = np.where(on_host > 0, exposed_ms(rate * parameters, known, length), update)
+    logits = problem.vocab_size / np.maximum(1.0, tp)
+    width = np.where(stop == layers - 1, logits, problem.hidden_size)
+    return StageTables(time, update, gradients * parameters, samples * width, sync[..., 0, 0])
 
 
 def _filled(shape: tuple[int, int, int], rows: Sequence[tuple[int, int, Floats]]) -> Floats:
     """Rows of unequal number as one array; a choice's last row stands for those it lacks."""
     most = max((len(row) for _, _, row in rows), default=1)
-    filled = np.zeros((*shape[:2], most, shape[2]))
+    filled = np.zeros((most, *shape))
     for kind, i, row in rows:
-        filled[kind, i, : len(row)] = row
-        filled[kind, i, len(row) :] = row[-1]
+        filled[: len(row), kind, i] = row
+        filled[len(row) :, kind, i] = row[-1]
     return filled
 
 
-def _ranges(sums: Floats) -> Floats:
-    """The largest row's sum over every range of layers: (..., rows, L) to (..., L, L)."""
-    ranges = sums[:, :, 0, None, :] - sums[:, :, 0, :, None]
-    for row in range(1, sums.shape[2]):
-        np.maximum(ranges, sums[:, :, row, None, :] - sums[:, :, row, :, None], out=ranges)
-    return ranges
+def _ranges(sums: Floats, stop: NDArray[np.int64]) -> Floats:
+    """The largest row's sum from each layer to before ``stop``: (rows, ..., layers, lengths)."""
+    longest = sums[0][..., stop] - sums[0][..., :-1, None]
+    for row in sums[1:]:
+        np.maximum(longest, row[..., stop] - row[..., :-1, None], out=longest)
+    return longest
 
 
 @dataclass(frozen=True)
