@@ -285,7 +285,7 @@ def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:
     host = problem.options.host
     assert host is not None
     gpus = len(ranks)
-    node_gpus = max(problem.nodes[node].gpus for _, node in ranks)
+    node_gpus = max(problem.machine_gpus(node) for node in {node for _, node in ranks})
     state = host.state_mb(problem.parameter_sums)
     freed = state / on_gpu.tp if problem.options.per_gpu_memory else state
     used = state / gpus * node_gpus * (on_gpu.capacity / (host.memory_gb * 1024))

@@ -84,7 +84,8 @@ def plan(problem: Problem, variant: Variant = "metis", *, top: int = 1) -> Resul
             if not _can_run(problem, found):
                 continue
             best.append(Found(found, plan_cost(problem, found).total))
-        best = sorted(best, key=lambda one: one.cost)[:top]
+        # Some starts come twice.
+        best = sorted(dict.fromkeys(best), key=lambda one: one.cost)[:top]
     if not best:
         raise NoPlanError(f"{variant} meets no plan that fits and can run: search with exact")
     return Result(

@@ -30,6 +30,8 @@ class Node:
     """Type of its GPUs."""
 
     gpus: int
+    machine: str = ""
+    """Nodes of one machine, of several types, have the same; empty: a machine of its own."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,24 @@ class Problem:
         """As :attr:`time_sums`, memory."""
         return {key: prefix_sums(one.memory) for key, one in self.samples.items()}
 
-    def ranks(self, order: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """(device type, node) of each rank, where nodes come in that order of types."""
+    @cached_property
+    def machines(self) -> tuple[int, ...]:
+        """Of each node the first node of its machine."""
+        firsts: dict[str, int] = {}
         return tuple(
-            (name, number)
+            firsts.setdefault(node.machine or f"{number}", number)
+            for number, node in enumerate(self.nodes)
+        )
+
+    def machine_gpus(self, machine: int) -> int:
+        """GPUs of a machine."""
+        pairs = zip(self.machines, self.nodes, strict=True)
+        return sum(node.gpus for number, node in pairs if number == machine)
+
+    def ranks(self, order: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """(device type, machine) of each rank, where nodes come in that order of types."""
+        return tuple(
+            (name, self.machines[number])
             for name in order
             for number, node in enumerate(self.nodes)
             if node.device == name
