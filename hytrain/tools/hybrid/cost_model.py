@@ -43,7 +43,8 @@ class NotProfiledError(PlanError):
 
 def charged_types(problem: Problem, types: Sequence[str]) -> tuple[str, ...]:
     """Those of a tensor-parallel group's types that it is as slow as."""
-    if problem.options.tp_speed == "first":
+    # Equal types are neighbours.
+    if problem.options.tp_speed == "first" or types[0] == types[-1]:
         return (types[0],)
     return tuple(sorted(set(types)))
 
@@ -65,13 +66,22 @@ def proportional_split(
     Raises:
         NotProfiledError: a replica's type has no profile with one sample.
     """
+    key = ("split", tuple(types), dp, tp, samples)
+    if key not in problem.memo:
+        problem.memo[key] = _proportional_split(problem, types, dp, tp, samples)
+    return problem.memo[key]
+
+
+def _proportional_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
     size = len(types) // dp
     groups = [charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)]
     whole = {
-        device: float(_sums(problem.time_sums, device, tp, 1)[-1])
-        for device in dict.fromkeys(device for group in groups for device in group)
+        group: max(float(_sums(problem.time_sums, device, tp, 1)[-1]) for device in group)
+        for group in dict.fromkeys(groups)
     }
-    speeds = [1.0 / max(whole[device] for device in group) for group in groups]
+    speeds = [1.0 / whole[group] for group in groups]
     total = sum(speeds)
     exact = [samples * (speed / total) for speed in speeds]
     split = [int(value) for value in exact]
@@ -250,8 +260,8 @@ def _stage_memory(
     """Demand by layer and capacity of a stage.
 
     As published, of the group's sum: one replica's demand where the GPUs are equal, else all
-    replicas' (of the slices that each runs), the samples dealt as if the whole cluster were the
-    stage. With ``per_gpu_memory`` each GPU's own, in units of the smallest one.
+    replicas' (see :func:`published_slices`). With ``per_gpu_memory`` each GPU's own, in units of
+    the smallest one.
     """
     dp, tp = strategy
     table = problem.memory_sums
@@ -270,14 +280,31 @@ def _stage_memory(
     capacity = sum(problem.device[device].memory_mb for device in types)
     if not split:
         return problem.mem_coef * _sums(table, types[0], tp, samples // dp)[None], capacity
+    key = ("memory", tuple(cluster), dp, tp, samples)
+    if key not in problem.memo:
+        slices = published_slices(problem, cluster, strategy, samples)
+        problem.memo[key] = reduce(
+            add, (count * _sums(table, *one) for one, count in Counter(slices).items())
+        )
+    return problem.mem_coef * problem.memo[key][None], capacity
+
+
+def published_slices(
+    problem: Problem, cluster: Ranks, strategy: tuple[int, int], samples: int
+) -> list[tuple[str, int, int]]:
+    """(type, tp, size) of what the replicas of a mixed stage are taken to hold, in their order.
+
+    As published, the samples are dealt as if the whole cluster were the stage.
+    """
+    dp, tp = strategy
     everyone = [device for device, _ in cluster]
     dealt = proportional_split(problem, everyone, dp, tp, samples)
     firsts = everyone[:: len(everyone) // dp]
-    parts = Counter(zip(firsts, dealt, strict=False))
-    total = reduce(
-        add, (sliced_sums(table, *_key(one, tp)) * number for one, number in parts.items())
-    )
-    return problem.mem_coef * total[None], capacity
+    return [
+        (device, tp, size)
+        for device, share in zip(firsts, dealt, strict=False)
+        for size in micro_batch_slices(share)
+    ]
 
 
 def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:

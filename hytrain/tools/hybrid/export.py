@@ -24,7 +24,7 @@ def obstacles(record: HybridPlanFile) -> list[str]:
         words = ", ".join(f"{dp} x {tp}" for dp, tp in degrees)
         found.append(f"its stages differ in dp x tp ({words}), DeepSpeed's grid has one for all")
     for number, stage in enumerate(record.stages):
-        if len(set(stage.samples)) > 1:
+        if len(set(stage.samples)) != 1:
             found.append(
                 f"stage {number} deals its samples unevenly, {', '.join(map(str, stage.samples))}, "
                 "which needs a plan of hytrain's own: `hytrain plan` with a profile of these GPUs"
@@ -98,7 +98,7 @@ def ds_config(record: HybridPlanFile) -> dict[str, Any]:
     stage = record.stages[0]
     config: dict[str, Any] = {
         "train_batch_size": record.global_batch,
-        "train_micro_batch_size_per_gpu": stage.samples[0],
+        "train_micro_batch_size_per_gpu": max(stage.samples),
         "gradient_accumulation_steps": record.micro_batches,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},

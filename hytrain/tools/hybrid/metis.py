@@ -21,7 +21,14 @@ from typing import Literal
 
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid import layer_balancer
-from hytrain.tools.hybrid.cost_model import NOTHING_MB, Ranks, choices, plan_cost
+from hytrain.tools.hybrid.cost_model import (
+    NOTHING_MB,
+    Choice,
+    Ranks,
+    choices,
+    plan_cost,
+    published_slices,
+)
 from hytrain.tools.hybrid.layer_balancer import Dealt
 from hytrain.tools.hybrid.problem import Options, Plan, Problem
 from hytrain.tools.hybrid.search import Found, NoPlanError, Result
@@ -46,8 +53,8 @@ class _Stage:
     speed: float
     """One over the time of all layers."""
 
-    memory: list[float]
-    """MB of the layers below each."""
+    memory: list[list[float]]
+    """Of each slice that is held, MB of the layers below each."""
 
     capacity: float
 
@@ -210,7 +217,7 @@ class _Descent:
         for attempt in range(1, layer_balancer.ATTEMPTS + 1):
             partition = layer_balancer.deal_layers(shares, self._weights)
             demand = [
-                NOTHING_MB + (one.memory[stop] - one.memory[first])
+                sum((held[stop] - held[first] for held in one.memory), start=NOTHING_MB)
                 for one, first, stop in zip(found, partition, partition[1:], strict=False)
             ]
             slack = tuple(room - need for room, need in zip(capacity, demand, strict=True))
@@ -233,5 +240,15 @@ class _Descent:
                 self._stages[key] = None
             else:
                 speed = 1.0 / float(one.times[:, -1].max())
-                self._stages[key] = _Stage(speed, one.memory[0].tolist(), one.capacity)
+                self._stages[key] = _Stage(speed, self._held(one, start), one.capacity)
         return self._stages[key]
+
+    def _held(self, choice: Choice, start: _Start) -> list[list[float]]:
+        """Slice by slice: the count of moves depends on the last bit of their sum."""
+        if not choice.split:
+            return [choice.memory[0].tolist()]
+        samples = self.problem.gbs // start.micro_batches
+        strategy = (choice.dp, choice.tp)
+        slices = published_slices(self.problem, self._ranks[start.order], strategy, samples)
+        table, factor = self.problem.memory_sums, self.problem.mem_coef
+        return [(factor * table[one]).tolist() for one in slices]

@@ -98,7 +98,7 @@ class Pipelines:
             [np.where(is_none, np.inf, part[..., :lengths]).min(axis=1) for part in parts], axis=1
         )
         last = _to_the_end(costs)
-        least = self._empty(3, lengths)
+        least, after = self._empty(3, lengths)
         for unit, shape, kind in self._steps():
             here = least[unit, :, : self.size.excess + 2 - shape]
             if unit + shape == self.size.units:
@@ -106,16 +106,20 @@ class Pipelines:
                 here[:, ends, :-lengths] = np.minimum(here[:, ends, :-lengths], last[kind][:, None])
                 continue
             rows = self._rows(unit)
-            after = _windows(least[unit + shape, :, shape - 1 :], lengths)[..., rows, :]
-            peak = np.maximum(costs[kind][:, None, rows], after).min(axis=3)
+            then = after[unit + shape, :, shape - 1 :, rows]
+            peak = np.maximum(costs[kind][:, None, rows], then).min(axis=3)
             np.minimum(here[..., rows], peak, out=here[..., rows])
         time, update, gradients = least[0, :, 0, 0].tolist()
         return time, update, gradients
 
-    def _empty(self, parts: int, lengths: int) -> Floats:
-        """What is left from (unit, part, excess before it, layer) on; at first infinite."""
+    def _empty(self, parts: int, lengths: int) -> tuple[Floats, Floats]:
+        """What is left from (unit, part, excess before it, layer) on; at first infinite.
+
+        And the same memory as what is left after a stage: (..., first layer, layers less one).
+        """
         size, layers = self.size, self.problem.num_layers
-        return np.full((size.units, parts, size.excess + 1, layers + lengths), np.inf)
+        least = np.full((size.units, parts, size.excess + 1, layers + lengths), np.inf)
+        return least, sliding_window_view(least[..., 1:], lengths, axis=-1)
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
         """(unit, units of a stage that starts there, its kind), from the last unit to the first."""
@@ -154,7 +158,7 @@ class Pipelines:
     def _least_rest(self, inner: Floats, last: Floats) -> Floats:
         """Least rest from (unit, link of the stage there, excess before it, first layer) on."""
         lengths = inner.shape[-1]
-        least = self._empty(self._num_links, lengths)
+        least, after = self._empty(self._num_links, lengths)
         for unit, shape, kind in self._steps():
             here = least[unit, self._link[kind], : self.size.excess + 2 - shape]
             if unit + shape == self.size.units:
@@ -162,8 +166,8 @@ class Pipelines:
                 here[ends, :-lengths] = np.minimum(here[ends, :-lengths], last[kind])
                 continue
             rows = self._rows(unit)
-            after = _windows(least[unit + shape, :, shape - 1 :], lengths)[..., rows, :]
-            rest = (inner[kind][:, None, rows] + after).min(axis=(0, 3))
+            then = after[unit + shape, :, shape - 1 :, rows]
+            rest = (inner[kind][:, None, rows] + then).min(axis=(0, 3))
             np.minimum(here[..., rows], rest, out=here[..., rows])
         return least
 
@@ -228,8 +232,3 @@ def _to_the_end(table: Floats) -> Floats:
     first = np.arange(max(0, layers - lengths), layers)
     last[..., first] = table[..., first, layers - 1 - first]
     return last
-
-
-def _windows(after: Floats, lengths: int) -> Floats:
-    """What is left after a stage: (..., layer) to (..., first layer, layers less one)."""
-    return sliding_window_view(after[..., 1:], lengths, axis=-1)

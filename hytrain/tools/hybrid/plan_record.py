@@ -35,7 +35,7 @@ class PlannedStage(Record):
     stop_layer: int = Field(ge=1)
     dp: int = Field(ge=1)
     tp: int = Field(ge=1)
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] = Field(min_length=1)
     """Of a micro-batch, of each replica."""
 
     optimizer_on_host: bool

@@ -6,10 +6,10 @@ A layer is a row of the profile: the first is the embedding, the last the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +176,11 @@ class Problem:
         """GPUs of a machine."""
         pairs = zip(self.machines, self.nodes, strict=True)
         return sum(node.gpus for number, node in pairs if number == machine)
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """Results of the cost model's functions that are asked for again and again."""
+        return {}
 
     def ranks(self, order: Sequence[str]) -> tuple[tuple[str, int], ...]:
         """(device type, machine) of each rank, where nodes come in that order of types."""

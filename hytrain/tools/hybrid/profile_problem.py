@@ -2,7 +2,8 @@
 
 `hytrain profile` measures no tensor parallelism, so tp is 1. Layers are the embedding, the blocks
 and the head; what is measured outside of the blocks is counted with the head. Activations are
-recomputed, as in a pipeline many micro-batches are under way; memory is each GPU's own (``per_gpu_memory``):
+recomputed, as in a pipeline many micro-batches are under way; memory is each GPU's own
+(``per_gpu_memory``):
 
     weights and gradients 2 B each, state 12 B a parameter
     + the input of every block of as many micro-batches as there are GPUs, which no pipeline exceeds

@@ -148,6 +148,8 @@ def draw_pipeline(path: Path, record: HybridPlanFile) -> None:
         axes.set_xlabel("ms, simulated from profiles; forward and backward of a micro-batch as one")
         count = record.micro_batches
         part = "" if shown == count else f", the first {shown} of {count} micro-batches drawn"
+        outside = record.cost_ms - (left + update)
+        part = part or f", {outside:.1f} ms of it outside of the stages (synchronisation, input)"
         axes.set_title(f"{record.cost_ms:.1f} ms a step{part}", fontsize=10)
         axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.0))
         axes.grid(alpha=0.3, axis="x")
