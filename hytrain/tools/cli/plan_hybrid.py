@@ -98,6 +98,12 @@ def _add_model(group: Any) -> None:
         help="each GPU holds its own demand, instead of the group's sum of memory the stage's",
     )
     group.add_argument(
+        "--uneven-split",
+        action="store_true",
+        help="a stage of unequal GPUs deals its samples so that its slowest replica is fastest, "
+        "not in proportion to their speed",
+    )
+    group.add_argument(
         "--host",
         type=positive_float,
         nargs=3,
@@ -172,6 +178,7 @@ def _problem(arguments: argparse.Namespace) -> Any:
         tp_speed=arguments.tp_speed,
         inter_node=arguments.inter_node,
         per_gpu_memory=arguments.per_gpu_memory,
+        uneven_split=arguments.uneven_split,
         host=Host(*arguments.host) if arguments.host is not None else None,
     )
     if arguments.case is not None:

@@ -12,6 +12,7 @@ made.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ import numpy as np
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.host_update import exposed_ms
 from hytrain.tools.hybrid.problem import Floats, Plan, Problem
+from hytrain.tools.hybrid.uneven_split import fastest_split
 
 BANDWIDTH_UNIT = 2.0**20
 """Bytes a millisecond of 1 GB/s, in the published model."""
@@ -89,6 +91,41 @@ def _proportional_split(
     for i in by_rest[: samples - sum(split)]:
         split[i] += 1
     return tuple(split)
+
+
+def uneven_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    """Samples of each replica so that the slowest is fastest; as :func:`proportional_split`."""
+    key = ("uneven", tuple(types), dp, tp, samples)
+    if key not in problem.memo:
+        problem.memo[key] = _uneven_split(problem, types, dp, tp, samples)
+    return problem.memo[key]
+
+
+def _uneven_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    size = len(types) // dp
+    groups = Counter(
+        charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)
+    )
+    times = [[_whole_time(problem, one, tp, h) for h in range(samples + 1)] for one in groups]
+    split = fastest_split(times, list(groups.values()))
+    if not split:
+        raise NotProfiledError(f"no profiled sizes of {set(types)} at tp {tp} sum to {samples}")
+    return split
+
+
+def _whole_time(problem: Problem, group: Sequence[str], tp: int, samples: int) -> float:
+    """Of all layers, ms; infinite where a slice was not profiled."""
+    keys = [(device, tp, size) for device in group for size in micro_batch_slices(samples)]
+    if any(key not in problem.time_sums for key in keys):
+        return math.inf
+    return max(
+        sum(float(problem.time_sums[device, tp, size][-1]) for size in micro_batch_slices(samples))
+        for device in group
+    )
 
 
 def micro_batch_slices(samples: int) -> list[int]:
@@ -208,7 +245,8 @@ def choices(
         times = _sums(problem.time_sums, types[0], tp, share)[None]
         split: tuple[int, ...] = ()
     else:
-        split = proportional_split(problem, types, dp, tp, samples)
+        deal = uneven_split if problem.options.uneven_split else proportional_split
+        split = deal(problem, types, dp, tp, samples)
         times = _replica_times(problem, types, split, tp)
     memory, capacity = _stage_memory(problem, cluster, types, split, strategy, samples)
     link = bandwidth(problem, ranks)
@@ -280,9 +318,11 @@ def _stage_memory(
     capacity = sum(problem.device[device].memory_mb for device in types)
     if not split:
         return problem.mem_coef * _sums(table, types[0], tp, samples // dp)[None], capacity
-    key = ("memory", tuple(cluster), dp, tp, samples)
+    # Its own samples, where they are not dealt as published.
+    held = [(device, 0) for device in types] if problem.options.uneven_split else cluster
+    key = ("memory", tuple(held), dp, tp, samples)
     if key not in problem.memo:
-        slices = published_slices(problem, cluster, strategy, samples)
+        slices = published_slices(problem, held, strategy, samples)
         problem.memo[key] = reduce(
             add, (count * _sums(table, *one) for one, count in Counter(slices).items())
         )
@@ -298,7 +338,8 @@ def published_slices(
     """
     dp, tp = strategy
     everyone = [device for device, _ in cluster]
-    dealt = proportional_split(problem, everyone, dp, tp, samples)
+    deal = uneven_split if problem.options.uneven_split else proportional_split
+    dealt = deal(problem, everyone, dp, tp, samples)
     firsts = everyone[:: len(everyone) // dp]
     return [
         (device, tp, size)

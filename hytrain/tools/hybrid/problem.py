@@ -92,7 +92,7 @@ class Options:
     """Each GPU holds its replica's demand, instead of the group's sum of memory the stage's."""
 
     uneven_split: bool = False
-    """A stage of unequal GPUs deals its samples as its layers make best, not in proportion."""
+    """A stage of unequal GPUs deals its samples so that its slowest replica is fastest."""
 
     host: Host | None = None
     """A stage may keep its optimizer state in host memory."""

@@ -1,16 +1,11 @@
-"""What tests of the planner share: where the published cases lie, and small random problems."""
+"""What tests of the planner share: small random problems."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from hypothesis import strategies as st
 
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 # Whole and half numbers: their sums are exact in any order, so that a limit is met by both or none.
 _halves = st.integers(min_value=0, max_value=12).map(lambda number: number / 2)
