@@ -36,7 +36,8 @@ def train(folder: str) -> dict[str, Any]:
     config = json.loads((Path(folder) / "ds_config.json").read_text())
     # As exported, but in fp32 and with an optimizer that plain torch has, too.
     config["bf16"] = {"enabled": False}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    params = {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}
+    config["optimizer"] = {"type": "AdamW", "params": params}
     model = PipelineModule(
         stage_layers(layers(), values["boundaries"]),
         num_stages=values["num_stages"],

@@ -104,7 +104,7 @@ def _add_model(group: Any) -> None:
         "not in proportion to their speed",
     )
     group.add_argument(
-        "--host",
+        "--host-state",
         type=positive_float,
         nargs=3,
         metavar=("GB", "RATE", "COPY"),
@@ -139,7 +139,7 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     # Last: what cannot be run was worth seeing.
     if arguments.export is not None:
         for note in write_export(arguments.export, record):
-            print(fold(note), file=sys.stderr)
+            print(note, file=sys.stderr)
     return 0
 
 
@@ -179,7 +179,7 @@ def _problem(arguments: argparse.Namespace) -> Any:
         inter_node=arguments.inter_node,
         per_gpu_memory=arguments.per_gpu_memory,
         uneven_split=arguments.uneven_split,
-        host=Host(*arguments.host) if arguments.host is not None else None,
+        host=Host(*arguments.host_state) if arguments.host_state is not None else None,
     )
     if arguments.case is not None:
         return read_case(arguments.case, options)

@@ -96,7 +96,11 @@ def _deal_parts(room: list[float], weights: Sequence[float]) -> list[dict[int, i
         spans[stage] = (start, start + taken - 1) if taken else None
     # The last stage takes a layer, and then what it has room for, from the end.
     end = count
-    while end > part and (count - end < _PARTS or room[-1] > weights[(end - 1) // _PARTS]):
+    while end > part or (skipped and skipped[-1] == end - 1):
+        if count - end >= _PARTS and room[-1] <= weights[(end - 1) // _PARTS]:
+            break
+        if end <= part:
+            skipped.pop()
         end -= 1
         room[-1] -= weights[end // _PARTS]
         held[-1][end // _PARTS] = held[-1].get(end // _PARTS, 0) + 1
