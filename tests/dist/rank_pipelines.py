@@ -55,3 +55,22 @@ def train(folder: str) -> dict[str, Any]:
     micro_batches = engine.gradient_accumulation_steps()
     engine.destroy()
     return {"losses": losses, "weights": weights, "micro_batches": micro_batches}
+
+
+def train_data_parallel(folder: str) -> list[torch.Tensor]:
+    """A step of hytrain's on what the export of one stage says; this rank's weights."""
+    from support.engines import built
+    from support.models import loss_of, make_batch, make_model
+
+    config = json.loads((Path(folder) / "ds_config.json").read_text())
+    config["bf16"] = {"enabled": False}
+    model = make_model("mlp")
+    before = [one.detach().clone() for one in model.parameters()]
+    with built(model, config) as engine:
+        for number in range(config["gradient_accumulation_steps"]):
+            engine.backward(loss_of(engine(**make_batch("mlp", number))))
+            engine.step()
+        assert engine.global_steps == 1
+        after = [one.detach().clone() for one in model.parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return after

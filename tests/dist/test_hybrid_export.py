@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import rank_pipelines
@@ -68,3 +69,15 @@ def test_two_stages_train_as_exported(ranks: RankPools, tmp_path: Path) -> None:
     assert len(found[0]["weights"]) == 2 * record.boundaries[1]
     for mine, theirs in zip(weights, model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach())
+
+
+def test_one_stage_trains_in_hytrain(ranks: RankPools, tmp_path: Path) -> None:
+    plenty = replace(_problem(), nodes=(Node("host0", "a", 2),), devices=_problem().devices[:1])
+    result = plan(replace(plenty, devices=(replace(plenty.devices[0], memory_mb=1e4),)))
+    record = plan_record(plenty, result.plan, result.bound)
+    assert len(record.stages) == 1
+    folder = tmp_path / "export"
+    write_export(folder, record)
+    first, second = ranks(2).run(rank_pipelines.train_data_parallel, str(folder), timeout=120)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)

@@ -66,7 +66,8 @@ def write_export(folder: Path, record: HybridPlanFile) -> list[str]:
     found = obstacles(record)
     if found:
         raise PlanError(f"the plan cannot be exported: {'; '.join(found)}")
-    is_pipeline = len(record.stages) > 1 or record.stages[0].tp > 1
+    first, *others = record.stages
+    is_pipeline = bool(others) or first.tp > 1
     try:
         folder.mkdir(parents=True)
         (folder / "hostfile").write_text(_hostfile(record), encoding="utf-8")

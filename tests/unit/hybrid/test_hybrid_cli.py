@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.hybrid_plans import random_problem
 from support.plan_profiles import a_profile
-from test_case_files import case as case
+from test_case_files import case as case  # type: ignore[import-not-found]
 
 from hytrain.errors import PlanError
 from hytrain.formats.profile_file import write_profile
