@@ -61,8 +61,9 @@ class _Stage:
 
 @dataclass
 class _Counts:
-    moves: int = 0
-    failures: int = 0
+    steps: int = 0
+    """Moves, and partitions that did not fit."""
+
     plans: int = 0
 
 
@@ -100,7 +101,7 @@ def plan(problem: Problem, variant: Variant = "metis", *, top: int = 1) -> Resul
         bound=0.0,
         is_optimal=False,
         evaluations=counts.plans,
-        count=counts.moves + counts.failures,
+        count=counts.steps,
         seconds=time.perf_counter() - began,
     )
 
@@ -171,14 +172,20 @@ class _Descent:
         self._weights = [one / sum(times) for one in times]
 
     def plans(self, start: _Start) -> Iterator[Plan]:
-        """The plans that fit, down to the first whose layers fitted at once."""
+        """The plans that fit, down to the first whose layers fitted at once.
+
+        As published, what a descent does after its last plan is not counted.
+        """
+        steps = 0
         strategies = [(group, 1) for group in start.groups]
         slack: tuple[float, ...] = ()
         while True:
             dealt = self._deal(start, strategies)
             if dealt is not None:
-                self.counts.failures += dealt.failures
+                steps += dealt.failures
                 if dealt.partition is not None:
+                    self.counts.steps += steps
+                    steps = 0
                     yield Plan(
                         start.order,
                         start.groups,
@@ -196,7 +203,7 @@ class _Descent:
             movable = [i for i, (dp, _) in enumerate(strategies) if dp > 1]
             if not movable:
                 return
-            self.counts.moves += 1
+            steps += 1
             stage = min(movable, key=key.__getitem__)
             dp, tp = strategies[stage]
             strategies[stage] = (dp // 2, tp * 2)
