@@ -33,7 +33,7 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: all install demo check docs lint format bench clean
+.PHONY: all install demo check docs lint format bench bench-plan test-plan clean
 .PHONY: test test-parity test-experiments test-gpu test-fuzz test-configs
 .PHONY: sanitize sanitize-memory sanitize-threads
 
@@ -130,6 +130,15 @@ format: install
 
 bench: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/hytrain bench kernel
+
+# Search times of hybrid plans beside the published ones; PLAN_BENCH_ARGS: --metis row1 row2, --big, ...
+PLAN_BENCH_ARGS ?=
+bench-plan: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python experiments/hybrid_planning/run.py $(PLAN_BENCH_ARGS)
+
+# The exact search of hybrid plans against brute force on 500 random problems (a minute).
+test-plan: install
+	$(PYTEST_BESIDE) -m experiment $(TEST_ARGS) tests/unit/hybrid
 
 # With every warning an error: the kernels and the worker under AddressSanitizer and
 # UndefinedBehaviorSanitizer, and the worker, where threads meet, under ThreadSanitizer as well.

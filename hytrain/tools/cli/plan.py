@@ -13,6 +13,7 @@ from typing import Any
 from hytrain.errors import ConfigError
 from hytrain.formats.policies import ACTIVATIONS, MANNERS
 from hytrain.formats.text_table import fold
+from hytrain.tools.cli import plan_hybrid
 from hytrain.tools.cli.arguments import (
     DTYPES,
     add_library,
@@ -51,8 +52,10 @@ def add(plan: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
-    subjects = plan.add_subparsers(metavar="[uneven]")
+    subjects = plan.add_subparsers(metavar="[uneven | hybrid]")
     _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
+    words = "pipeline x data x tensor parallel over GPUs of several types"
+    plan_hybrid.add(subjects.add_parser("hybrid", help=words), own)
 
 
 def _add_subject(group: Any) -> None:

@@ -1,28 +1,11 @@
-"""What tests of the planner share: where the published cases lie, and small random problems."""
+"""What tests of the planner share: small random problems."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import pytest
 from hypothesis import strategies as st
 
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def shared_folder(*parts: str) -> Path:
-    """A folder of the data that lies beside the repository; skips the test where it does not."""
-    given = os.environ.get("HYTRAIN_SHARED")
-    root = Path(given) if given else REPOSITORY.parent / "shared"
-    folder = root.joinpath(*parts)
-    if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}: set HYTRAIN_SHARED to the folder that has it")
-    return folder
-
 
 # Whole and half numbers: their sums are exact in any order, so that a limit is met by both or none.
 _halves = st.integers(min_value=0, max_value=12).map(lambda number: number / 2)

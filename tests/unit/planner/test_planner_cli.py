@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_cases import shared_folder
+from support.shared_data import shared_folder
 
 from hytrain.tools import cli
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from planner_cases import shared_folder, uneven_problems
+from planner_cases import uneven_problems
+from support.shared_data import shared_folder
 
 from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve

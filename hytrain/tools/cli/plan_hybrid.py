@@ -1,0 +1,193 @@
+"""`hytrain plan hybrid`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hytrain.errors import ConfigError
+from hytrain.formats.text_table import fold
+from hytrain.tools.cli.arguments import (
+    check_outputs,
+    check_picture,
+    flag,
+    positive_float,
+    positive_int,
+    share,
+)
+
+_DESCRIPTION = (
+    "Which GPUs of several types form which pipeline stage, with which data and tensor parallel "
+    "degrees, layers and micro-batches: the plan of least cost, and the proof that it is. Costs "
+    "are simulated from profiles."
+)
+METHODS = ("exact", "metis", "metis-improved")
+
+
+def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """The command's arguments.
+
+    Args:
+        parser: of the command.
+        defaults: what the arguments of `hytrain plan` are where they are not given.
+    """
+    parser.description = _DESCRIPTION
+    case = parser.add_mutually_exclusive_group(required=True)
+    case.add_argument(
+        "--case", type=Path, metavar="DIR", help="args.json, hostfile, clusterfile.json, profiles"
+    )
+    case.add_argument(
+        "--hytrain-profile",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="of `hytrain profile`; they merge. Needs --gbs and --bandwidth",
+    )
+    parser.add_argument("--gbs", type=positive_int, metavar="N", help="samples of a step")
+    parser.add_argument(
+        "--bandwidth",
+        type=positive_float,
+        nargs=2,
+        metavar=("INTRA", "INTER"),
+        help="GB/s within and between nodes, with --hytrain-profile",
+    )
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="default: exact")
+    _add_model(parser.add_argument_group("what the cost model counts"))
+    search = parser.add_argument_group("the exact search")
+    search.add_argument("--gap", type=share, default=0.0, metavar="F", help="to stop at (0)")
+    search.add_argument(
+        "--seconds", type=positive_float, metavar="S", help="stop then with the best so far"
+    )
+    output = parser.add_argument_group("what comes of it")
+    output.add_argument(
+        "--top",
+        type=positive_int,
+        default=1,
+        metavar="K",
+        help="plans: the best ones of the K best combinations of order, micro-batches and range of "
+        "stage counts (1)",
+    )
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--out", type=Path, metavar="PLAN", help="the plan as JSON")
+    output.add_argument("--png", type=Path, metavar="FILE", help="a picture of the pipeline")
+    output.add_argument(
+        "--export", type=Path, metavar="DIR", help="a new folder with what a launcher needs"
+    )
+    parser.set_defaults(run=partial(_hybrid, defaults))
+
+
+def _add_model(group: Any) -> None:
+    group.add_argument(
+        "--tp-speed",
+        choices=("first", "slowest"),
+        default="slowest",
+        help="a tensor parallel group of unequal GPUs is as fast as its first GPU, as published, "
+        "or its slowest (default)",
+    )
+    group.add_argument(
+        "--inter-node", action="store_true", help="between nodes, their bandwidth between nodes"
+    )
+    group.add_argument(
+        "--per-gpu-memory",
+        action="store_true",
+        help="each GPU holds its own demand, instead of the group's sum of memory the stage's",
+    )
+    group.add_argument(
+        "--uneven-split",
+        action="store_true",
+        help="a stage of unequal GPUs deals its samples so that its slowest replica is fastest, "
+        "not in proportion to their speed",
+    )
+    group.add_argument(
+        "--host-state",
+        type=positive_float,
+        nargs=3,
+        metavar=("GB", "RATE", "COPY"),
+        help="stages may keep optimizer state on the host: GB of each node for it, parameters a "
+        "second that its CPU updates, GB/s between a GPU and its host",
+    )
+
+
+def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    _check(defaults, arguments)
+    # Imported here: `hytrain --help` should not wait for numpy.
+    from hytrain.tools.hybrid import metis, report, search
+    from hytrain.tools.hybrid.export import write_export
+    from hytrain.tools.hybrid.plan_record import plan_record, write_hybrid_plan
+
+    problem = _problem(arguments)
+    if arguments.method == "exact":
+        seconds = float("inf") if arguments.seconds is None else arguments.seconds
+        result = search.plan(problem, top=arguments.top, gap=arguments.gap, seconds=seconds)
+    else:
+        result = metis.plan(problem, arguments.method, top=arguments.top)
+    record = plan_record(problem, result.plan, result.bound)
+    # Before anything is printed: whoever reads it may stop (`| head`).
+    if arguments.out is not None:
+        write_hybrid_plan(arguments.out, record)
+    if arguments.png is not None:
+        report.draw_pipeline(arguments.png, record)
+    if arguments.json:
+        print(json.dumps(report.result_json(problem, result, arguments.method), indent=2))
+    else:
+        print(fold(report.result_text(problem, result, arguments.method)))
+    # Last: what cannot be run was worth seeing.
+    if arguments.export is not None:
+        for note in write_export(arguments.export, record):
+            print(note, file=sys.stderr)
+    return 0
+
+
+def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Refuses arguments that mean nothing here, and files that cannot be written.
+
+    Raises:
+        ConfigError: such an argument or file.
+    """
+    own = ("run", "json", "out")
+    given = [
+        flag(name)
+        for name, value in defaults.items()
+        if name not in own and getattr(arguments, name) != value
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan hybrid`: leave it out")
+    if arguments.method != "exact" and (arguments.gap or arguments.seconds is not None):
+        raise ConfigError(f"--gap and --seconds are of the exact search, not of {arguments.method}")
+    if arguments.case is not None and (arguments.gbs or arguments.bandwidth):
+        raise ConfigError("--gbs and --bandwidth are for --hytrain-profile: a case has its own")
+    read = [("--hytrain-profile", path) for path in arguments.hytrain_profile or ()]
+    if arguments.case is not None:
+        names = ("args.json", "hostfile", "clusterfile.json")
+        read += [("--case", arguments.case / name) for name in names]
+    check_outputs({"--out": arguments.out, "--png": arguments.png}, read)
+    check_picture("--png", arguments.png)
+
+
+def _problem(arguments: argparse.Namespace) -> Any:
+    from hytrain.tools.hybrid.case_files import read_case
+    from hytrain.tools.hybrid.host_update import Host
+    from hytrain.tools.hybrid.problem import Options
+
+    options = Options(
+        tp_speed=arguments.tp_speed,
+        inter_node=arguments.inter_node,
+        per_gpu_memory=arguments.per_gpu_memory,
+        uneven_split=arguments.uneven_split,
+        host=Host(*arguments.host_state) if arguments.host_state is not None else None,
+    )
+    if arguments.case is not None:
+        return read_case(arguments.case, options)
+    from hytrain.formats.profile_file import merge_profiles, read_profile
+    from hytrain.tools.hybrid.profile_problem import problem_from
+
+    if arguments.gbs is None or arguments.bandwidth is None:
+        raise ConfigError("--hytrain-profile needs --gbs and --bandwidth INTRA INTER, too")
+    profile = merge_profiles([read_profile(path) for path in arguments.hytrain_profile])
+    intra, inter = arguments.bandwidth
+    return problem_from(profile, gbs=arguments.gbs, intra=intra, inter=inter, options=options)

@@ -1,0 +1,1 @@
+"""Hybrid parallelism over unequal GPUs: pipeline stages x data x tensor parallel, planned."""

@@ -1,0 +1,480 @@
+"""What a plan costs: pure functions of a problem and a plan.
+
+The published model (Metis, USENIX ATC 2024, and its code), of a step of B micro-batches::
+
+    (B-1)*max t_s + sum t_s + B*fb_sync(last) + max update_s + max gradients_s
+        + sum activations_s + B*batch_generator
+
+A stage's strategy on given GPUs is linear in its layers: a :class:`Choice` holds sums over the
+layers below each, from which both a plan's cost and the search's tables (:mod:`.stage_tables`) are
+made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from hytrain.errors import PlanError
+from hytrain.tools.hybrid.host_update import exposed_ms
+from hytrain.tools.hybrid.problem import Floats, Plan, Problem
+from hytrain.tools.hybrid.uneven_split import fastest_split
+
+BANDWIDTH_UNIT = 2.0**20
+"""Bytes a millisecond of 1 GB/s, in the published model."""
+
+NOTHING_MB = 0.001
+"""That a stage needs besides its layers, in the published model."""
+
+Ranks = Sequence[tuple[str, int]]
+"""GPUs, each a (device type, number of its node)."""
+
+
+class NotProfiledError(PlanError):
+    """A stage runs at a (tp, micro-batch size) that its profile does not have."""
+
+
+# -- the samples of a stage --------------------------------------------------------------------
+
+
+def charged_types(problem: Problem, types: Sequence[str]) -> tuple[str, ...]:
+    """Those of a tensor-parallel group's types that it is as slow as."""
+    # Equal types are neighbours.
+    if problem.options.tp_speed == "first" or types[0] == types[-1]:
+        return (types[0],)
+    return tuple(sorted(set(types)))
+
+
+def proportional_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    """Samples of each replica, in proportion to its speed with one sample.
+
+    What is left by rounding down goes one each to the largest remainders, of equal ones the first.
+
+    Args:
+        problem: with the profiles.
+        types: of the GPUs; each replica has ``len(types) // dp`` neighbours.
+        dp: replicas.
+        tp: tensor parallel degree whose profile has the speeds.
+        samples: of a micro-batch, all replicas together.
+
+    Raises:
+        NotProfiledError: a replica's type has no profile with one sample.
+    """
+    key = ("split", tuple(types), dp, tp, samples)
+    if key not in problem.memo:
+        problem.memo[key] = _proportional_split(problem, types, dp, tp, samples)
+    return problem.memo[key]
+
+
+def _proportional_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    size = len(types) // dp
+    groups = [charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)]
+    whole = {
+        group: max(float(_sums(problem.time_sums, device, tp, 1)[-1]) for device in group)
+        for group in dict.fromkeys(groups)
+    }
+    speeds = [1.0 / whole[group] for group in groups]
+    total = sum(speeds)
+    exact = [samples * (speed / total) for speed in speeds]
+    split = [int(value) for value in exact]
+    by_rest = sorted(range(dp), key=lambda i: exact[i] - split[i], reverse=True)
+    for i in by_rest[: samples - sum(split)]:
+        split[i] += 1
+    return tuple(split)
+
+
+def uneven_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    """Samples of each replica so that the slowest is fastest; as :func:`proportional_split`."""
+    key = ("uneven", tuple(types), dp, tp, samples)
+    if key not in problem.memo:
+        problem.memo[key] = _uneven_split(problem, types, dp, tp, samples)
+    return problem.memo[key]
+
+
+def _uneven_split(
+    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
+) -> tuple[int, ...]:
+    size = len(types) // dp
+    groups = Counter(
+        charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)
+    )
+    times = [[_whole_time(problem, one, tp, h) for h in range(samples + 1)] for one in groups]
+    split = fastest_split(times, list(groups.values()))
+    if not split:
+        raise NotProfiledError(f"no profiled sizes of {set(types)} at tp {tp} sum to {samples}")
+    return split
+
+
+def _whole_time(problem: Problem, group: Sequence[str], tp: int, samples: int) -> float:
+    """Of all layers, ms; infinite where a slice was not profiled."""
+    keys = [(device, tp, size) for device in group for size in micro_batch_slices(samples)]
+    if any(key not in problem.time_sums for key in keys):
+        return math.inf
+    return max(
+        sum(float(problem.time_sums[device, tp, size][-1]) for size in micro_batch_slices(samples))
+        for device in group
+    )
+
+
+def micro_batch_slices(samples: int) -> list[int]:
+    """The sizes in which a replica of a mixed stage runs its samples: their binary digits.
+
+    >>> micro_batch_slices(11)
+    [8, 2, 1]
+    """
+    return [1 << bit for bit in reversed(range(samples.bit_length())) if samples >> bit & 1]
+
+
+Table = dict[tuple[str, int, int], Floats]
+
+
+def _sums(table: Table, device: str, tp: int, samples: int) -> Floats:
+    try:
+        return table[device, tp, samples]
+    except KeyError:
+        raise NotProfiledError(
+            f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
+        ) from None
+
+
+def sliced_sums(table: Table, device: str, tp: int, samples: int) -> Floats:
+    """A table's values (times, memory) of the layers below each, for all slices of a replica.
+
+    Raises:
+        NotProfiledError: a slice is not in the profile.
+    """
+    slices = [_sums(table, device, tp, size) for size in micro_batch_slices(samples)]
+    return reduce(add, slices) if slices else np.zeros_like(next(iter(table.values())))
+
+
+# -- bandwidth ---------------------------------------------------------------------------------
+
+
+def bandwidth(problem: Problem, ranks: Ranks) -> float:
+    """GB/s between some GPUs.
+
+    Published: the least intra-node bandwidth of the nodes, wherever the GPUs are.
+    """
+    devices = [problem.device[name] for name in {name for name, _ in ranks}]
+    if problem.options.inter_node and len({node for _, node in ranks}) > 1:
+        return min(device.inter_bandwidth for device in devices)
+    return min(device.intra_bandwidth for device in devices)
+
+
+# -- a stage on given GPUs ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy of a stage on given GPUs, whatever its layers."""
+
+    dp: int
+    tp: int
+    on_host: bool
+    split: tuple[int, ...]
+    """Samples of each replica; empty where the GPUs are equal."""
+
+    share: int
+    """Samples of a micro-batch of each replica, in the mean, rounded down."""
+
+    times: Floats
+    """(kinds of replica, layers + 1): ms of the layers below each; the slowest one counts."""
+
+    memory: Floats
+    """(places, layers + 1): MB of the layers below each, in units of ``capacity``'s place."""
+
+    capacity: float
+    """MB that each of ``memory`` must be within."""
+
+    fb_sync: float
+    """Of a micro-batch, ms; counted in the last stage."""
+
+    update: float
+    """Of the optimizer, ms a layer on the GPU, ms a byte of parameters on the host."""
+
+    gradients: float
+    """All-reduce, ms a byte of parameters."""
+
+
+def choices(
+    problem: Problem,
+    cluster: Ranks,
+    first: int,
+    strategy: tuple[int, int],
+    micro_batches: int,
+) -> list[Choice]:
+    """What a stage on given GPUs with a given strategy may still choose.
+
+    Args:
+        problem: with the profiles.
+        cluster: all ranks in the plan's order of types (``Problem.ranks``).
+        first: the stage's first rank.
+        strategy: (data parallel, tensor parallel) degree.
+        micro_batches: of a step.
+
+    Raises:
+        NotProfiledError: a (tp, micro-batch size) that it runs at was not profiled.
+        PlanError: the batch cannot be dealt in this way.
+    """
+    dp, tp = strategy
+    ranks = cluster[first : first + dp * tp]
+    types = [device for device, _ in ranks]
+    samples = problem.gbs // micro_batches
+    share = samples // dp
+    is_even = len(set(types)) == 1
+    if share == 0 or problem.gbs % micro_batches or (is_even and samples % dp):
+        raise PlanError(
+            f"{micro_batches} micro-batches of {problem.gbs} samples: not for {dp} replicas"
+        )
+    if share > problem.max_batch or tp > problem.max_tp:
+        raise NotProfiledError(f"tp {tp}, micro-batch size {share}: more than was profiled")
+    sync = max(_profiled_sync(problem, device, tp, share) for device in set(types))
+    if is_even:
+        times = _sums(problem.time_sums, types[0], tp, share)[None]
+        split: tuple[int, ...] = ()
+    else:
+        deal = uneven_split if problem.options.uneven_split else proportional_split
+        split = deal(problem, types, dp, tp, samples)
+        times = _replica_times(problem, types, split, tp)
+    memory, capacity = _stage_memory(problem, cluster, types, split, strategy, samples)
+    link = bandwidth(problem, ranks)
+    on_gpu = Choice(
+        dp=dp,
+        tp=tp,
+        on_host=False,
+        split=split,
+        share=share,
+        times=times,
+        memory=memory,
+        capacity=capacity,
+        fb_sync=sync,
+        update=problem.constants.optimizer_ms / tp / problem.num_layers,
+        gradients=2 * (dp - 1) / (dp * link * BANDWIDTH_UNIT) / tp,
+    )
+    return [on_gpu] if problem.options.host is None else [on_gpu, _on_host(problem, ranks, on_gpu)]
+
+
+def _profiled_sync(problem: Problem, device: str, tp: int, samples: int) -> float:
+    if (device, tp, samples) not in problem.samples:
+        raise NotProfiledError(
+            f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
+        )
+    return problem.samples[device, tp, samples].fb_sync
+
+
+def _replica_times(problem: Problem, types: Sequence[str], split: Sequence[int], tp: int) -> Floats:
+    found = {
+        (device, share)
+        for rank, share in enumerate(split)
+        for device in charged_types(problem, types[rank * tp : (rank + 1) * tp])
+    }
+    return np.stack([sliced_sums(problem.time_sums, *_key(one, tp)) for one in sorted(found)])
+
+
+def _key(one: tuple[str, int], tp: int) -> tuple[str, int, int]:
+    return one[0], tp, one[1]
+
+
+def _stage_memory(
+    problem: Problem,
+    cluster: Ranks,
+    types: Sequence[str],
+    split: Sequence[int],
+    strategy: tuple[int, int],
+    samples: int,
+) -> tuple[Floats, float]:
+    """Demand by layer and capacity of a stage.
+
+    As published, of the group's sum: one replica's demand where the GPUs are equal, else all
+    replicas' (see :func:`published_slices`). With ``per_gpu_memory`` each GPU's own, in units of
+    the smallest one.
+    """
+    dp, tp = strategy
+    table = problem.memory_sums
+    if problem.options.per_gpu_memory:
+        least = min(problem.device[device].memory_mb for device in types)
+        places = {
+            (device, split[rank // tp] if split else samples // dp)
+            for rank, device in enumerate(types)
+        }
+        rows = [
+            (sliced_sums if split else _sums)(table, device, tp, share)
+            * (least / problem.device[device].memory_mb)
+            for device, share in sorted(places)
+        ]
+        return problem.mem_coef * np.stack(rows), least
+    capacity = sum(problem.device[device].memory_mb for device in types)
+    if not split:
+        return problem.mem_coef * _sums(table, types[0], tp, samples // dp)[None], capacity
+    # Its own samples, where they are not dealt as published.
+    held = [(device, 0) for device in types] if problem.options.uneven_split else cluster
+    key = ("memory", tuple(held), dp, tp, samples)
+    if key not in problem.memo:
+        slices = published_slices(problem, held, strategy, samples)
+        problem.memo[key] = reduce(
+            add, (count * _sums(table, *one) for one, count in Counter(slices).items())
+        )
+    return problem.mem_coef * problem.memo[key][None], capacity
+
+
+def published_slices(
+    problem: Problem, cluster: Ranks, strategy: tuple[int, int], samples: int
+) -> list[tuple[str, int, int]]:
+    """(type, tp, size) of what the replicas of a mixed stage are taken to hold, in their order.
+
+    As published, the samples are dealt as if the whole cluster were the stage.
+    """
+    dp, tp = strategy
+    everyone = [device for device, _ in cluster]
+    deal = uneven_split if problem.options.uneven_split else proportional_split
+    dealt = deal(problem, everyone, dp, tp, samples)
+    firsts = everyone[:: len(everyone) // dp]
+    return [
+        (device, tp, size)
+        for device, share in zip(firsts, dealt, strict=False)
+        for size in micro_batch_slices(share)
+    ]
+
+
+def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:
+    """The same with optimizer state in host memory, whose room is a further place."""
+    host = problem.options.host
+    assert host is not None
+    gpus = len(ranks)
+    node_gpus = max(problem.machine_gpus(node) for node in {node for _, node in ranks})
+    state = host.state_mb(problem.parameter_sums)
+    freed = state / on_gpu.tp if problem.options.per_gpu_memory else state
+    used = state / gpus * node_gpus * (on_gpu.capacity / (host.memory_gb * 1024))
+    return replace(
+        on_gpu,
+        on_host=True,
+        memory=np.vstack([on_gpu.memory - freed, used]),
+        update=float(host.update_ms(1.0, gpus, node_gpus)),
+    )
+
+
+# -- stages and plans --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage adds to a plan's cost."""
+
+    choice: Choice
+    time: float
+    """Of a micro-batch, ms."""
+
+    update: float
+    """Of the optimizer, ms."""
+
+    gradients: float
+    """All-reduce, ms."""
+
+    activation: float
+    """Bytes that a micro-batch sends on; counted in all stages but the last."""
+
+    demand: float
+    """MB of ``choice.capacity``."""
+
+    @property
+    def fits(self) -> bool:
+        return self.demand <= self.choice.capacity
+
+
+def stage(problem: Problem, choice: Choice, start: int, stop: int) -> Stage:
+    """A stage of the layers from ``start`` to before ``stop``."""
+    time = float((choice.times[:, stop] - choice.times[:, start]).max())
+    parameters = float(problem.parameter_sums[stop] - problem.parameter_sums[start])
+    layers = stop - start
+    if choice.on_host:
+        update = float(exposed_ms(choice.update * parameters, time, layers))
+    else:
+        update = choice.update * layers
+    is_before_head = stop == problem.num_layers - 1
+    width = problem.vocab_size / choice.tp if is_before_head else problem.hidden_size
+    return Stage(
+        choice=choice,
+        time=time,
+        update=update,
+        gradients=choice.gradients * parameters,
+        activation=choice.share * problem.sequence_length * width,
+        demand=NOTHING_MB + float((choice.memory[:, stop] - choice.memory[:, start]).max()),
+    )
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """A plan's cost and what it is made of, ms."""
+
+    total: float
+    stages: tuple[Stage, ...]
+    sends: tuple[float, ...]
+    """Activations from each stage to the next."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage's memory suffices."""
+        return all(one.fits for one in self.stages)
+
+
+def plan_cost(problem: Problem, plan: Plan) -> PlanCost:
+    """The cost of a plan, whether it fits or not.
+
+    Raises:
+        PlanError: the plan is none of these GPUs and layers, or was not profiled.
+    """
+    cluster = problem.ranks(plan.order)
+    check_plan(problem, plan)
+    stages: list[Stage] = []
+    sends: list[float] = []
+    first = 0
+    for number, strategy in enumerate(plan.strategies):
+        found = choices(problem, cluster, first, strategy, plan.micro_batches)
+        choice = found[int(plan.offloads(number))]
+        stages.append(stage(problem, choice, *plan.partition[number : number + 2]))
+        if number + 1 < plan.stages:
+            both = cluster[first : first + sum(plan.groups[number : number + 2])]
+            sends.append(stages[-1].activation / (bandwidth(problem, both) * BANDWIDTH_UNIT))
+        first += plan.groups[number]
+    total = (
+        (plan.micro_batches - 1) * max(one.time for one in stages)
+        + sum(one.time for one in stages)
+        + stages[-1].choice.fb_sync * plan.micro_batches
+        + max(one.update for one in stages)
+        + max(one.gradients for one in stages)
+        + sum(sends)
+        + problem.constants.batch_generator_ms * plan.micro_batches
+    )
+    return PlanCost(total, tuple(stages), tuple(sends))
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raises PlanError where the plan is none of this problem's."""
+    layers = list(plan.partition)
+    if sorted(plan.order) != [device.name for device in problem.devices]:
+        raise PlanError(f"order {plan.order}: not the types of the cluster, each once")
+    if sum(plan.groups) != problem.num_gpus or len(plan.strategies) != plan.stages:
+        raise PlanError(
+            f"groups {plan.groups}: not {problem.num_gpus} GPUs with a strategy for each group"
+        )
+    if any(dp * tp != n for (dp, tp), n in zip(plan.strategies, plan.groups, strict=True)):
+        raise PlanError(f"strategies {plan.strategies} do not multiply to the groups {plan.groups}")
+    if plan.on_host and (problem.options.host is None or len(plan.on_host) != plan.stages):
+        raise PlanError(f"on_host {plan.on_host}: not one of each stage, or hosts are no option")
+    ends = [layers[0], layers[-1], len(layers)]
+    if ends != [0, problem.num_layers, plan.stages + 1] or sorted(set(layers)) != layers:
+        raise PlanError(
+            f"partition {plan.partition}: not all {problem.num_layers} layers, at least one a stage"
+        )

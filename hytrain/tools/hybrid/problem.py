@@ -1,0 +1,226 @@
+"""What is planned for: GPUs of several types, a profiled model, and what the cost model counts.
+
+Times are milliseconds, memory MB (1024 of them a GB), bandwidths GB/s as in the published files.
+A layer is a row of the profile: the first is the embedding, the last the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hytrain.errors import PlanError
+from hytrain.tools.hybrid.host_update import Host
+
+TpSpeed = Literal["first", "slowest"]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine with GPUs of one type."""
+
+    name: str
+    device: str
+    """Type of its GPUs."""
+
+    gpus: int
+    machine: str = ""
+    """Nodes of one machine, of several types, have the same; empty: a machine of its own."""
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """What the nodes of one type of GPU have in common."""
+
+    name: str
+    memory_mb: float
+    """Of one GPU."""
+
+    intra_bandwidth: float
+    """GB/s within a node."""
+
+    inter_bandwidth: float
+    """GB/s between nodes; counted with ``Options.inter_node`` only."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A device type at one (tensor parallel degree, micro-batch size), by layer."""
+
+    times: tuple[float, ...]
+    """Forward and backward of one micro-batch, ms."""
+
+    memory: tuple[float, ...]
+    """MB."""
+
+    fb_sync: float
+    """Of forward and backward, what belongs to no layer, ms."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the published model takes from a single profile, whatever the device."""
+
+    optimizer_ms: float
+    """Twice the profiled optimizer time: the whole model's update at tp = 1."""
+
+    batch_generator_ms: float
+    """Of one micro-batch."""
+
+    parameter_bytes: tuple[float, ...]
+    """By layer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is counted beyond the published cost model, or otherwise than in it."""
+
+    tp_speed: TpSpeed = "slowest"
+    """A tensor-parallel group of unequal GPUs is as fast as its first one (published) or as its
+    slowest one."""
+
+    inter_node: bool = False
+    """Whoever is not within one node talks at the least *inter*-node bandwidth of the nodes."""
+
+    per_gpu_memory: bool = False
+    """Each GPU holds its replica's demand, instead of the group's sum of memory the stage's."""
+
+    uneven_split: bool = False
+    """A stage of unequal GPUs deals its samples so that its slowest replica is fastest."""
+
+    host: Host | None = None
+    """A stage may keep its optimizer state in host memory."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a cost depends on, checked."""
+
+    nodes: tuple[Node, ...]
+    devices: tuple[DeviceType, ...]
+    """By name, ascending; so are the orders of types that are searched."""
+
+    samples: dict[tuple[str, int, int], Samples] = field(repr=False)
+    """By (device type, tensor parallel degree, micro-batch size)."""
+
+    constants: Constants = field(repr=False)
+    gbs: int
+    """Samples of a step."""
+
+    hidden_size: int
+    sequence_length: int
+    vocab_size: int
+    max_tp: int
+    max_batch: int
+    """Largest micro-batch of one replica."""
+
+    variance: float = 1.0
+    """A group has at least ``max(N // S, S // N) * variance`` GPUs, N in all, S stages."""
+
+    max_permute_len: int = 2**31
+    """Groups more than these are merged in the published searches."""
+
+    mem_coef: float = 5.0
+    options: Options = Options()
+
+    def __post_init__(self) -> None:
+        names = [device.name for device in self.devices]
+        if names != sorted(set(names)) or {node.device for node in self.nodes} != set(names):
+            raise PlanError(
+                f"devices {names} are not the types of the nodes, each once and ascending"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.constants.parameter_bytes)
+
+    @cached_property
+    def num_gpus(self) -> int:
+        return sum(node.gpus for node in self.nodes)
+
+    @cached_property
+    def device(self) -> dict[str, DeviceType]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def parameter_sums(self) -> Floats:
+        """Parameter bytes of the layers below each, ``num_layers + 1``."""
+        return prefix_sums(self.constants.parameter_bytes)
+
+    @cached_property
+    def time_sums(self) -> dict[tuple[str, int, int], Floats]:
+        """As :attr:`samples`, times of the layers below each, ``num_layers + 1``."""
+        return {key: prefix_sums(one.times) for key, one in self.samples.items()}
+
+    @cached_property
+    def memory_sums(self) -> dict[tuple[str, int, int], Floats]:
+        """As :attr:`time_sums`, memory."""
+        return {key: prefix_sums(one.memory) for key, one in self.samples.items()}
+
+    @cached_property
+    def machines(self) -> tuple[int, ...]:
+        """Of each node the first node of its machine."""
+        firsts: dict[str, int] = {}
+        return tuple(
+            firsts.setdefault(node.machine or f"{number}", number)
+            for number, node in enumerate(self.nodes)
+        )
+
+    def machine_gpus(self, machine: int) -> int:
+        """GPUs of a machine."""
+        pairs = zip(self.machines, self.nodes, strict=True)
+        return sum(node.gpus for number, node in pairs if number == machine)
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """Results of the cost model's functions that are asked for again and again."""
+        return {}
+
+    def ranks(self, order: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """(device type, machine) of each rank, where nodes come in that order of types."""
+        return tuple(
+            (name, self.machines[number])
+            for name in order
+            for number, node in enumerate(self.nodes)
+            if node.device == name
+            for _ in range(node.gpus)
+        )
+
+
+def prefix_sums(values: Sequence[float]) -> Floats:
+    """0, the first, the first two, ..."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which GPUs form which stage, and what each stage does."""
+
+    order: tuple[str, ...]
+    """Of device types; within a type the nodes are as in the hostfile."""
+
+    groups: tuple[int, ...]
+    """GPUs of each stage."""
+
+    strategies: tuple[tuple[int, int], ...]
+    """(data parallel, tensor parallel) degree of each stage."""
+
+    micro_batches: int
+    partition: tuple[int, ...]
+    """First layer of each stage, then the number of layers."""
+
+    on_host: tuple[bool, ...] = ()
+    """Whether each stage keeps its optimizer state in host memory; empty: none does."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.groups)
+
+    def offloads(self, stage: int) -> bool:
+        return bool(self.on_host) and self.on_host[stage]

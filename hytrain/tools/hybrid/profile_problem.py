@@ -1,0 +1,146 @@
+"""The problem of hytrain's own profile.json: pipelines of data-parallel stages.
+
+`hytrain profile` measures no tensor parallelism, so tp is 1. Layers are the embedding, the blocks
+and the head; what is measured outside of the blocks is counted with the head. Activations are
+recomputed, as in a pipeline many micro-batches are under way; memory is each GPU's own
+(``per_gpu_memory``):
+
+    weights and gradients 2 B each, state 12 B a parameter
+    + the input of every block of as many micro-batches as there are GPUs, which no pipeline exceeds
+    + once, what the largest profiled block or head needs beside that, taken off every GPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hytrain.errors import PlanError
+from hytrain.formats.profile_file import DeviceProfile, ProfileFile
+from hytrain.tools.hybrid.host_update import STATE_BYTES
+from hytrain.tools.hybrid.problem import (
+    Constants,
+    DeviceType,
+    Node,
+    Options,
+    Problem,
+    Samples,
+)
+
+_MB = 2**20
+_COPY_BYTES = 2
+_KEPT_BYTES = 2 * _COPY_BYTES + STATE_BYTES
+
+
+def problem_from(
+    profile: ProfileFile, *, gbs: int, intra: float, inter: float, options: Options
+) -> Problem:
+    """The problem of a profile's ranks.
+
+    Args:
+        profile: of all hosts.
+        gbs: samples of a step.
+        intra: GB/s within a host.
+        inter: GB/s between hosts.
+        options: of the cost model; memory is each GPU's own in any case.
+
+    Raises:
+        PlanError: frozen parameters, or no micro-batch size that a type was measured with in both
+            a block and what is outside.
+    """
+    model = profile.model
+    if model.frozen:
+        raise PlanError("the profile's model has frozen parameters: hybrid plans train all of them")
+    labels = sorted({label for host in profile.hosts for label in host.ranks})
+    of = {
+        label: [profile.device(host.host, label) for host in profile.hosts if label in host.ranks]
+        for label in labels
+    }
+    ranks = sum(len(host.ranks) for host in profile.hosts)
+    samples = {
+        (label, 1, size): one
+        for label in labels
+        for size, one in _samples(profile, of[label], ranks).items()
+    }
+    before, after = model.outside_parameters
+    layers = (before, *[model.layer_parameters] * model.num_layers, after)
+    host = options.host
+    return Problem(
+        nodes=tuple(
+            Node(host.host, label, host.ranks.count(label), host.host)
+            for host in profile.hosts
+            for label in dict.fromkeys(host.ranks)
+        ),
+        devices=tuple(DeviceType(label, _room(of[label]), intra, inter) for label in labels),
+        samples=samples,
+        constants=Constants(
+            optimizer_ms=1e3 * model.parameters / min(one.update_rate for one in profile.devices),
+            batch_generator_ms=0.0,
+            parameter_bytes=tuple(float(_COPY_BYTES * count) for count in layers),
+        ),
+        gbs=gbs,
+        hidden_size=max(1, model.boundary_bytes // model.seq_len),
+        sequence_length=model.seq_len,
+        vocab_size=max(1, model.boundary_bytes // model.seq_len),
+        max_tp=1,
+        max_batch=max(size for _, _, size in samples),
+        variance=1.0,
+        mem_coef=1.0,
+        options=replace(
+            options,
+            per_gpu_memory=True,
+            host=None if host is None else replace(host, parameter_size=_COPY_BYTES),
+        ),
+    )
+
+
+def _room(devices: Sequence[DeviceProfile]) -> float:
+    """MB of a GPU for weights, state and blocks' inputs; of equal GPUs the least."""
+    return (
+        min(
+            one.memory_bytes
+            - one.idle_bytes
+            - max(
+                max(row.recompute_peak_bytes for row in one.layer),
+                max((row.peak_bytes for row in one.outside), default=0),
+            )
+            for one in devices
+        )
+        / _MB
+    )
+
+
+def _samples(
+    profile: ProfileFile, devices: Sequence[DeviceProfile], ranks: int
+) -> dict[int, Samples]:
+    """By size; of equal GPUs on several hosts the slowest measurement counts."""
+    model = profile.model
+    before, after = model.outside_parameters
+    found: dict[int, Samples] = {}
+    sizes = set.intersection(*({row.samples for row in one.layer} for one in devices))
+    for size in sorted(sizes):
+        block = max(
+            row.forward_ms + row.recompute_backward_ms
+            for one in devices
+            for row in one.layer
+            if row.samples == size
+        )
+        outside = [[row for row in one.outside if row.samples == size] for one in devices]
+        if any(one.outside and not rows for one, rows in zip(devices, outside, strict=True)):
+            continue
+        ends = max(
+            (row.forward_ms + row.backward_ms for rows in outside for row in rows), default=0.0
+        )
+        inputs = ranks * size * model.boundary_bytes / _MB
+        memory = (
+            _KEPT_BYTES * before / _MB + inputs,
+            *[_KEPT_BYTES * model.layer_parameters / _MB + inputs] * model.num_layers,
+            _KEPT_BYTES * after / _MB + inputs,
+        )
+        found[size] = Samples((0.0, *[block] * model.num_layers, ends), memory, 0.0)
+    if not found:
+        raise PlanError(
+            f"{devices[0].label}: no micro-batch size was measured both in `layer` and `outside`: "
+            "measure again with `hytrain profile`"
+        )
+    return found

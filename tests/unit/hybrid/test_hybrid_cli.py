@@ -1,0 +1,161 @@
+"""`hytrain plan hybrid`: what is printed, drawn, written and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hybrid_plans import random_problem
+from support.plan_profiles import a_profile
+from test_case_files import case as case  # type: ignore[import-not-found]
+
+from hytrain.errors import PlanError
+from hytrain.formats.profile_file import write_profile
+from hytrain.tools import cli
+from hytrain.tools.hybrid.cost_model import plan_cost
+from hytrain.tools.hybrid.export import obstacles, write_export
+from hytrain.tools.hybrid.host_update import Host, exposed_ms
+from hytrain.tools.hybrid.plan_record import plan_record, read_hybrid_plan
+from hytrain.tools.hybrid.problem import Options, Plan
+from hytrain.tools.hybrid.search import plan
+from hytrain.tools.hybrid.uneven_split import fastest_split
+
+Capture = pytest.CaptureFixture[str]
+
+
+def _run(*arguments: object) -> int:
+    return cli.main(["plan", "hybrid", *map(str, arguments)])
+
+
+def test_table_json_plan_and_picture(case: Path, tmp_path: Path, capsys: Capture) -> None:
+    out, png = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert _run("--case", case, "--top", 2, "--out", out, "--png", png) == 0
+    text = capsys.readouterr().out
+    assert "optimal: no plan of the space costs less" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert _run("--case", case, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    keys = {"cost", "optimal", "bound", "plan", "evaluations", "count", "seconds"}
+    assert keys <= values.keys()
+    assert values["optimal"]
+    assert values["cost"] == values["bound"] == values["plan"]["cost_ms"]
+    record = read_hybrid_plan(out)
+    assert record.model_dump(mode="json") == values["plan"]
+    assert sum(node.gpus for stage in record.stages for node in stage.nodes) == 4
+
+
+@pytest.mark.parametrize("method", ["metis", "metis-improved"])
+def test_published_searches_are_methods(case: Path, method: str, capsys: Capture) -> None:
+    assert _run("--case", case, "--method", method, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["optimal"]
+    assert found["bound"] == 0.0
+    assert _run("--case", case, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cost"] <= found["cost"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "metis", "--seconds", 1), "of the exact search"),
+        (("--method", "metis", "--host-state", 1, 1e9, 10), "published model only"),
+        (("--gbs", 4), "are for --hytrain-profile"),
+        (("--png", "plan.jpg"), "ends with .png"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    case: Path, capsys: Capture, arguments: tuple[object, ...], words: str
+) -> None:
+    assert _run("--case", case, *arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert not captured.out
+
+
+def test_arguments_of_plan_are_refused(case: Path, capsys: Capture) -> None:
+    assert cli.main(["plan", "--batch", "8", "hybrid", "--case", str(case)]) == 2
+    assert "--batch: not for `hytrain plan hybrid`" in capsys.readouterr().err
+
+
+def test_hytrains_own_profile_is_planned(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(path, a_profile())
+    arguments = ("--hytrain-profile", path, "--gbs", 16, "--bandwidth", 50, 10, "--json")
+    assert _run(*arguments) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["optimal"]
+    assert found["plan"]["num_layers"] == 14
+    assert all(stage["tp"] == 1 for stage in found["plan"]["stages"])
+    assert _run("--hytrain-profile", path) == 2
+    assert "needs --gbs and --bandwidth" in capsys.readouterr().err
+
+
+def test_one_stage_is_exported_for_hytrain(case: Path, tmp_path: Path, capsys: Capture) -> None:
+    # Equal GPUs, little to compute: data parallel.
+    (case / "hostfile").write_text("10.0.0.2 slots=2\n")
+    folder = tmp_path / "export"
+    assert _run("--case", case, "--export", folder) == 0
+    assert f"deepspeed --hostfile {folder / 'hostfile'}" in capsys.readouterr().err
+    record = read_hybrid_plan(folder / "plan.json")
+    config = json.loads((folder / "ds_config.json").read_text())
+    assert len(record.stages) == 1
+    assert (folder / "hostfile").read_text() == "10.0.0.2 slots=2\n"
+    ranks = record.stages[0].dp
+    assert config["train_batch_size"] == 4
+    accumulated = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert accumulated * ranks == 4
+    assert ("hytrain" in config) == (record.stages[0].tp == 1)
+    assert _run("--case", case, "--export", folder) == 2
+    assert "cannot write the export" in capsys.readouterr().err
+
+
+def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
+    problem = random_problem(1)
+    found = plan(problem, top=20).best
+    refused = [plan_record(problem, one.plan, 0.0) for one in found]
+    refused = [record for record in refused if obstacles(record)]
+    assert refused
+    with pytest.raises(PlanError, match="the plan cannot be exported"):
+        write_export(tmp_path / "export", refused[0])
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_damaged_plan_is_refused(case: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert _run("--case", case, "--out", out) == 0
+    values = json.loads(out.read_text())
+    values["stages"][0]["dp"] *= 2
+    out.write_text(json.dumps(values))
+    with pytest.raises(PlanError, match="dp \\* tp is not the number of its GPUs"):
+        read_hybrid_plan(out)
+
+
+def test_fastest_split_is_that_of_all_splits() -> None:
+    times = [[0.0, 1.0, 2.5, 3.0, 9.0], [0.0, 2.0, float("inf"), 5.0, 8.0]]
+    assert fastest_split(times, [1, 1]) == (3, 1)
+    assert fastest_split(times, [2, 1])[2] == 0 or max(fastest_split(times, [2, 1])) <= 3
+    assert sum(fastest_split(times, [2, 1])) == 4
+    assert fastest_split([[0.0, float("inf"), float("inf")]], [1]) == ()
+
+
+def test_host_state_frees_memory_and_costs_what_is_not_hidden(case: Path) -> None:
+    from hytrain.tools.hybrid.case_files import read_case
+
+    host = Host(memory_gb=1e-6, update_rate=1e3, copy_rate=1.0)
+    problem = read_case(case, Options(host=host))
+    both = ((2, 1), (2, 1))
+    kept = Plan(("A", "B"), (2, 2), both, 2, (0, 2, 3))
+    moved = Plan(("A", "B"), (2, 2), both, 2, (0, 2, 3), (True, False))
+    on_gpu, on_host = plan_cost(problem, kept), plan_cost(problem, moved)
+    # 300 B at 4 B a parameter: 75 parameters of 12 B each, on two GPUs of one node.
+    assert host.state_mb(300.0) == pytest.approx(900 / 2**20)
+    update = 1e3 * 75 / 2 * 2 / 1e3
+    assert host.update_ms(300.0, 2, 2) == pytest.approx(update)
+    time = on_gpu.stages[0].time
+    assert on_host.stages[0].update == pytest.approx(update + time / 2 - time)
+    assert exposed_ms(0.5, 10.0, 4) == 0.0
+    assert on_gpu.stages[0].choice.on_host is False
+    assert on_host.stages[0].choice.memory.shape[0] == 2
