@@ -7,7 +7,10 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +104,11 @@ def write_file(path: Path, stored: object) -> FileSums:
         raise
     return file.sums
 
+
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
+"""A copy of it is beside the checkpoints."""
 
 _UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
 
@@ -229,7 +237,7 @@ def _all_sums(writes: _Writes, saving: Path, collectives: ShardCollectives) -> d
 def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
     path = paths.zero / MANIFEST
     path.parent.mkdir(exist_ok=True)
-    write_file(path, pack_manifest(sums))
+    write_file(path, pack_manifest(sums, saved_at=time.time()))
     sync_files(paths.folder, [path])
 
 
@@ -237,8 +245,9 @@ def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None,
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
     problem = f"{folder} could not be replaced by {saving}"
     writes.try_to(lambda: finish_save(saving, folder), problem, _UNCHANGED)
-    if latest_in is None:
+    if latest_in is None or writes.failure is not None:
         return
+    _put_script(latest_in)
     # The first of them is the one that is read first: it changes last.
     for path in [latest_in / name for name in reversed(LATEST)]:
         writes.try_to(
@@ -246,6 +255,19 @@ def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None,
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )
+
+
+def _put_script(save_dir: Path) -> None:
+    """The way out that users of DeepSpeed look for, in this version's form."""
+    path = save_dir / SCRIPT.name
+    try:
+        content = SCRIPT.read_bytes()
+        if not path.is_file() or path.read_bytes() != content:
+            write_file(path, content)
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    except OSError as error:
+        # The checkpoint is whole without it.
+        logger.warning("%s could not be written: %s", path, error)
 
 
 def _write_latest(path: Path, tag: str) -> None:

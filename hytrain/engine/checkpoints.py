@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from hytrain.checkpoint.engine_state import (
     taken_keys,
 )
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
-from hytrain.checkpoint.tags import find_tag
+from hytrain.checkpoint.tags import find_tag, older_tags
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import raise_together
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCheckpoints:
@@ -109,16 +113,10 @@ class EngineCheckpoints:
             See :meth:`HyTrainEngine.load_checkpoint`.
         """
         engine, optimizer = self._engine, self._optimizer
-        name = find_tag(folder, tag, optimizer.collectives)
-        if name is None:
+        found = self._read(folder, tag, request)
+        if found is None:
             return None, None
-        stored = read_checkpoint(
-            folder / name,
-            optimizer.kept,
-            engine.module,
-            self._module_tensors,
-            request,
-        )
+        name, stored = found
         begin_window(engine)
         if not module_only:
             restore_engine(engine, stored, with_scheduler=with_scheduler)
@@ -130,6 +128,41 @@ class EngineCheckpoints:
             with_scheduler=with_scheduler,
         )
         return str(engine._get_ckpt_name(str(folder), name)), client_state
+
+    def _read(
+        self, folder: Path, tag: str | None, request: LoadRequest
+    ) -> tuple[str, dict[str, Any]] | None:
+        """The tag that was loaded: where the latest is damaged, the newest that is whole."""
+        collectives = self._optimizer.collectives
+        name: str | None = None
+        try:
+            name = find_tag(folder, tag, collectives)
+            return None if name is None else (name, self._read_one(folder / name, request))
+        except DamagedCheckpointError as error:
+            if tag is not None:
+                raise
+            # Nothing of the engine has been touched; all ranks are here.
+            first = error
+        for older in older_tags(folder, name, collectives):
+            try:
+                stored = self._read_one(folder / older, request)
+            except DamagedCheckpointError as error:
+                logger.warning("'%s' is damaged, too: %s", older, error)
+                continue
+            logger.warning(
+                "THE LATEST CHECKPOINT IS DAMAGED: %s. Loaded in its place: '%s', step %s, the "
+                "newest that is whole; what was trained after it is lost (name a tag to have an "
+                "error instead)",
+                first,
+                older,
+                stored.get("global_steps"),
+            )
+            return older, stored
+        raise first
+
+    def _read_one(self, folder: Path, request: LoadRequest) -> dict[str, Any]:
+        kept, module = self._optimizer.kept, self._engine.module
+        return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
     def _model_states(
         self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None

@@ -19,6 +19,7 @@ from hytrain.checkpoint.commit import begin_save, saved_tags
 from hytrain.errors import CheckpointError
 
 TAG = "last"
+SCRIPT = "zero_to_fp32.py"
 
 
 class _Killed(BaseException):
@@ -47,7 +48,7 @@ def _loaded(reader: Any, folder: Path) -> Snapshot:
 
 
 def _entries(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.iterdir()} - {SCRIPT}
 
 
 def _at_call(number: int, function: Callable[..., Any], error: BaseException) -> Any:
