@@ -131,6 +131,10 @@ class ArchiveWriter:
         """
         self._zip = zipfile.ZipFile(cast(Any, file), "w", zipfile.ZIP_STORED, allowZip64=True)
 
+    def __del__(self) -> None:
+        # One that is given up has no end, and ZipFile would write one.
+        cast(Any, self._zip).fp = None
+
     def write_objects(self, content: bytes) -> None:
         """The pickle, see :class:`PickledObjects`; first of all."""
         self._write("data.pkl", [memoryview(content)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def stored_model(
     }
     # Of stage 3 converted by DeepSpeed these have no module.
     fragments: Mapping[str, torch.Tensor] = stored.get("frozen_param_fragments") or {}
-    frozen: Collection[str] = set(stored.get("frozen_param_shapes") or ())
-    buffers = set(stored.get("buffer_names") or ())
+    frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
+    buffers: set[str] = set(stored.get("buffer_names") or ())
     tied: dict[str, str] = dict(stored.get("shared_params") or {})
     trained = stored_names(listing.found)
     weights: list[StoredWeight] = []

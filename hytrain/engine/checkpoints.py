@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from hytrain.checkpoint.archive_writer import PickledObjects
+from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
+from hytrain.checkpoint.contents import ModelStates, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
@@ -18,9 +21,10 @@ from hytrain.checkpoint.engine_state import (
     stored_decisions,
     taken_keys,
 )
+from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
-from hytrain.checkpoint.writer import write_checkpoint
+from hytrain.checkpoint.writer import SaveTarget, write_checkpoint
 from hytrain.comm.exchange import raise_together
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
@@ -56,6 +60,7 @@ class EngineCheckpoints:
         *,
         latest: bool,
         no_frozen: bool,
+        saver: AsyncSaver | None,
     ) -> None:
         """Saves a checkpoint; a collective.
 
@@ -65,6 +70,7 @@ class EngineCheckpoints:
             client_state: saved along.
             latest: whether loading without a tag finds this one.
             no_frozen: leave frozen weights out.
+            saver: writes it beside training; None: now.
 
         Raises:
             CheckpointError: a rank could not write, or was called with what cannot be saved.
@@ -73,21 +79,18 @@ class EngineCheckpoints:
         # A rank may have been given something else than the others, which would wait for it.
         no_folder = None if folder else "save_dir is empty: pass the folder to save in"
         refusal = no_folder or unusable_tag(tag) or taken_keys(client_state)
-        raise_together(refusal, optimizer.collectives)
+        # Over a group on the host, where there is one: the other waits for the device.
+        raise_together(refusal, optimizer.collectives if saver is None else saver.collectives)
+        target = SaveTarget(Path(folder), tag, latest)
+
+        def model_states(places: list[ParameterPlace]) -> ModelStates:
+            return self._model_states(places, client_state, no_frozen)
+
+        if saver is not None:
+            saver.save(target, model_states)
+            return
         self._engine._checkpoint_tag_validation(tag)
-        # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
-        module = (
-            self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
-            if optimizer.weights.is_sharded
-            else None
-        )
-        write_checkpoint(
-            Path(folder),
-            tag,
-            optimizer.kept,
-            lambda: self._model_states(client_state, no_frozen, module),
-            save_latest=latest,
-        )
+        write_checkpoint(target, optimizer.kept, model_states)
 
     def load(
         self,
@@ -165,29 +168,23 @@ class EngineCheckpoints:
         return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
     def _model_states(
-        self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if module is None:
-            module = self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
-            common = self._engine._common_checkpoint_state(
-                module, True, save_frozen_param=not no_frozen
-            )
-        else:
-            # DeepSpeed would take frozen weights from the parameters, which are not there.
-            common = self._engine._common_checkpoint_state(module, True, save_frozen_param=False)
-            if not no_frozen:
-                common.update(self._frozen_weights(module))
-        return pack_model_states(common, client_state, self._optimizer.placement.decisions)
-
-    def _frozen_weights(self, module: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What DeepSpeed's checkpoints have of weights that no optimizer has, by name."""
-        weights: dict[str, torch.Tensor] = {
-            name: module[name]
-            for name in self._engine._get_zero_frozen_param_attributes(
+        self, places: list[ParameterPlace], client_state: Mapping[str, Any], no_frozen: bool
+    ) -> ModelStates:
+        tensors = self._module_tensors()
+        if no_frozen:
+            tensors = {
+                name: value
+                for name, value in tensors.items()
+                if not isinstance(value, torch.nn.Parameter) or value.requires_grad
+            }
+        module = ModuleTensors(tensors, places)
+        # DeepSpeed would copy frozen weights now, and under ZeRO-3 they are not there.
+        common = self._engine._common_checkpoint_state(module.state, True, save_frozen_param=False)
+        if not no_frozen:
+            frozen = self._engine._get_zero_frozen_param_attributes(
                 self._engine._get_param_shape_func
             )
-        }
-        return {
-            "frozen_param_shapes": {name: tensor.shape for name, tensor in weights.items()},
-            "frozen_param_fragments": {name: tensor.cpu() for name, tensor in weights.items()},
-        }
+            common["frozen_param_shapes"] = frozen
+            common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
+        objects = pack_model_states(common, client_state, self._optimizer.placement.decisions)
+        return ModelStates(PickledObjects(objects), module.constants)

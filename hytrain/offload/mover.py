@@ -45,6 +45,7 @@ class LayerMover:
                 enough memory for the state; nothing has changed.
         """
         self._cpu.wait_moved(layer)
+        layer.before_change()  # what is pending is committed
         size = 3 * layer.shard_size
         with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU
             flat = torch.empty(size, dtype=torch.float32, device=self._streams.device)

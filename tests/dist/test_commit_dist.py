@@ -57,7 +57,7 @@ def _load_and_save(folder: Path, expected: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("rank", "file", "expected"),
-    [(1, "exp_avg_sq.pt", "old"), (0, "mp_rank_00_model_states.pt", "old"), (0, "latest", "new")],
+    [(1, "exp_avg_sq.pt", "old"), (0, "optimizer_state.pt", "old"), (0, "latest", "new")],
 )
 def test_a_rank_that_dies_leaves_the_old_one_or_the_new_one(
     rank: int, file: str, expected: str, ranks: RankPools, tmp_path: Path

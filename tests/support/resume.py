@@ -71,6 +71,7 @@ class Run:
     disturb: bool = False
     num_blocks: int = 3
     width: int = WIDTH
+    asynchronous: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -97,6 +98,8 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
     hytrain: dict[str, Any] = {}
     if run.fractions is not None:
         hytrain["shard_fractions"] = list(run.fractions)
+    if run.asynchronous:
+        hytrain["checkpoint"] = {"async": True}
     sections: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
     }

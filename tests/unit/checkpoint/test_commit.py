@@ -79,7 +79,15 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
                 raise error
             return write_file(path, stored)
 
+        rename_file = writer.rename_file
+
+        def rename(file: Any, path: Path) -> None:
+            if path.name == what:
+                raise error
+            rename_file(file, path)
+
         patch.setattr(writer, "write_file", write)
+        patch.setattr(writer, "rename_file", rename)
 
 
 @pytest.mark.parametrize(

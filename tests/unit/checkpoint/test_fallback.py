@@ -85,8 +85,11 @@ def test_the_next_one_too_and_none_at_all(saved: tuple[Path, list], tmp_path: Pa
 
 def test_a_named_tag_and_a_misfit_are_errors(saved: tuple[Path, list]) -> None:
     folder, _ = saved
-    with damaged(folder / "x/zero/norm.bias/fp32.pt", flip(8 * 500)):
-        with engine_of(Run().another()) as engine, pytest.raises(DamagedCheckpointError):
-            engine.load_checkpoint(folder, tag="x")
+    with (
+        damaged(folder / "x/zero/norm.bias/fp32.pt", flip(8 * 500)),
+        engine_of(Run().another()) as engine,
+        pytest.raises(DamagedCheckpointError),
+    ):
+        engine.load_checkpoint(folder, tag="x")
     with engine_of(Run(width=20)) as engine, pytest.raises(CheckpointError, match="shape"):
         engine.load_checkpoint(folder)
