@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
@@ -74,13 +75,17 @@ class AsyncSaver:
         self._snapshot: StateSnapshot | None = None
 
     def save(
-        self, target: SaveTarget, model_states: Callable[[list[ParameterPlace]], ModelStates]
+        self,
+        target: SaveTarget,
+        model_states: Callable[[list[ParameterPlace]], ModelStates],
+        frozen: Iterable[Mapping[int, torch.Tensor]],
     ) -> None:
         """Begins a save of what there is now; an earlier one must have been waited for.
 
         Args:
             target: where to.
             model_states: see :func:`collect_contents`; called at once.
+            frozen: see :func:`write_contents`; walked through at once.
 
         Raises:
             HyTrainError: the engine is closed, or its last step failed midway.
@@ -88,18 +93,28 @@ class AsyncSaver:
         assert self._thread is None
         self._kept.begin_reading()
         contents = collect_contents(self._kept, model_states)
+        copies = list(frozen)
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline)
         # A daemon: the interpreter's end would join any other thread, which may wait for ranks
         # that are gone. That it is waited for in order is close()'s.
         self._thread = threading.Thread(
-            target=self._run, args=(target, contents, snapshot), name="hytrain-save", daemon=True
+            target=self._run,
+            args=(target, contents, copies, snapshot),
+            name="hytrain-save",
+            daemon=True,
         )
         self._thread.start()
 
-    def _run(self, target: SaveTarget, contents: SaveContents, snapshot: StateSnapshot) -> None:
+    def _run(
+        self,
+        target: SaveTarget,
+        contents: SaveContents,
+        frozen: list[Mapping[int, torch.Tensor]],
+        snapshot: StateSnapshot,
+    ) -> None:
         try:
             with self._kept.pipeline.streams.beside():
-                self._save(target, contents, snapshot)
+                self._save(target, contents, frozen, snapshot)
         except BaseException as error:
             self._note(target, error)
         finally:
@@ -107,7 +122,13 @@ class AsyncSaver:
             snapshot.release()
             self._snapshot = None
 
-    def _save(self, target: SaveTarget, contents: SaveContents, snapshot: StateSnapshot) -> None:
+    def _save(
+        self,
+        target: SaveTarget,
+        contents: SaveContents,
+        frozen: list[Mapping[int, torch.Tensor]],
+        snapshot: StateSnapshot,
+    ) -> None:
         faults.point("save.begun")
         begun = time.monotonic()
         if self._share is None:
@@ -128,6 +149,7 @@ class AsyncSaver:
             target,
             saving,
             contents,
+            frozen,
             self.collectives,
             self._kept.device,
             snapshot.state,

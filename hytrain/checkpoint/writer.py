@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -143,6 +143,7 @@ class ModelStatesFile:
         self._problem = f"{path} could not be written"
         self._file: SummingFile | None = None
         self._archive: ArchiveWriter | None = None
+        self._constants = dict(states.constants) if states is not None else {}
         if states is not None:
             writes.try_to(lambda: self._open(states), self._problem, _UNCHANGED)
 
@@ -161,10 +162,18 @@ class ModelStatesFile:
                 lambda: archive.write_elements(key, make()), self._problem, _UNCHANGED
             )
 
+    def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Writes what no step changes: copies of parameters, by ``id``."""
+        for key, constant in list(self._constants.items()):
+            copy = copies.get(id(constant.tensor))
+            if copy is not None:
+                self.write(key, lambda copy=copy: copy)
+                del self._constants[key]
+
     def finish(self) -> None:
-        """Writes what no step changes; the file then exists, or never will."""
+        """Writes the other constants, where they are; the file then exists, or never will."""
         if self._states is not None:
-            for key, constant in self._states.constants.items():
+            for key, constant in self._constants.items():
                 self.write(key, constant.read)
             self._writes.try_to(self._close, self._problem, _UNCHANGED)
         if self._file is not None:
@@ -183,6 +192,7 @@ def write_checkpoint(
     target: SaveTarget,
     kept: KeptState,
     model_states: Callable[[list[ParameterPlace]], ModelStates],
+    frozen: Iterable[Mapping[int, torch.Tensor]],
 ) -> None:
     """Saves everything that a run needs to go on; a collective.
 
@@ -192,6 +202,7 @@ def write_checkpoint(
         target: where to.
         kept: whose state is written; it is flushed, which changes no number.
         model_states: see :func:`collect_contents`.
+        frozen: see :func:`write_contents`.
 
     Raises:
         CheckpointError: a file could not be written on some rank; raised on all. The tag and
@@ -201,7 +212,7 @@ def write_checkpoint(
     kept.flush()
     contents = collect_contents(kept, model_states)
     saving = begin_writing(target, contents, kept.collectives)
-    write_contents(target, saving, contents, kept.collectives, kept.device)
+    write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +278,7 @@ def write_contents(
     target: SaveTarget,
     saving: Path,
     contents: SaveContents,
+    frozen: Iterable[Mapping[int, torch.Tensor]],
     collectives: ShardCollectives,
     device: torch.device,
     source: StateSource = ParameterPlace.state,
@@ -278,6 +290,8 @@ def write_contents(
         target: where to.
         saving: what :func:`begin_writing` gave.
         contents: all but the state tensors.
+        frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
+            few at a time; all ranks walk through it.
         collectives: the ranks.
         device: the layers'.
         source: this rank's pieces of the state tensors.
@@ -314,6 +328,8 @@ def write_contents(
                     first, STATES[0], collectives, device, deliver_copy, source, as_trained=True
                 )
         delivered(deliveries)
+    for copies in frozen:
+        archive.write_constants(copies)
     if is_first:
         writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
     archive.finish()

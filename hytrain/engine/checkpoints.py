@@ -86,11 +86,13 @@ class EngineCheckpoints:
         def model_states(places: list[ParameterPlace]) -> ModelStates:
             return self._model_states(places, client_state, no_frozen)
 
+        is_first = optimizer.collectives.rank == 0
+        frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
         if saver is not None:
-            saver.save(target, model_states)
+            saver.save(target, model_states, frozen)
             return
         self._engine._checkpoint_tag_validation(tag)
-        write_checkpoint(target, optimizer.kept, model_states)
+        write_checkpoint(target, optimizer.kept, model_states, frozen)
 
     def load(
         self,
