@@ -86,10 +86,18 @@ def _resume(folder: Path, expected: str) -> None:
     ("point", "count", "victim", "expected"),
     [
         ("save.copied", 2, 0, "old"),
-        ("save.file", 7, 1, "old"),
-        ("save.manifest", 1, 0, "old"),
         ("save.renaming", 1, 0, "old"),
-        ("save.latest", 1, 0, "new"),
+        *(
+            pytest.param(*case, marks=pytest.mark.parity_full)
+            for case in (
+                ("save.begun", 1, 1, "old"),
+                ("save.file", 7, 1, "old"),
+                ("save.synced", 1, 1, "old"),
+                ("save.manifest", 1, 0, "old"),
+                ("save.renamed", 1, 0, "new"),
+                ("save.latest", 1, 0, "new"),
+            )
+        ),
     ],
 )
 def test_killed_during_it(
