@@ -49,7 +49,7 @@ def _save_beside(run: Run, folder: Path, seed: int) -> None:
         assert_same(now, snapshot(engine))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.parity_full)])
 def test_it_is_that_of_a_synchronous_save(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(_save_beside, replace(RUN, stage=stage), tmp_path, stage)
 
@@ -85,12 +85,12 @@ def _resume(folder: Path, expected: str) -> None:
 @pytest.mark.parametrize(
     ("point", "count", "victim", "expected"),
     [
-        ("save.copied", 2, 0, "old"),
         ("save.renaming", 1, 0, "old"),
         *(
             pytest.param(*case, marks=pytest.mark.parity_full)
             for case in (
                 ("save.begun", 1, 1, "old"),
+                ("save.copied", 2, 0, "old"),
                 ("save.file", 7, 1, "old"),
                 ("save.synced", 1, 1, "old"),
                 ("save.manifest", 1, 0, "old"),
@@ -167,7 +167,10 @@ def _asked_to_end(folder: Path, asynchronous: bool, direct: bool) -> tuple[int, 
     raise AssertionError("SIGTERM was not seen")
 
 
-@pytest.mark.parametrize(("asynchronous", "direct"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("asynchronous", "direct"),
+    [(True, False), pytest.param(False, True, marks=pytest.mark.parity_full)],
+)
 def test_sigterm_saves_after_the_same_step(
     asynchronous: bool, direct: bool, ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -76,7 +76,14 @@ def _reference(run: Run, folder: Path, steps: int, more: int) -> Any:
 
 @pytest.mark.parametrize(
     ("run", "room"),
-    [(run, None) for run in RUNS] + [(RUNS[0], 0), (RUNS[0], 40_000), (RUNS[3], 0)],
+    [
+        *((run, None) for run in RUNS[1:4]),
+        (RUNS[0], 40_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.parity_full)
+            for case in ((RUNS[0], None), (RUNS[4], None), (RUNS[0], 0), (RUNS[3], 0))
+        ),
+    ],
     ids=str,
 )
 def test_it_is_that_of_a_synchronous_save(

@@ -35,7 +35,7 @@ class Saved:
         return self.folder / "global_step2"
 
 
-@pytest.fixture(scope="module", params=[(2, True), (3, True), (2, False)], ids=str)
+@pytest.fixture(scope="module", params=[(2, True), (3, True)], ids=str)
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, process_group: None
 ) -> Saved:
