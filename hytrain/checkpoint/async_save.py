@@ -20,7 +20,8 @@ import torch.distributed as dist
 from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
 from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.snapshot import StateSnapshot
-from hytrain.checkpoint.writer import SaveTarget, begin_writing, write_contents
+from hytrain.checkpoint.target import SaveTarget, begin_writing
+from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
 from hytrain.hardware.host_share import HostShare, share_host

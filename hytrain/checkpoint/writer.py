@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
-from hytrain.checkpoint.checks import unusable_names
-from hytrain.checkpoint.commit import begin_save, finish_save, give_up_save, seen_from
+from hytrain.checkpoint.commit import finish_save, give_up_save
 from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents, key_of
 from hytrain.checkpoint.gather import (
     Delivery,
@@ -35,9 +33,10 @@ from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_files
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
 from hytrain.checkpoint.universal import LATEST, STATES, STEP, CheckpointPaths, pack_tensor
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.comm.exchange import from_first, raise_together
+from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
@@ -85,11 +84,6 @@ logger = logging.getLogger(__name__)
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 """A copy of it is beside the checkpoints."""
 
-_ROOM_FACTOR = 1.1
-"""Free space over a checkpoint's size: for what is rounded up, and what others write meanwhile."""
-
-_UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
-
 
 @dataclass(slots=True)
 class Writes:
@@ -105,7 +99,7 @@ class Writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.sums[path] = write_file(path, make())
 
-        self.try_to(write, f"{path} could not be written", _UNCHANGED)
+        self.try_to(write, f"{path} could not be written", UNCHANGED)
 
     def try_to(self, act: Callable[[], None], problem: str, outcome: str) -> None:
         """Calls ``act`` where nothing has failed before.
@@ -145,7 +139,7 @@ class ModelStatesFile:
         self._archive: ArchiveWriter | None = None
         self._constants = dict(states.constants) if states is not None else {}
         if states is not None:
-            writes.try_to(lambda: self._open(states), self._problem, _UNCHANGED)
+            writes.try_to(lambda: self._open(states), self._problem, UNCHANGED)
 
     def _open(self, states: ModelStates) -> None:
         self._file = SummingFile(temporary_name(self._path))
@@ -159,7 +153,7 @@ class ModelStatesFile:
         archive = self._archive
         if archive is not None:
             self._writes.try_to(
-                lambda: archive.write_elements(key, make()), self._problem, _UNCHANGED
+                lambda: archive.write_elements(key, make()), self._problem, UNCHANGED
             )
 
     def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
@@ -175,7 +169,7 @@ class ModelStatesFile:
         if self._states is not None:
             for key, constant in self._constants.items():
                 self.write(key, constant.read)
-            self._writes.try_to(self._close, self._problem, _UNCHANGED)
+            self._writes.try_to(self._close, self._problem, UNCHANGED)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -213,65 +207,6 @@ def write_checkpoint(
     contents = collect_contents(kept, model_states)
     saving = begin_writing(target, contents, kept.collectives)
     write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """Where a checkpoint is saved.
-
-    Attributes:
-        save_dir: folder of checkpoints; made where missing.
-        tag: the checkpoint's name in it; the same on all ranks.
-        is_latest: whether ``latest`` will name it.
-    """
-
-    save_dir: Path
-    tag: str
-    is_latest: bool
-
-    @property
-    def folder(self) -> Path:
-        return self.save_dir / self.tag
-
-
-def begin_writing(
-    target: SaveTarget, contents: SaveContents, collectives: ShardCollectives
-) -> Path:
-    """The folder to write into; a collective.
-
-    Raises:
-        CheckpointError: it cannot be made, there is no room for the checkpoint, or a parameter's
-            name cannot be a folder's. The tag is as it was.
-    """
-    wrong = unusable_names(place.name for place in contents.places)
-    if wrong is not None:
-        raise CheckpointError(wrong)
-
-    def begin() -> str:
-        saving = begin_save(target.folder)
-        try:
-            _check_room(saving, contents)
-        except CheckpointError:
-            give_up_save(saving)
-            raise
-        return seen_from(target.save_dir, saving)
-
-    # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
-    return target.save_dir / str(from_first(begin, collectives))
-
-
-def _check_room(saving: Path, contents: SaveContents) -> None:
-    size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
-    if contents.model_states is not None:
-        states = contents.model_states
-        size += sum(constant.tensor.nbytes for constant in states.constants.values())
-        size += sum(tensor.nbytes for tensor in states.objects.storages.values())
-    free = shutil.disk_usage(saving).free
-    if free < _ROOM_FACTOR * size:
-        raise CheckpointError(
-            f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "
-            f"{size / 1e9:.3f} GB: free space and save again; {_UNCHANGED}"
-        )
 
 
 def write_contents(
@@ -334,7 +269,7 @@ def write_contents(
         writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
     archive.finish()
     writes.try_to(
-        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", _UNCHANGED
+        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
     )
     faults.point("save.synced")
     _finish(target, saving, writes, collectives)
@@ -350,7 +285,7 @@ def _finish(
         sums = _all_sums(writes, saving, collectives)
         if is_first:
             writes.try_to(
-                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", _UNCHANGED
+                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", UNCHANGED
             )
             faults.point("save.manifest")
             _commit(writes, saving, target)
@@ -391,7 +326,7 @@ def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
 def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
     problem = f"{target.folder} could not be replaced by {saving}"
-    writes.try_to(lambda: finish_save(saving, target.folder), problem, _UNCHANGED)
+    writes.try_to(lambda: finish_save(saving, target.folder), problem, UNCHANGED)
     faults.point("save.renamed")
     if not target.is_latest or writes.failure is not None:
         return

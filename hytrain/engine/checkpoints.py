@@ -24,7 +24,8 @@ from hytrain.checkpoint.engine_state import (
 from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
-from hytrain.checkpoint.writer import SaveTarget, write_checkpoint
+from hytrain.checkpoint.target import SaveTarget
+from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import raise_together
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import environment
-from support.resume import Run, assert_same, engine_of, snapshot, train
+from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
 from hytrain.checkpoint import async_save, writer
 from hytrain.checkpoint.snapshot import LayerSnapshot
@@ -238,12 +238,10 @@ def test_destroy_waits(tmp_path: Path) -> None:
 
 
 def test_between_backward_and_step(tmp_path: Path) -> None:
-    from support.resume import micro_batch
-
     with engine_of(RUN) as engine:
         train(engine, 0, 2)
         saved = snapshot(engine)
-        engine.backward(engine(micro_batch(2)))
+        engine.backward(engine(micro_batch(2).to(engine.device)))
         engine.save_checkpoint(tmp_path)
         engine.step()
         engine.wait_for_checkpoint()
