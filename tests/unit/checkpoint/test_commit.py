@@ -247,3 +247,18 @@ def test_names_of_folders_do_not_recur(tmp_path: Path) -> None:
     folders = {begin_save(tmp_path / TAG) for _ in range(5)}
     assert len(folders) == 5
     assert len(_entries(tmp_path)) == 1
+
+
+def test_room_is_asked_for_before_anything_is_written(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    before = _entries(tmp_path)
+    size = sum(path.stat().st_size for path in (tmp_path / TAG).rglob("*.pt"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size // 3))
+    with pytest.raises(CheckpointError, match=r"GB free, and the checkpoint takes.*is unchanged"):
+        engine.save_checkpoint(tmp_path, tag=TAG)
+    assert _entries(tmp_path) == before
+    monkeypatch.undo()
+    engine.load_checkpoint(tmp_path)
