@@ -24,8 +24,8 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-# Every test belongs to one of the four targets: test, test-parity, test-experiments, test-gpu.
-EVERYDAY := not parity_full and not experiment and not gpu
+# Every test belongs to one of the five targets: test, test-parity, test-experiments, test-stress, test-gpu.
+EVERYDAY := not parity_full and not experiment and not gpu and not stress
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
@@ -34,7 +34,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: all install demo check docs lint format bench bench-plan test-plan clean
-.PHONY: test test-parity test-experiments test-gpu test-fuzz test-configs
+.PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -71,6 +71,11 @@ test-parity: install
 # Whole experiments on toy models: what `python experiments/.../run.py --device cpu` does.
 test-experiments: install
 	$(PYTEST_BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
+
+# A training on two ranks that is killed KILLS times (20) at random moments and resumed each time.
+test-stress: TEST_SECONDS = 3600
+test-stress: install
+	$(PYTEST) -s -m stress $(TEST_ARGS) tests/dist/test_stress.py
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install

@@ -51,6 +51,16 @@ class OffloadConfig(_Section):
         return value
 
 
+class CheckpointConfig(_Section):
+    """How checkpoints are saved."""
+
+    is_async: bool = Field(default=False, alias="async")
+    """``save_checkpoint`` returns at once, and the checkpoint is written beside the next steps."""
+
+    sigterm_dir: str | None = None
+    """Folder to save a checkpoint in when the job is asked to end by SIGTERM; null: none is."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchShares:
     """The global batch, cut into one piece a rank, and each piece into micro-batches.
@@ -160,6 +170,7 @@ class HyTrainConfig(_Section):
 
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @field_validator("gpu_fraction")
     @classmethod

@@ -27,6 +27,10 @@ class CheckpointError(HyTrainError, ValueError):
     """A checkpoint is missing, incomplete, or does not match the model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint are missing, or not what was saved; nothing was touched."""
+
+
 class PlanError(HyTrainError, ValueError):
     """A profile or a plan cannot be used: unreadable, of another job, or nothing fits."""
 

@@ -57,6 +57,12 @@ void UpdateWorker::run() {
     }
 }
 
+// How many jobs of a kind a layer has.
+int& UpdateWorker::count(Layer& layer, Pass pass) {
+    if (pass == Pass::kSettle) return layer.settling;
+    return is_move(pass) ? layer.moving : layer.outstanding;
+}
+
 // Under mutex_.
 bool UpdateWorker::has_job() {
     for (const auto& job : jobs_) {
@@ -88,13 +94,18 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::lock_guard<std::mutex> lock(mutex_);
     std::shared_ptr<Job> oldest;
     std::shared_ptr<Job> first;
+    std::vector<bool> behind(layers_.size(), false);  // an earlier job of the layer
     for (const auto& job : jobs_) {
         if (job->picked) continue;
+        const auto layer = static_cast<std::size_t>(job->layer);
+        const bool in_order = !behind[layer];
+        behind[layer] = true;
         if (is_move(job->pass) && oldest) break;
         if (!oldest) oldest = job;
         if (is_move(job->pass)) break;
-        // Jobs of one layer keep their order: jobs_ is sorted by sequence.
-        if ((!first || job->layer < first->layer) && is_ready(*job)) first = job;
+        // Jobs of one layer keep their order: one that waits for no gradient would otherwise go
+        // before an update whose gradient has yet to come, and commit nothing.
+        if (in_order && (!first || job->layer < first->layer) && is_ready(*job)) first = job;
     }
     std::shared_ptr<Job> picked = first ? first : oldest;
     if (picked) picked->picked = true;
@@ -245,6 +256,7 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.previewed = current_;
             break;
         case Pass::kCommit:
+        case Pass::kSettle:
         case Pass::kLeave:
             if (layer.tentative) throw std::logic_error("a step that is not final is committed");
             previous_ = std::move(layer.pending);
@@ -274,7 +286,9 @@ void UpdateWorker::finish_job(const Work& work) {
     delay();
     // Recorded before the caller is told, so that a wait on it is never a wait on an older record.
     // (`ready` is about weights, which a move does not touch.)
-    const EventHandle event = moved ? work.job->moved : layer.ready;
+    // Nor is it about the state, which is all that settling changes.
+    const bool settled = work.job->pass == Pass::kSettle;
+    const EventHandle event = moved ? work.job->moved : settled ? kNoEvent : layer.ready;
     if (event != kNoEvent) {
         device_->record(event, Lane::kToDevice);
     } else if (moved) {
@@ -293,7 +307,7 @@ void UpdateWorker::finish_job(const Work& work) {
         }
         if (fetches(work.job->pass)) layer.fetched = true;
         // Last of a job: from here callers may use the weights' event, or free the gradient.
-        moved ? --layer.moving : --layer.outstanding;
+        --count(layer, work.job->pass);
         statistics_.kernel_ns += job_statistics_.kernel_ns;
         statistics_.wait_gradient_ns += job_statistics_.wait_gradient_ns;
         statistics_.wait_outgoing_ns += job_statistics_.wait_outgoing_ns;

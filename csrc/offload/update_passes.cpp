@@ -56,6 +56,7 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             break;
         }
         case Pass::kCommit:
+        case Pass::kSettle:
             run_commit(layer, chunk);
             break;
         case Pass::kPublish:

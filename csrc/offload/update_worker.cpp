@@ -129,7 +129,7 @@ void UpdateWorker::submit(Job job) {
         throw_if_failed();
         Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
         // Counted before the job is visible: a wait that comes next must not find the layer idle.
-        ++layer.outstanding;
+        ++count(layer, job.pass);
         // So that the caller keeps the gradient's memory until the copy of it has completed.
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
         job.sequence = sequence_++;
@@ -142,7 +142,7 @@ void UpdateWorker::submit_move(Job job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
-        ++layers_.at(static_cast<std::size_t>(job.layer)).moving;
+        ++count(layers_.at(static_cast<std::size_t>(job.layer)), job.pass);
         job.sequence = sequence_++;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
     }
@@ -244,9 +244,14 @@ void UpdateWorker::wait_complete(int layer) {
 void UpdateWorker::wait_all() {
     wait_for([&] {
         return std::all_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
-            return layer.outstanding == 0 && layer.moving == 0;
+            return layer.outstanding == 0 && layer.moving == 0 && layer.settling == 0;
         });
     });
+}
+
+void UpdateWorker::wait_settled(int layer) {
+    Layer& waited = layers_.at(static_cast<std::size_t>(layer));
+    wait_for([&] { return waited.settling == 0; });
 }
 
 void UpdateWorker::wait_moved(int layer) {

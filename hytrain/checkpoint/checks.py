@@ -110,9 +110,10 @@ def check_names(
 def no_parameters(paths: CheckpointPaths) -> str:
     """The message about a checkpoint without parameters' state."""
     return (
-        f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with "
-        "deepspeed.checkpoint.ds_to_universal, or pass load_optimizer_states=False to load its "
-        "weights"
+        f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with `python "
+        f"-m deepspeed.checkpoint.ds_to_universal --input_folder {paths.folder} --output_folder "
+        f"{paths.folder}_universal --inject_missing_state`, or pass load_optimizer_states=False to "
+        "load its weights"
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint.sync import sync_folder
 from hytrain.errors import CheckpointError
+from hytrain.testing import faults
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def finish_save(saving: Path, folder: Path) -> None:
     replaced = _replaced_name(folder)
     if folder.exists():
         folder.rename(replaced)
+    faults.point("save.renaming")
     try:
         saving.rename(folder)
         # Before the old one goes: after a loss of power there is one of the two.

@@ -13,6 +13,7 @@ from hytrain.checkpoint.universal import (
     UNIVERSAL_VERSION,
 )
 from hytrain.placement.records import Decision
+from hytrain.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,10 @@ def pack_model_states(
         client_state: the client's.
         decisions: about k, on the rank that writes the file; the last ones are kept.
     """
-    record = {PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]]}
+    record = {
+        "version": __version__,
+        PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
+    }
     info = {UNIVERSAL_INFO: dict(UNIVERSAL_VERSION), RECORD: record}
     return {**common, **info, **client_state}
 

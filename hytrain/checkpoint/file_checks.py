@@ -21,7 +21,7 @@ from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, damaged_blocks, sum_f
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first, raise_together
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,8 @@ class Listing:
 
 
 def list_files(paths: CheckpointPaths, collectives: ShardCollectives) -> Listing:
-    """What there is, the same on all ranks; a collective.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or names other files than there are.
-    """
-    listing = from_first(lambda: _list(paths), collectives)
+    """What there is, the same on all ranks; a collective. See :func:`list_files_alone`."""
+    listing = from_first(lambda: list_files_alone(paths), collectives)
     assert isinstance(listing, Listing)
     return listing
 
@@ -112,20 +108,47 @@ def check_files(
         collectives: the ranks.
 
     Raises:
-        CheckpointError: one is missing or damaged; raised on all ranks.
+        DamagedCheckpointError: one is missing or damaged; raised on all ranks.
     """
-    manifest = listing.manifest
-    missing = [name for name in wanted if name not in listing.found]
-    raise_together(
-        _some([missing_file(paths.folder / name, _whose(name)) for name in missing]) or None,
-        collectives,
-    )
-    if manifest is None:
-        sums = _sums_of(paths, listing.found, wanted, collectives)
-    else:
-        sums = {name: manifest[name] for name in wanted}
-        raise_together(_check_share(paths, sums, manifest, collectives), collectives)
+    raise_together(_missing(paths, listing, wanted), collectives, DamagedCheckpointError)
+    mine = _Share(collectives.rank, collectives.world_size)
+    sums, failure = _check_share(paths, listing, wanted, mine)
+    raise_together(failure, collectives, DamagedCheckpointError)
+    if listing.manifest is None and collectives.world_size > 1:
+        everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
+        dist.all_gather_object(everywhere, sums, group=collectives.group)
+        sums = {name: made for part in everywhere for name, made in part.items()}
     return CheckpointFiles(paths, sums)
+
+
+def check_files_alone(
+    paths: CheckpointPaths, listing: Listing, wanted: Sequence[str]
+) -> CheckpointFiles:
+    """As :func:`check_files`, by one process that has no others.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or damaged.
+    """
+    failure = _missing(paths, listing, wanted)
+    sums: dict[str, FileSums] = {}
+    if failure is None:
+        sums, failure = _check_share(paths, listing, wanted, _Share(0, 1))
+    if failure is not None:
+        raise DamagedCheckpointError(failure)
+    return CheckpointFiles(paths, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Whose part of the bytes is to be looked at."""
+
+    rank: int
+    num_ranks: int
+
+
+def _missing(paths: CheckpointPaths, listing: Listing, wanted: Sequence[str]) -> str | None:
+    missing = [name for name in wanted if name not in listing.found]
+    return _some([missing_file(paths.folder / name, _whose(name)) for name in missing]) or None
 
 
 def missing_file(path: Path, whose: str = "") -> str:
@@ -143,7 +166,13 @@ def _unreadable(path: Path, error: OSError) -> str:
     )
 
 
-def _list(paths: CheckpointPaths) -> Listing:
+def list_files_alone(paths: CheckpointPaths) -> Listing:
+    """What this process finds.
+
+    Raises:
+        DamagedCheckpointError: the manifest is damaged, or names other files than there are.
+        CheckpointError: the manifest is of a later version.
+    """
     found = dict(_find(paths))
     manifest_path = paths.zero / MANIFEST
     if not manifest_path.is_file():
@@ -155,8 +184,8 @@ def _list(paths: CheckpointPaths) -> Listing:
         )
         return Listing(found, None)
     manifest = unpack_manifest(manifest_path)
-    _check_sizes(paths, found, manifest)
-    return Listing(found, manifest)
+    _check_sizes(paths, found, manifest.files)
+    return Listing(found, manifest.files)
 
 
 def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
@@ -175,7 +204,7 @@ def _check_sizes(
 ) -> None:
     """
     Raises:
-        CheckpointError: a file is there that was not saved, or has another length.
+        DamagedCheckpointError: a file is there that was not saved, or has another length.
     """
     wrong = [
         f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does not have "
@@ -189,7 +218,7 @@ def _check_sizes(
         if found[name] != manifest[name].num_bytes
     ]
     if wrong:
-        raise CheckpointError(_some(wrong))
+        raise DamagedCheckpointError(_some(wrong))
 
 
 def _whose(name: str) -> str:
@@ -198,12 +227,24 @@ def _whose(name: str) -> str:
 
 
 def _check_share(
+    paths: CheckpointPaths, listing: Listing, wanted: Sequence[str], share: _Share
+) -> tuple[dict[str, FileSums], str | None]:
+    """Sums of the files, and what is wrong with this rank's share of them; None for nothing.
+
+    Without a manifest the sums are those of the share only.
+    """
+    if listing.manifest is None:
+        return _sums_of(paths, listing.found, wanted, share)
+    sums = {name: listing.manifest[name] for name in wanted}
+    return sums, _damage_of(paths, sums, listing.manifest, share)
+
+
+def _damage_of(
     paths: CheckpointPaths,
     sums: Mapping[str, FileSums],
     manifest: Mapping[str, FileSums],
-    collectives: ShardCollectives,
+    share: _Share,
 ) -> str | None:
-    """What is wrong with this rank's share of the blocks; None for nothing."""
     units = [
         (name, begin, min(begin + _UNIT_BLOCKS, len(file.blocks)))
         for name, file in sums.items()
@@ -220,7 +261,7 @@ def _check_share(
             return error
 
     sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
-    mine = _share(units, sizes, collectives)
+    mine = _shared(units, sizes, share)
     for (name, _, _), result in zip(mine, _in_threads(check, mine), strict=True):
         if isinstance(result, OSError):
             failures.append(_unreadable(paths.folder / name, result))
@@ -238,13 +279,9 @@ def _sums_of(
     paths: CheckpointPaths,
     found: Mapping[str, int],
     wanted: Sequence[str],
-    collectives: ShardCollectives,
-) -> dict[str, FileSums]:
-    """Sums of files that no manifest lists, each held against its archive's checksums.
-
-    Raises:
-        CheckpointError: one is damaged; raised on all ranks.
-    """
+    share: _Share,
+) -> tuple[dict[str, FileSums], str | None]:
+    """Sums of files that no manifest lists, each held against its archive's checksums."""
 
     def check(name: str) -> FileSums | str:
         path = paths.folder / name
@@ -260,16 +297,11 @@ def _sums_of(
             return f"{path} cannot be read ({type(error).__name__}: {error}): load another tag"
         return sums
 
-    mine = _share(wanted, [found[name] for name in wanted], collectives)
+    mine = _shared(wanted, [found[name] for name in wanted], share)
     results = dict(zip(mine, _in_threads(check, mine), strict=True))
     failures = [text for text in results.values() if isinstance(text, str)]
-    raise_together(_some(failures) or None, collectives)
     made = {name: sums for name, sums in results.items() if isinstance(sums, FileSums)}
-    if collectives.world_size == 1:
-        return made
-    everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
-    dist.all_gather_object(everywhere, made, group=collectives.group)
-    return {name: sums for part in everywhere for name, sums in part.items()}
+    return made, _some(failures) or None
 
 
 def _some(failures: Sequence[str], more: int = 0) -> str:
@@ -277,14 +309,14 @@ def _some(failures: Sequence[str], more: int = 0) -> str:
     return "; ".join([*failures[:_DESCRIBED], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _share(items: Sequence[_T], sizes: Iterable[int], collectives: ShardCollectives) -> list[_T]:
-    """This rank's share: each goes, in order, to the rank that has the least so far."""
-    loads = [0] * collectives.world_size
+def _shared(items: Sequence[_T], sizes: Iterable[int], share: _Share) -> list[_T]:
+    """A rank's share: each goes, in order, to the rank that has the least so far."""
+    loads = [0] * share.num_ranks
     mine: list[_T] = []
     for item, size in zip(items, sizes, strict=True):
         rank = loads.index(min(loads))
         loads[rank] += size + BLOCK_BYTES // 16  # opening a file takes time, too
-        if rank == collectives.rank:
+        if rank == share.rank:
             mine.append(item)
     return mine
 

@@ -56,6 +56,11 @@ class ParameterPlace:
     def numel(self) -> int:
         return self.slot.numel
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the training copy."""
+        return self.slot.parameter.dtype
+
     def piece_of(self, rank: int) -> Piece | None:
         """What a rank owns of the parameter; None for nothing."""
         return next((piece for piece in self.pieces if piece.rank == rank), None)
@@ -71,13 +76,12 @@ class ParameterPlace:
             A 1-D fp32 view, on the host or the device as the layer is placed.
         """
         layer = self.layer
-        tensor = {
-            "fp32": layer.master,
-            "exp_avg": layer.exp_avg,
-            "exp_avg_sq": layer.exp_avg_sq,
-        }[kind]
-        at = self.slot.offset - layer.begin
-        return tensor[at + piece.begin : at + piece.end]
+        return self.piece_in((layer.master, layer.exp_avg, layer.exp_avg_sq), kind, piece)
+
+    def piece_in(self, state: Sequence[torch.Tensor], kind: str, piece: Piece) -> torch.Tensor:
+        """As :meth:`state`, in tensors of the layer's shard in the order of :data:`STATES`."""
+        at = self.slot.offset - self.layer.begin
+        return state[STATES.index(kind)][at + piece.begin : at + piece.end]
 
     def weights(self, piece: Piece) -> torch.Tensor:
         """The training copy of a piece: a 1-D view on the device."""
@@ -126,11 +130,16 @@ class Delivery:
     destination: int
 
 
+StateSource = Callable[[ParameterPlace, str, Piece], torch.Tensor]
+"""This rank's piece of a state tensor, 1-D; see :meth:`ParameterPlace.state`."""
+
+
 def gather_states(
     rounds: Iterable[Sequence[Delivery]],
     collectives: ShardCollectives,
     device: torch.device,
     deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
+    source: StateSource = ParameterPlace.state,
 ) -> None:
     """Brings parameters' state tensors to their destinations; a collective.
 
@@ -140,36 +149,55 @@ def gather_states(
         rounds: the same on all ranks; in a round no rank is a destination twice.
         collectives: the ranks.
         device: the layers' device.
+        source: where this rank's pieces are; default: where they are now.
         deliver: called on a delivery's destination with the parameter, the state's name and the
             whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
             raise: the other ranks would wait for this one.
     """
     for deliveries in rounds:
         for kind in STATES:
-            _gather_round(deliveries, kind, collectives, device, deliver)
+            gather_round(deliveries, kind, collectives, device, deliver, source)
 
 
-def _gather_round(
+def gather_round(
     deliveries: Sequence[Delivery],
     kind: str,
     collectives: ShardCollectives,
     device: torch.device,
     deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
+    source: StateSource,
+    *,
+    as_trained: bool = False,
 ) -> None:
+    """One state tensor of each parameter of a round; see :func:`gather_states`.
+
+    Args:
+        deliveries: in which no rank is a destination twice.
+        kind: one of :data:`STATES`.
+        collectives, device, deliver, source: as there.
+        as_trained: rounded to the training copy's dtype before it travels.
+    """
     rank = collectives.rank
     transfers: list[Transfer] = []
     mine: tuple[ParameterPlace, torch.Tensor] | None = None
     for delivery in deliveries:
         place, whole = delivery.place, None
         if delivery.destination == rank:
-            whole = _whole(place)
+            whole = _whole(place, place.dtype if as_trained else torch.float32)
             mine = place, whole
+
+        def outgoing(piece: Piece, place: ParameterPlace = place) -> torch.Tensor | None:
+            if piece.rank != rank:
+                return None
+            state = source(place, kind, piece)
+            return state.to(place.dtype) if as_trained else state
+
         transfers.extend(
             Transfer(
                 piece.rank,
                 delivery.destination,
                 piece.end - piece.begin,
-                outgoing=place.state(kind, piece) if piece.rank == rank else None,
+                outgoing=outgoing(piece),
                 incoming=None if whole is None else whole[piece.begin : piece.end],
             )
             for piece in place.pieces
@@ -232,8 +260,8 @@ def gather_to_first(
     return gathered
 
 
-def _whole(place: ParameterPlace) -> torch.Tensor:
+def _whole(place: ParameterPlace, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     remedy = "leave it more than one whole parameter in fp32, which is the least that is gathered"
     purpose = f"one state of parameter '{place.name}', gathered from all ranks"
-    with taking_host_memory(purpose, 4 * place.numel, remedy=remedy):
-        return torch.empty(place.numel, dtype=torch.float32)
+    with taking_host_memory(purpose, dtype.itemsize * place.numel, remedy=remedy):
+        return torch.empty(place.numel, dtype=dtype)

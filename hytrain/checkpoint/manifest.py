@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 MANIFEST = "hytrain_manifest.json"
 MANIFEST_VERSION = 1
 
 
-def pack_manifest(files: Mapping[str, FileSums]) -> bytes:
+def pack_manifest(files: Mapping[str, FileSums], *, saved_at: float) -> bytes:
     """The manifest's contents.
 
     Args:
         files: path in the tag's folder, with "/" -> sums.
+        saved_at: seconds since 1970, when it was written.
     """
     entries = {
         name: {
@@ -37,24 +39,39 @@ def pack_manifest(files: Mapping[str, FileSums]) -> bytes:
         "version": MANIFEST_VERSION,
         "sum": "crc32",
         "block_bytes": BLOCK_BYTES,
+        "saved_at": saved_at,
         "files": entries,
     }
     text = f'"manifest": {json.dumps(body, indent=1)}}}\n'.encode()
     return _head(text) + text
 
 
-def unpack_manifest(path: Path) -> dict[str, FileSums]:
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a save has written.
+
+    Attributes:
+        files: path in the tag's folder, with "/" -> sums.
+        saved_at: seconds since 1970, when it was written; 0 in those of older versions.
+    """
+
+    files: Mapping[str, FileSums]
+    saved_at: float
+
+
+def unpack_manifest(path: Path) -> Manifest:
     """Reads a manifest.
 
     Raises:
-        CheckpointError: it is damaged, or of a later version.
+        DamagedCheckpointError: it is damaged.
+        CheckpointError: it is of a later version.
         OSError: it cannot be read.
     """
     content = path.read_bytes()
     head_bytes = len(_head(b""))
     head, text = content[:head_bytes], content[head_bytes:]
     if head != _head(text):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is damaged: its own checksum is not that of its contents; load another tag "
             "(without this file the checkpoint loads, held against its files' own checksums only)"
         )
@@ -64,12 +81,13 @@ def unpack_manifest(path: Path) -> dict[str, FileSums]:
             f"{path} was written by a later hytrain (version {body['version']}, this one reads up "
             f"to {MANIFEST_VERSION}): update hytrain"
         )
-    return {
+    files = {
         str(name): FileSums(
             int(entry["bytes"]), tuple(int(block, 16) for block in entry["blocks"].split())
         )
         for name, entry in body["files"].items()
     }
+    return Manifest(files, float(body.get("saved_at", 0.0)))
 
 
 def _head(text: bytes) -> bytes:

@@ -127,6 +127,12 @@ def read_checkpoint(
         )
     raise_together(failure, kept.collectives)
     kept.publish_masters()
+    if not request.with_optimizer and kept.collectives.rank == 0:
+        logger.warning(
+            "weights only were loaded from %s: moments and step counts start at zero, "
+            "hyper-parameters are those that they were",
+            folder,
+        )
     return found.engine
 
 

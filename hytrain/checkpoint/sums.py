@@ -73,6 +73,10 @@ class SummingFile:
         while part:
             part = part[self._file.write(part) or 0 :]
 
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
+
     def flush(self) -> None:
         """Nothing is held back; torch asks for it."""
 
@@ -91,7 +95,7 @@ class SummingFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self.close()
 
 
 def sum_file(path: Path) -> FileSums:

@@ -12,10 +12,11 @@ from hytrain.checkpoint.commit import (
     seen_from,
     unusable_tag,
 )
+from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> 
         CheckpointError: there is no such checkpoint.
     """
 
-    found = from_first(lambda: _look(load_dir, tag), collectives)
+    found = from_first(lambda: look_up_tag(load_dir, tag), collectives)
     if found is None:
         logger.warning(
             "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
@@ -40,7 +41,42 @@ def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> 
     return str(found)
 
 
-def _look(load_dir: Path, tag: str | None) -> str | None:
+def older_tags(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> list[str]:
+    """What may be loaded where the latest one is damaged, newest first; a collective.
+
+    Only what has a sound manifest: of others nobody knows whether they were ever whole, or when
+    they were saved.
+
+    Args:
+        load_dir: folder of checkpoints.
+        tag: the damaged one; None: the file that names the latest is damaged.
+        collectives: the ranks.
+    """
+    found = from_first(lambda: _older(load_dir, tag), collectives)
+    assert isinstance(found, list)
+    return [str(name) for name in found]
+
+
+def _older(load_dir: Path, damaged: str | None) -> list[str]:
+    dated: list[tuple[float, str]] = []
+    for tag in saved_tags(load_dir):
+        folder = find_replaced(load_dir / tag) or load_dir / tag
+        try:
+            manifest = unpack_manifest(CheckpointPaths(folder).zero / MANIFEST)
+        except (CheckpointError, OSError):
+            continue
+        name = seen_from(load_dir, folder)
+        if name != damaged:
+            dated.append((manifest.saved_at, name))
+    return [name for _, name in sorted(dated, reverse=True)]
+
+
+def look_up_tag(load_dir: Path, tag: str | None) -> str | None:
+    """The tag to load, as this process sees it; None where none is given and none is latest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     named_by = ""
     if tag is None:
         found = _latest(load_dir)
@@ -65,7 +101,8 @@ def _look(load_dir: Path, tag: str | None) -> str | None:
     if not folder.is_dir():
         tags = saved_tags(load_dir)
         advice = f"pass one of the tags {', '.join(tags)}" if tags else "the folder has none at all"
-        raise CheckpointError(f"there is no checkpoint '{tag}'{named_by} in {load_dir}: {advice}")
+        kind = DamagedCheckpointError if named_by else CheckpointError
+        raise kind(f"there is no checkpoint '{tag}'{named_by} in {load_dir}: {advice}")
     return tag
 
 
@@ -102,7 +139,7 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
 def _read_tag(path: Path) -> str:
     """
     Raises:
-        CheckpointError: the file does not hold a tag.
+        DamagedCheckpointError: the file does not hold a tag.
     """
     content = path.read_bytes()
     try:
@@ -110,7 +147,7 @@ def _read_tag(path: Path) -> str:
     except UnicodeDecodeError:
         tag = ""
     if unusable_tag(tag) is not None or not tag.isprintable():
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is damaged: it holds {content[:80]!r}, which is no tag; write the tag to load "
             f"into it, or pass one of {', '.join(saved_tags(path.parent)) or 'those there are'}"
         )

@@ -11,12 +11,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import deepspeed
 import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
@@ -139,7 +139,7 @@ def pack_optimizer_state(
         "dynamic_loss_scale": False,
         "clip_grad": clip,
         "partition_count": num_ranks,
-        "ds_version": str(deepspeed.__version__),
+        "ds_version": importlib.metadata.version("deepspeed"),
         RECORD: {
             "version": RECORD_VERSION,
             "group_steps": list(steps),

@@ -7,75 +7,39 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 import torch.distributed as dist
 
-from hytrain.checkpoint.checks import unusable_names
-from hytrain.checkpoint.commit import begin_save, finish_save, give_up_save, seen_from
-from hytrain.checkpoint.gather import Delivery, ParameterPlace, gather_states, list_parameters
+from hytrain.checkpoint.archive_writer import ArchiveWriter
+from hytrain.checkpoint.commit import finish_save, give_up_save
+from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents, key_of
+from hytrain.checkpoint.gather import (
+    Delivery,
+    ParameterPlace,
+    StateSource,
+    gather_round,
+    gather_states,
+)
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
+from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_files
-from hytrain.checkpoint.universal import (
-    LATEST,
-    STATES,
-    STEP,
-    CheckpointPaths,
-    pack_optimizer_state,
-    pack_tensor,
-)
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
+from hytrain.checkpoint.universal import LATEST, STATES, STEP, CheckpointPaths, pack_tensor
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.comm.exchange import from_first, raise_together
+from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
 from hytrain.optimizer.kept_state import KeptState
-
-
-def assign_writers(owned: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Which rank writes each parameter: balanced by size, and near the data where that is free.
-
-    Args:
-        owned: for each parameter, the elements of it that each rank owns.
-        num_ranks: ranks that write.
-
-    Returns:
-        A rank for each parameter; the same on all ranks, since only the arguments decide.
-    """
-    sizes = [sum(parts) for parts in owned]
-    writers = [0] * len(sizes)
-    loads = [0] * num_ranks
-    target = sum(sizes) / num_ranks
-    # Large ones first: what is left to even out at the end is small.
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        by_ownership = sorted(range(num_ranks), key=lambda r: (-owned[index][r], loads[r], r))
-        fitting = [rank for rank in by_ownership if loads[rank] + sizes[index] <= target]
-        lightest = min(range(num_ranks), key=lambda r: (loads[r], -owned[index][r], r))
-        writers[index] = fitting[0] if fitting else lightest
-        loads[writers[index]] += sizes[index]
-    return writers
-
-
-def plan_rounds(places: Sequence[ParameterPlace], num_ranks: int) -> list[list[Delivery]]:
-    """Rounds in which every rank gets at most one parameter, of about the same size for all."""
-    owned = [[0] * num_ranks for _ in places]
-    for parts, place in zip(owned, places, strict=True):
-        for piece in place.pieces:
-            parts[piece.rank] = piece.end - piece.begin
-    writers = assign_writers(owned, num_ranks)
-    queues: list[list[ParameterPlace]] = [[] for _ in range(num_ranks)]
-    for place, writer in zip(places, writers, strict=True):
-        queues[writer].append(place)
-    for queue in queues:
-        queue.sort(key=lambda place: -place.numel)
-    return [
-        [Delivery(queue[turn], rank) for rank, queue in enumerate(queues) if turn < len(queue)]
-        for turn in range(max(map(len, queues), default=0))
-    ]
+from hytrain.testing import faults
 
 
 def write_file(path: Path, stored: object) -> FileSums:
@@ -87,8 +51,7 @@ def write_file(path: Path, stored: object) -> FileSums:
     Raises:
         OSError: the file cannot be written; nothing is left behind.
     """
-    # The name must not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
-    temporary = path.with_name(f"{path.stem}.tmp{os.getpid()}")
+    temporary = temporary_name(path)
     try:
         with SummingFile(temporary) as file:
             if isinstance(stored, bytes):
@@ -102,11 +65,28 @@ def write_file(path: Path, stored: object) -> FileSums:
     return file.sums
 
 
-_UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
+def temporary_name(path: Path) -> Path:
+    """Of a file that is not whole.
+
+    It does not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
+    """
+    return path.with_name(f"{path.stem}.tmp{os.getpid()}")
+
+
+def rename_file(file: SummingFile, path: Path) -> None:
+    """A file that was written under its temporary name gets its own."""
+    file.close()
+    temporary_name(path).replace(path)
+
+
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
+"""A copy of it is beside the checkpoints."""
 
 
 @dataclass(slots=True)
-class _Writes:
+class Writes:
     """This rank's writes; the first failure is kept, and nothing is written after it."""
 
     failure: str | None = None
@@ -119,7 +99,7 @@ class _Writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.sums[path] = write_file(path, make())
 
-        self.try_to(write, f"{path} could not be written", _UNCHANGED)
+        self.try_to(write, f"{path} could not be written", UNCHANGED)
 
     def try_to(self, act: Callable[[], None], problem: str, outcome: str) -> None:
         """Calls ``act`` where nothing has failed before.
@@ -141,64 +121,174 @@ class _Writes:
             )
 
 
+class ModelStatesFile:
+    """The model states' file on rank 0, whose weights come one after another; nothing elsewhere."""
+
+    def __init__(self, path: Path, writes: Writes, states: ModelStates | None) -> None:
+        """
+        Args:
+            path: the file's.
+            writes: takes the first failure, after which nothing is written.
+            states: None: this rank does not write it.
+        """
+        self._writes = writes
+        self._states = states
+        self._path = path
+        self._problem = f"{path} could not be written"
+        self._file: SummingFile | None = None
+        self._archive: ArchiveWriter | None = None
+        self._constants = dict(states.constants) if states is not None else {}
+        if states is not None:
+            writes.try_to(lambda: self._open(states), self._problem, UNCHANGED)
+
+    def _open(self, states: ModelStates) -> None:
+        self._file = SummingFile(temporary_name(self._path))
+        self._archive = ArchiveWriter(self._file)
+        self._archive.write_objects(states.objects.content)
+        for key, tensor in states.objects.storages.items():
+            self._archive.write_elements(key, tensor)
+
+    def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
+        """Writes a tensor's elements."""
+        archive = self._archive
+        if archive is not None:
+            self._writes.try_to(
+                lambda: archive.write_elements(key, make()), self._problem, UNCHANGED
+            )
+
+    def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Writes what no step changes: copies of parameters, by ``id``."""
+        for key, constant in list(self._constants.items()):
+            copy = copies.get(id(constant.tensor))
+            if copy is not None:
+                self.write(key, lambda copy=copy: copy)
+                del self._constants[key]
+
+    def finish(self) -> None:
+        """Writes the other constants, where they are; the file then exists, or never will."""
+        if self._states is not None:
+            for key, constant in self._constants.items():
+                self.write(key, constant.read)
+            self._writes.try_to(self._close, self._problem, UNCHANGED)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _close(self) -> None:
+        assert self._archive is not None
+        assert self._file is not None
+        self._archive.close()
+        rename_file(self._file, self._path)
+        self._writes.sums[self._path] = self._file.sums
+
+
 def write_checkpoint(
-    save_dir: Path,
-    tag: str,
+    target: SaveTarget,
     kept: KeptState,
-    model_states: Callable[[], dict[str, Any]],
-    *,
-    save_latest: bool,
+    model_states: Callable[[list[ParameterPlace]], ModelStates],
+    frozen: Iterable[Mapping[int, torch.Tensor]],
 ) -> None:
     """Saves everything that a run needs to go on; a collective.
 
+    Host memory grows by one state tensor of one parameter, and on rank 0 by the module's buffers.
+
     Args:
-        save_dir: folder of checkpoints; made where missing.
-        tag: the checkpoint's name in it; the same on all ranks.
+        target: where to.
         kept: whose state is written; it is flushed, which changes no number.
-        model_states: contents of the model states' file; called on rank 0 only.
-        save_latest: whether ``latest`` will name this checkpoint.
+        model_states: see :func:`collect_contents`.
+        frozen: see :func:`write_contents`.
 
     Raises:
         CheckpointError: a file could not be written on some rank; raised on all. The tag and
             ``latest`` are as they were, unless the message says otherwise. Or a parameter's name
             cannot be a folder's.
     """
-    places = list_parameters(kept.layers)
-    wrong = unusable_names(place.name for place in places)
-    if wrong is not None:
-        raise CheckpointError(wrong)
     kept.flush()
-    collectives = kept.collectives
+    contents = collect_contents(kept, model_states)
+    saving = begin_writing(target, contents, kept.collectives)
+    write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
+
+
+def write_contents(
+    target: SaveTarget,
+    saving: Path,
+    contents: SaveContents,
+    frozen: Iterable[Mapping[int, torch.Tensor]],
+    collectives: ShardCollectives,
+    device: torch.device,
+    source: StateSource = ParameterPlace.state,
+    delivered: Callable[[Sequence[Delivery]], None] = lambda _: None,
+) -> None:
+    """Writes a checkpoint and puts it in its tag's place; a collective.
+
+    Args:
+        target: where to.
+        saving: what :func:`begin_writing` gave.
+        contents: all but the state tensors.
+        frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
+            few at a time; all ranks walk through it.
+        collectives: the ranks.
+        device: the layers'.
+        source: this rank's pieces of the state tensors.
+        delivered: called when a round's parameters have been sent and written.
+
+    Raises:
+        CheckpointError: see :func:`write_checkpoint`.
+    """
     is_first = collectives.rank == 0
-    folder = save_dir / tag
-    # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
-    name = from_first(lambda: seen_from(save_dir, begin_save(folder)), collectives)
-    saving = save_dir / str(name)
     paths = CheckpointPaths(saving)
-    writes = _Writes(_missing(saving))
+    writes = Writes(_missing(saving))
+    archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
+    steps = {place.name: step for place, step in zip(contents.places, contents.steps, strict=True)}
 
     def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
+        faults.point("save.file")
         writes.attempt(paths.state(place.name, kind), lambda: pack_tensor(tensor))
+        if kind == STATES[0] and is_first:
+            archive.write(key_of(place), lambda: tensor.to(place.dtype))
         if kind == STATES[-1]:
-            step = torch.tensor(float(kept.hyper.steps[place.group]))
+            step = torch.tensor(steps[place.name])
             writes.attempt(paths.state(place.name, STEP), lambda: step)
 
-    rounds = plan_rounds(places, collectives.world_size)
-    gather_states(rounds, collectives, kept.device, deliver)
+    def deliver_copy(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
+        archive.write(key_of(place), lambda: tensor)
+
+    for deliveries in plan_rounds(contents.places, collectives.world_size):
+        gather_states([deliveries], collectives, device, deliver, source)
+        # The module's weights are in one file, rank 0's: one after another they come to it.
+        for delivery in deliveries:
+            if delivery.destination != 0:
+                first = [Delivery(delivery.place, 0)]
+                gather_round(
+                    first, STATES[0], collectives, device, deliver_copy, source, as_trained=True
+                )
+        delivered(deliveries)
+    for copies in frozen:
+        archive.write_constants(copies)
     if is_first:
-        writes.attempt(paths.optimizer_state, lambda: _optimizer_state(kept, places))
-        writes.attempt(paths.model_states, model_states)
+        writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
+    archive.finish()
     writes.try_to(
-        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", _UNCHANGED
+        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
     )
+    faults.point("save.synced")
+    _finish(target, saving, writes, collectives)
+
+
+def _finish(
+    target: SaveTarget, saving: Path, writes: Writes, collectives: ShardCollectives
+) -> None:
+    is_first = collectives.rank == 0
+    paths = CheckpointPaths(saving)
     try:
         raise_together(writes.failure, collectives)
         sums = _all_sums(writes, saving, collectives)
         if is_first:
             writes.try_to(
-                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", _UNCHANGED
+                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", UNCHANGED
             )
-            _commit(writes, saving, folder, save_dir if save_latest else None, tag)
+            faults.point("save.manifest")
+            _commit(writes, saving, target)
         # No rank returns before the checkpoint is there for all.
         raise_together(writes.failure, collectives)
     except CheckpointError:
@@ -216,7 +306,7 @@ def _missing(saving: Path) -> str | None:
     )
 
 
-def _all_sums(writes: _Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
+def _all_sums(writes: Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
     """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in writes.sums.items()}
     if collectives.world_size == 1:
@@ -229,18 +319,22 @@ def _all_sums(writes: _Writes, saving: Path, collectives: ShardCollectives) -> d
 def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
     path = paths.zero / MANIFEST
     path.parent.mkdir(exist_ok=True)
-    write_file(path, pack_manifest(sums))
+    write_file(path, pack_manifest(sums, saved_at=time.time()))
     sync_files(paths.folder, [path])
 
 
-def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None, tag: str) -> None:
+def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
-    problem = f"{folder} could not be replaced by {saving}"
-    writes.try_to(lambda: finish_save(saving, folder), problem, _UNCHANGED)
-    if latest_in is None:
+    problem = f"{target.folder} could not be replaced by {saving}"
+    writes.try_to(lambda: finish_save(saving, target.folder), problem, UNCHANGED)
+    faults.point("save.renamed")
+    if not target.is_latest or writes.failure is not None:
         return
+    _put_script(target.save_dir)
+    tag = target.tag
     # The first of them is the one that is read first: it changes last.
-    for path in [latest_in / name for name in reversed(LATEST)]:
+    for path in [target.save_dir / name for name in reversed(LATEST)]:
+        faults.point(f"save.{path.name}")
         writes.try_to(
             lambda path=path: _write_latest(path, tag),
             f"{path} could not be written",
@@ -248,17 +342,20 @@ def _commit(writes: _Writes, saving: Path, folder: Path, latest_in: Path | None,
         )
 
 
+def _put_script(save_dir: Path) -> None:
+    """The way out that users of DeepSpeed look for, in this version's form."""
+    path = save_dir / SCRIPT.name
+    try:
+        content = SCRIPT.read_bytes()
+        if not path.is_file() or path.read_bytes() != content:
+            write_file(path, content)
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    except OSError as error:
+        # The checkpoint is whole without it.
+        logger.warning("%s could not be written: %s", path, error)
+
+
 def _write_latest(path: Path, tag: str) -> None:
     # Only when the tag is there for good: after a loss of power it must not name what is gone.
     write_file(path, tag.encode())
     sync_files(path.parent, [path])
-
-
-def _optimizer_state(kept: KeptState, places: Sequence[ParameterPlace]) -> dict[str, Any]:
-    return pack_optimizer_state(
-        kept.hyper.groups,
-        kept.hyper.steps,
-        places,
-        clip=kept.pipeline.norm.settings.max_norm,
-        num_ranks=kept.collectives.world_size,
-    )

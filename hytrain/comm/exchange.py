@@ -94,28 +94,34 @@ def _carry_out(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def raise_together(failure: str | None, collectives: ShardCollectives) -> None:
+def raise_together(
+    failure: str | None,
+    collectives: ShardCollectives,
+    kind: type[CheckpointError] = CheckpointError,
+) -> None:
     """Raises on every rank what went wrong on any; a collective, and with that a barrier.
 
     Args:
         failure: what went wrong on this rank; None: nothing.
+        collectives: the ranks.
+        kind: the error's class; the same on all ranks.
 
     Raises:
-        CheckpointError: naming the ranks where they do not all say the same.
+        CheckpointError: of that kind, naming the ranks where they do not all say the same.
     """
     if collectives.world_size == 1:
         if failure is not None:
-            raise CheckpointError(failure)
+            raise kind(failure)
         return
     what = "the ranks' word on whether all has gone well"
     failures: list[str | None] = collectives.gather_objects(failure, what)
     if any(text is not None for text in failures):
-        _raise_all(failures)
+        _raise_all(failures, kind)
 
 
-def _raise_all(failures: Sequence[str | None]) -> NoReturn:
+def _raise_all(failures: Sequence[str | None], kind: type[CheckpointError]) -> NoReturn:
     if len(set(failures)) == 1:
-        raise CheckpointError(str(failures[0]))
+        raise kind(str(failures[0]))
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(failures):
         if text is not None:
@@ -124,7 +130,7 @@ def _raise_all(failures: Sequence[str | None]) -> NoReturn:
         f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in ranks_of.items()
     ]
-    raise CheckpointError("\n".join(lines))
+    raise kind("\n".join(lines))
 
 
 def from_first(find: Callable[[], object], collectives: ShardCollectives) -> object:
@@ -134,16 +140,17 @@ def from_first(find: Callable[[], object], collectives: ShardCollectives) -> obj
         find: called on rank 0 only; its result is pickled.
 
     Raises:
-        CheckpointError: it failed on rank 0.
+        CheckpointError: it failed on rank 0; of the class that it failed with.
     """
-    answer: tuple[object, str | None] = None, None
+    answer: tuple[object, CheckpointError | None] = None, None
     if collectives.rank == 0:
         try:
             answer = find(), None
         except Exception as error:
             # The others wait for an answer, whatever it was.
-            answer = None, str(error)
+            kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+            answer = None, kind(str(error))
     found, failure = collectives.object_from_first(answer, "what rank 0 has found")
     if failure is not None:
-        raise CheckpointError(failure)
+        raise failure
     return found

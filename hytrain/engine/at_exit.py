@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import weakref
 from contextlib import ExitStack
 
@@ -23,6 +24,11 @@ def close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
     if number == 0:
         atexit.register(_close_all)
     _built[number] = optimizer
+
+
+def is_failing() -> bool:
+    """Whether an exception is on its way out, or has ended the script."""
+    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
 
 def _close_all() -> None:

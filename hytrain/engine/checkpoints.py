@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hytrain.checkpoint.archive_writer import PickledObjects
+from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
+from hytrain.checkpoint.contents import ModelStates, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
@@ -17,12 +21,17 @@ from hytrain.checkpoint.engine_state import (
     stored_decisions,
     taken_keys,
 )
+from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
-from hytrain.checkpoint.tags import find_tag
+from hytrain.checkpoint.tags import find_tag, older_tags
+from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import raise_together
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCheckpoints:
@@ -52,6 +61,7 @@ class EngineCheckpoints:
         *,
         latest: bool,
         no_frozen: bool,
+        saver: AsyncSaver | None,
     ) -> None:
         """Saves a checkpoint; a collective.
 
@@ -61,6 +71,7 @@ class EngineCheckpoints:
             client_state: saved along.
             latest: whether loading without a tag finds this one.
             no_frozen: leave frozen weights out.
+            saver: writes it beside training; None: now.
 
         Raises:
             CheckpointError: a rank could not write, or was called with what cannot be saved.
@@ -69,21 +80,20 @@ class EngineCheckpoints:
         # A rank may have been given something else than the others, which would wait for it.
         no_folder = None if folder else "save_dir is empty: pass the folder to save in"
         refusal = no_folder or unusable_tag(tag) or taken_keys(client_state)
-        raise_together(refusal, optimizer.collectives)
+        # Over a group on the host, where there is one: the other waits for the device.
+        raise_together(refusal, optimizer.collectives if saver is None else saver.collectives)
+        target = SaveTarget(Path(folder), tag, latest)
+
+        def model_states(places: list[ParameterPlace]) -> ModelStates:
+            return self._model_states(places, client_state, no_frozen)
+
+        is_first = optimizer.collectives.rank == 0
+        frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
+        if saver is not None:
+            saver.save(target, model_states, frozen)
+            return
         self._engine._checkpoint_tag_validation(tag)
-        # Under ZeRO-3 all ranks take part in this; what is written below rank 0 writes alone.
-        module = (
-            self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
-            if optimizer.weights.is_sharded
-            else None
-        )
-        write_checkpoint(
-            Path(folder),
-            tag,
-            optimizer.kept,
-            lambda: self._model_states(client_state, no_frozen, module),
-            save_latest=latest,
-        )
+        write_checkpoint(target, optimizer.kept, model_states, frozen)
 
     def load(
         self,
@@ -109,16 +119,10 @@ class EngineCheckpoints:
             See :meth:`HyTrainEngine.load_checkpoint`.
         """
         engine, optimizer = self._engine, self._optimizer
-        name = find_tag(folder, tag, optimizer.collectives)
-        if name is None:
+        found = self._read(folder, tag, request)
+        if found is None:
             return None, None
-        stored = read_checkpoint(
-            folder / name,
-            optimizer.kept,
-            engine.module,
-            self._module_tensors,
-            request,
-        )
+        name, stored = found
         begin_window(engine)
         if not module_only:
             restore_engine(engine, stored, with_scheduler=with_scheduler)
@@ -131,30 +135,59 @@ class EngineCheckpoints:
         )
         return str(engine._get_ckpt_name(str(folder), name)), client_state
 
-    def _model_states(
-        self, client_state: Mapping[str, Any], no_frozen: bool, module: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if module is None:
-            module = self._engine.module_state_dict(exclude_frozen_parameters=no_frozen)
-            common = self._engine._common_checkpoint_state(
-                module, True, save_frozen_param=not no_frozen
+    def _read(
+        self, folder: Path, tag: str | None, request: LoadRequest
+    ) -> tuple[str, dict[str, Any]] | None:
+        """The tag that was loaded: where the latest is damaged, the newest that is whole."""
+        collectives = self._optimizer.collectives
+        name: str | None = None
+        try:
+            name = find_tag(folder, tag, collectives)
+            return None if name is None else (name, self._read_one(folder / name, request))
+        except DamagedCheckpointError as error:
+            if tag is not None:
+                raise
+            # Nothing of the engine has been touched; all ranks are here.
+            first = error
+        for older in older_tags(folder, name, collectives):
+            try:
+                stored = self._read_one(folder / older, request)
+            except DamagedCheckpointError as error:
+                logger.warning("'%s' is damaged, too: %s", older, error)
+                continue
+            logger.warning(
+                "THE LATEST CHECKPOINT IS DAMAGED: %s. Loaded in its place: '%s', step %s, the "
+                "newest that is whole; what was trained after it is lost (name a tag to have an "
+                "error instead)",
+                first,
+                older,
+                stored.get("global_steps"),
             )
-        else:
-            # DeepSpeed would take frozen weights from the parameters, which are not there.
-            common = self._engine._common_checkpoint_state(module, True, save_frozen_param=False)
-            if not no_frozen:
-                common.update(self._frozen_weights(module))
-        return pack_model_states(common, client_state, self._optimizer.placement.decisions)
+            return older, stored
+        raise first
 
-    def _frozen_weights(self, module: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What DeepSpeed's checkpoints have of weights that no optimizer has, by name."""
-        weights: dict[str, torch.Tensor] = {
-            name: module[name]
-            for name in self._engine._get_zero_frozen_param_attributes(
+    def _read_one(self, folder: Path, request: LoadRequest) -> dict[str, Any]:
+        kept, module = self._optimizer.kept, self._engine.module
+        return read_checkpoint(folder, kept, module, self._module_tensors, request)
+
+    def _model_states(
+        self, places: list[ParameterPlace], client_state: Mapping[str, Any], no_frozen: bool
+    ) -> ModelStates:
+        tensors = self._module_tensors()
+        if no_frozen:
+            tensors = {
+                name: value
+                for name, value in tensors.items()
+                if not isinstance(value, torch.nn.Parameter) or value.requires_grad
+            }
+        module = ModuleTensors(tensors, places)
+        # DeepSpeed would copy frozen weights now, and under ZeRO-3 they are not there.
+        common = self._engine._common_checkpoint_state(module.state, True, save_frozen_param=False)
+        if not no_frozen:
+            frozen = self._engine._get_zero_frozen_param_attributes(
                 self._engine._get_param_shape_func
             )
-        }
-        return {
-            "frozen_param_shapes": {name: tensor.shape for name, tensor in weights.items()},
-            "frozen_param_fragments": {name: tensor.cpu() for name, tensor in weights.items()},
-        }
+            common["frozen_param_shapes"] = frozen
+            common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
+        objects = pack_model_states(common, client_state, self._optimizer.placement.decisions)
+        return ModelStates(PickledObjects(objects), module.constants)

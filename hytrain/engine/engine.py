@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.engine_state import COUNTERS
 from hytrain.checkpoint.export import collect_module_state, shared_parameters
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
-from hytrain.engine.at_exit import close_at_exit
+from hytrain.engine.at_exit import close_at_exit, is_failing
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
@@ -31,6 +32,7 @@ from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
+from hytrain.engine.termination import Termination
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan
@@ -58,6 +60,8 @@ class HyTrainEngine(DeepSpeedEngine):
     _added_hooks: HookSnapshot
     _collectives: ShardCollectives | None = None
     _plan_watch: PlanWatch | None = None
+    _saver: AsyncSaver | None = None
+    _termination: Termination | None = None
     _in_forward = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +107,7 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         self.optimizer.weights.when_closed(access.detach)
         self._watch_plan(self.optimizer)
+        self._prepare_saves(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         close_at_exit(self.optimizer)
 
@@ -111,6 +116,16 @@ class HyTrainEngine(DeepSpeedEngine):
         if name is not None:  # initialize() has made it this file's path, and checked the plan
             device = optimizer.pipeline.streams.device
             self._plan_watch = PlanWatch(read_plan(Path(name)), optimizer.collectives, device)
+
+    def _prepare_saves(self, optimizer: HyTrainZeroOptimizer) -> None:
+        settings = self.hytrain_config.checkpoint
+        if settings.is_async:
+            saver = self._saver = AsyncSaver(optimizer.kept, lambda: int(self.global_steps))
+            optimizer.before_close.append(lambda: saver.close(abandon=is_failing()))
+        if settings.sigterm_dir is not None:
+            is_ordered = not optimizer.pipeline.norm.settings.direct
+            self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)
+            optimizer.before_close.append(self._termination.close)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
         """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
@@ -258,6 +273,8 @@ class HyTrainEngine(DeepSpeedEngine):
                 the first of the step.
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
+            CheckpointError: an asynchronous save has failed. The step was made.
+            SystemExit: SIGTERM has come, and a checkpoint was saved.
         """
         optimizer = self.open_optimizer()
         optimizer.passes.refuse_aborted()
@@ -266,6 +283,20 @@ class HyTrainEngine(DeepSpeedEngine):
             super().step(lr_kwargs)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
+        if self._saver is not None:
+            self._saver.check()
+        if (
+            self._termination is not None
+            and self.global_steps != steps
+            and self._termination.is_due(self.global_steps)
+        ):
+            self._termination.finish(self._save_at_end)
+
+    def _save_at_end(self) -> None:
+        folder = str(self.hytrain_config.checkpoint.sigterm_dir)
+        logger.warning("SIGTERM: saving step %d in %s, then ending", self.global_steps, folder)
+        self.save_checkpoint(folder)
+        self.wait_for_checkpoint()
 
     def zero_grad(self) -> None:
         """Drops the gradients of the step's micro-batches so far, in whichever stage.
@@ -529,6 +560,10 @@ class HyTrainEngine(DeepSpeedEngine):
         before stays whole until then (the disk must hold both), and is then removed; other
         files that are beside it in the tag's folder stay.
 
+        With ``"hytrain.checkpoint.async"`` it returns at once, and the checkpoint is written beside
+        the next steps; one that is still being written is waited for first. What fails then is
+        raised after a later step, by :meth:`wait_for_checkpoint`, or by the next save.
+
         Args:
             save_dir: folder of checkpoints; made where missing; one that all hosts share.
             tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
@@ -544,14 +579,25 @@ class HyTrainEngine(DeepSpeedEngine):
                 raised on all. What is saved under the tag, and ``latest``, are unchanged.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.wait_for_checkpoint()
         self._checkpoints().save(
             str(save_dir),
             name,
             dict(client_state or {}),
             latest=save_latest,
             no_frozen=exclude_frozen_parameters,
+            saver=self._saver,
         )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the last asynchronous save has ended; returns at once where there is none.
+
+        Raises:
+            CheckpointError: it failed, and that has not been raised yet; on all ranks.
+        """
+        if self._saver is not None:
+            self._saver.wait()
 
     def load_checkpoint(
         self,
@@ -592,6 +638,7 @@ class HyTrainEngine(DeepSpeedEngine):
             CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
                 on all ranks, before anything is touched.
         """
+        self.wait_for_checkpoint()
         with_optimizer = load_optimizer_states and not load_module_only
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
         return self._checkpoints().load(

@@ -79,6 +79,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
+        self.before_close: list[Callable[[], None]] = []
+        """Called when the state is about to go."""
         self._hyper = hyper
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
@@ -343,6 +345,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
         if self.passes.is_closed:
             return
+        while self.before_close:
+            self.before_close.pop()()
         self.passes.close()
         self.pipeline.close()
         self.weights.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,8 @@ class LayerState:
     moving: bool = False
     """A move of the state has not been waited for; the worker may not have finished it."""
 
+    _held_for: Callable[[], None] | None = None
+
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
 
@@ -61,12 +64,32 @@ class LayerState:
         """
         self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
 
+    def hold_for(self, wait: Callable[[], None]) -> None:
+        """Somebody reads the state beside training.
+
+        Args:
+            wait: returns when the state may change.
+        """
+        self._held_for = wait
+
+    def before_change(self) -> None:
+        """Before anything of the state is written: nobody reads it as of an earlier step."""
+        wait, self._held_for = self._held_for, None
+        if wait is not None:
+            wait()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether :meth:`before_change` may have to wait."""
+        return self._held_for is not None
+
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)
 
     def release(self) -> None:
         """Lets go of state, gradient and storage; weights that a parameter still views stay."""
+        self._held_for = None
         self.update.release_gradient()
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
         self.storage.release()

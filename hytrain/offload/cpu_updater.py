@@ -149,6 +149,7 @@ class CpuUpdater:
         """Queues the update of a layer whose gradient (and event) are set."""
         gradient = layer.update.gradient
         assert gradient is not None
+        self._before_update(layer, direct=direct)
         self.worker.submit_update(
             layer.worker_index,
             gradient.data_ptr(),
@@ -157,6 +158,26 @@ class CpuUpdater:
             record,
             direct,
         )
+
+    def _before_update(self, layer: LayerState, *, direct: bool) -> None:
+        if not layer.is_held:
+            return
+        if not direct:
+            # An update changes state where it commits the gradient of the step before; where that
+            # has been settled there is none.
+            self.worker.wait_settled(layer.worker_index)
+            if not self.has_pending(layer):
+                return
+        layer.before_change()
+
+    def settle(self) -> None:
+        """Queues the commit of all that is pending; see :meth:`wait_settled`. Waits for nothing."""
+        for layer in self.layers:
+            self.submit(layer, _C.Pass.settle)
+
+    def wait_settled(self, layer: LayerState) -> None:
+        """Until the layer's state is that of the last step when :meth:`settle` was called."""
+        self.worker.wait_settled(layer.worker_index)
 
     def submit(self, layer: LayerState, job_pass: _C.Pass) -> None:
         """Queues a pass over a layer."""
@@ -284,6 +305,7 @@ class CpuUpdater:
         self.wait_all()
         for layer in self.layers:
             if self.has_pending(layer):
+                layer.before_change()
                 self.submit(layer, _C.Pass.commit)
         # The caller reads the state next: without this wait the worker could still be writing it.
         self.wait_all()

@@ -47,6 +47,7 @@ class LayerMover:
         # A move to the host that is under way keeps the state that it reads on the device: without
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
+        layer.before_change()  # what is pending is committed
         size = 3 * layer.shard_size
         with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU
             flat = torch.empty(size, dtype=torch.float32, device=self._streams.device)

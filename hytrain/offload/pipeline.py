@@ -202,6 +202,7 @@ class UpdatePipeline:
                     continue
                 gradient = layer.update.gradient
                 assert gradient is not None
+                layer.before_change()
                 # State that has just left the host may not have arrived yet.
                 self.mover.wait(layer)
                 for segment in layer.layout.segments:

@@ -137,6 +137,16 @@ class Streams:
             # As above: compute would write to it while the update still reads it.
             tensor.record_stream(self.update)
 
+    @contextmanager
+    def beside(self) -> Generator[None]:
+        """Runs the block on a stream of its own, in a thread of its own: training goes on."""
+        if not self.is_cuda:
+            yield
+            return
+        torch.cuda.set_device(self.device)  # each thread has its own
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
+
     def synchronize(self) -> None:
         """Waits for everything on the device."""
         if self.is_cuda:

@@ -80,8 +80,15 @@ class KeptState:
         self.synchronize()
         self.pipeline.flush()
 
+    def begin_reading(self) -> None:
+        """Before the state is read beside training: no update of a step that is not final runs."""
+        self._passes.check_open()
+        if any(state.update.sent for state in self.layers):
+            self.synchronize()
+
     def forget_gradients(self) -> None:
         """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
+        self._before_change()
         if self.pipeline.norm.settings.direct:
             # Updates are committed as they arrive; what they wrote is about to be replaced.
             self.pipeline.cpu.wait_all()
@@ -113,6 +120,10 @@ class KeptState:
         pipeline.wait_all()
         pipeline.streams.synchronize()
 
+    def _before_change(self) -> None:
+        for layer in self.layers:
+            layer.before_change()
+
     def settle(self, what: str) -> None:
         """Master weights and moments of this rank become those of the last step.
 
@@ -125,6 +136,7 @@ class KeptState:
             ConfigError: a backward is running, or updates are committed directly.
         """
         self._settle(what)
+        self._before_change()
         # A new copy that is still on its way would overwrite what is written now.
         self.pipeline.cpu.wait_copies()
         self.pipeline.cpu.commit_pending()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -160,6 +160,25 @@ class WeightPasses:
                     copies[id(slot.parameter)] = slot.parameter.detach().cpu().clone()
             self.release_layer(layer)
         return copies
+
+    def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
+        """Whole sharded parameters that are not trained, on the host of one rank; a collective.
+
+        Args:
+            first: whether this is the rank that gets them.
+
+        Yields:
+            One layer's ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
+        """
+        self.settle()
+        for layer in self.layers:
+            if layer.frozen is None or layer.frozen not in layer.sharded:
+                continue
+            self.gather_layer(layer)
+            slots = layer.frozen.layout.slots if first else ()
+            copies = {id(s.parameter): s.parameter.detach().cpu().clone() for s in slots}
+            self.release_layer(layer)
+            yield copies
 
     def adopt(self) -> None:
         """The shards of gathered layers become what their parameters now hold."""

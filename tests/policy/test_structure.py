@@ -15,11 +15,10 @@ from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 PACKAGE = Path(hytrain.__file__).parent
 KNOWS_DEEPSPEED = (
     "api.py",
-    "checkpoint/universal.py",
     "engine/deepspeed_internals.py",
     "engine/unsupported.py",
 )
-"""The first two take its public names only."""
+"""The first takes its public names only."""
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ class Run:
     disturb: bool = False
     num_blocks: int = 3
     width: int = WIDTH
+    asynchronous: bool = False
+    sigterm_dir: str | None = None
 
     def __str__(self) -> str:
         words = [
@@ -97,6 +99,8 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
     hytrain: dict[str, Any] = {}
     if run.fractions is not None:
         hytrain["shard_fractions"] = list(run.fractions)
+    if run.asynchronous or run.sigterm_dir is not None:
+        hytrain["checkpoint"] = {"async": run.asynchronous, "sigterm_dir": run.sigterm_dir}
     sections: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
     }

@@ -11,7 +11,8 @@
 //
 // Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
 // first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
-// waits for a move.
+// waits for a move. kSettle commits what is pending in the background: from then on the state is
+// that of the last step, until the update of the step after the next one.
 #pragma once
 
 #include <atomic>
@@ -64,6 +65,7 @@ enum class Pass {
     kDirect,
     kPreview,
     kCommit,
+    kSettle,  // as kCommit; no weights depend on it, so that no forward waits for it
     kPublish,
     kDrop,
     kWithdraw,
@@ -164,6 +166,8 @@ class UpdateWorker {
     // True once the layer's gradient has left the device (its memory may be reused).
     bool is_fetched(int layer);
     bool has_pending(int layer);
+    // Until no kSettle of the layer is left: its state is that of the last step.
+    void wait_settled(int layer);
     void check_error();
 
     WorkerStatistics take_statistics();
@@ -185,6 +189,7 @@ class UpdateWorker {
         StepRecord previewed;
         int outstanding = 0;  // jobs that the weights depend on
         int moving = 0;       // moves of the state
+        int settling = 0;     // commits that no weights depend on
         bool fetched = true;
     };
     // A piece of a layer's state on its way to the host.
@@ -220,6 +225,7 @@ class UpdateWorker {
     void run();
     std::shared_ptr<Job> pick_job();
     bool is_ready(const Job& job);
+    static int& count(Layer& layer, Pass pass);
     bool issue_next();
     void process(const Work& work);
     bool has_job();

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from hytrain.errors import HostMemoryError, HyTrainError
-from hytrain.tools.cli import bench, explain, plan, profile
+from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile
 from hytrain.tools.cli.arguments import one_line
 from hytrain.version import __version__
 
@@ -59,4 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
     words = "why the solver chose its k, or what a configuration will do"
     explain.add(commands.add_parser("explain", help=words))
+    words = "is this machine fit for offloaded training, and what to do where it is not"
+    doctor.add(commands.add_parser("doctor", help=words))
+    words = "a checkpoint's weights as safetensors, or one file of torch's"
+    export.add(commands.add_parser("export", help=words))
+    words = "which checkpoints there are, and are they whole"
+    checkpoint.add(commands.add_parser("checkpoint", help=words))
     return parser

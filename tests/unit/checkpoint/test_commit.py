@@ -19,6 +19,7 @@ from hytrain.checkpoint.commit import begin_save, saved_tags
 from hytrain.errors import CheckpointError
 
 TAG = "last"
+SCRIPT = "zero_to_fp32.py"
 
 
 class _Killed(BaseException):
@@ -47,7 +48,7 @@ def _loaded(reader: Any, folder: Path) -> Snapshot:
 
 
 def _entries(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.iterdir()} - {SCRIPT}
 
 
 def _at_call(number: int, function: Callable[..., Any], error: BaseException) -> Any:
@@ -78,7 +79,15 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
                 raise error
             return write_file(path, stored)
 
+        rename_file = writer.rename_file
+
+        def rename(file: Any, path: Path) -> None:
+            if path.name == what:
+                raise error
+            rename_file(file, path)
+
         patch.setattr(writer, "write_file", write)
+        patch.setattr(writer, "rename_file", rename)
 
 
 @pytest.mark.parametrize(
@@ -238,3 +247,18 @@ def test_names_of_folders_do_not_recur(tmp_path: Path) -> None:
     folders = {begin_save(tmp_path / TAG) for _ in range(5)}
     assert len(folders) == 5
     assert len(_entries(tmp_path)) == 1
+
+
+def test_room_is_asked_for_before_anything_is_written(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    before = _entries(tmp_path)
+    size = sum(path.stat().st_size for path in (tmp_path / TAG).rglob("*.pt"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size // 3))
+    with pytest.raises(CheckpointError, match=r"GB free, and the checkpoint takes.*is unchanged"):
+        engine.save_checkpoint(tmp_path, tag=TAG)
+    assert _entries(tmp_path) == before
+    monkeypatch.undo()
+    engine.load_checkpoint(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.resume import WIDTH, Run, engine_of, snapshot, train
 
-from hytrain.checkpoint.writer import assign_writers
+from hytrain.checkpoint.rounds import assign_writers
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,231 @@
+"""Saves beside training: one thread a rank writes what the step left, while the next ones run.
+
+The threads talk to each other over a process group of their own (gloo, on the host), so that
+training's collectives and theirs never meet. What is on the disk at any moment is what a
+synchronous save leaves (``writer.py``, ``commit.py``): the tag and ``latest`` change when all files
+of all ranks are whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
+from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.snapshot import StateSnapshot
+from hytrain.checkpoint.target import SaveTarget, begin_writing
+from hytrain.checkpoint.writer import write_contents
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.errors import CheckpointError
+from hytrain.hardware.host_share import HostShare, share_host
+from hytrain.kernels.host_limits import host_memory_pools
+from hytrain.optimizer.kept_state import KeptState
+from hytrain.testing import faults
+
+logger = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 2**30
+"""Of host memory, that copies of the state leave free."""
+_GROUP_TIMEOUT = timedelta(hours=2)
+"""A rank may wait that long for another's disk; one that is gone is noticed at once."""
+_ABANDON_SECONDS = 5.0
+
+
+def open_group(collectives: ShardCollectives) -> ShardCollectives:
+    """The ranks once more, to talk in another thread; a collective among them."""
+    if collectives.world_size == 1:
+        return collectives
+    ranks = [collectives.global_rank(rank) for rank in range(collectives.world_size)]
+    group = dist.new_group(
+        ranks, timeout=_GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return ShardCollectives(group)
+
+
+def free_room(share: HostShare) -> int:
+    """Bytes of host memory that copies of this rank's state may take."""
+    return max(0, share.memory(host_memory_pools()) - _RESERVE_BYTES)
+
+
+class AsyncSaver:
+    """Runs one save at a time."""
+
+    def __init__(self, kept: KeptState, current_step: Callable[[], int]) -> None:
+        """A collective.
+
+        Args:
+            kept: whose state is saved.
+            current_step: steps that training has made.
+        """
+        self._kept = kept
+        self._current_step = current_step
+        self.collectives = open_group(kept.collectives)
+        self._share: HostShare | None = None
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._raise_at = 0
+        self._warned = False
+        self._snapshot: StateSnapshot | None = None
+
+    def save(
+        self,
+        target: SaveTarget,
+        model_states: Callable[[list[ParameterPlace]], ModelStates],
+        frozen: Iterable[Mapping[int, torch.Tensor]],
+    ) -> None:
+        """Begins a save of what there is now; an earlier one must have been waited for.
+
+        Args:
+            target: where to.
+            model_states: see :func:`collect_contents`; called at once.
+            frozen: see :func:`write_contents`; walked through at once.
+
+        Raises:
+            HyTrainError: the engine is closed, or its last step failed midway.
+        """
+        assert self._thread is None
+        self._kept.begin_reading()
+        contents = collect_contents(self._kept, model_states)
+        copies = list(frozen)
+        snapshot = self._snapshot = StateSnapshot(self._kept.pipeline)
+        # A daemon: the interpreter's end would join any other thread, which may wait for ranks
+        # that are gone. That it is waited for in order is close()'s.
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(target, contents, copies, snapshot),
+            name="hytrain-save",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _run(
+        self,
+        target: SaveTarget,
+        contents: SaveContents,
+        frozen: list[Mapping[int, torch.Tensor]],
+        snapshot: StateSnapshot,
+    ) -> None:
+        try:
+            with self._kept.pipeline.streams.beside():
+                self._save(target, contents, frozen, snapshot)
+        except BaseException as error:
+            self._note(target, error)
+        finally:
+            # Training may wait for a layer: whatever has happened, it goes on.
+            snapshot.release()
+            self._snapshot = None
+
+    def _save(
+        self,
+        target: SaveTarget,
+        contents: SaveContents,
+        frozen: list[Mapping[int, torch.Tensor]],
+        snapshot: StateSnapshot,
+    ) -> None:
+        faults.point("save.begun")
+        begun = time.monotonic()
+        if self._share is None:
+            self._share = share_host(self.collectives)
+        without = snapshot.take(free_room(self._share))
+        copied = time.monotonic()
+        if without and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rank %d: host memory has no room for a copy of %.2f GB of the state: training "
+                "waits until that is written, after each asynchronous save",
+                self.collectives.rank,
+                without / 1e9,
+            )
+        faults.point("save.snapshot")
+        saving = begin_writing(target, contents, self.collectives)
+        write_contents(
+            target,
+            saving,
+            contents,
+            frozen,
+            self.collectives,
+            self._kept.device,
+            snapshot.state,
+            snapshot.delivered,
+        )
+        if self.collectives.rank == 0:
+            size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
+            written = time.monotonic()
+            logger.info(
+                "%s is saved: %.2f GB, copied in %.2f s, written in %.2f s (%.2f GB/s)",
+                target.folder,
+                size / 1e9,
+                copied - begun,
+                written - copied,
+                size / 1e9 / (written - copied),
+            )
+
+    def _note(self, target: SaveTarget, error: BaseException) -> None:
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"{target.folder} could not be saved ({type(error).__name__}: {error}); what was "
+                "saved under the tag before is unchanged"
+            )
+        self._raise_at = 0
+        try:
+            # On all ranks at the end of the same step, which none has come to yet.
+            steps = self.collectives.gather_objects(self._current_step(), "the ranks' steps")
+            self._raise_at = max(steps) + 1
+        except Exception:
+            logger.debug("the ranks are not asked where they are", exc_info=True)
+        self._error = error
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """After a step: raises what a save has failed with, on all ranks after the same one.
+
+        Raises:
+            CheckpointError: the last save failed; training can go on.
+        """
+        if self._error is not None and self._current_step() >= self._raise_at:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save has ended.
+
+        Raises:
+            CheckpointError: it failed, and that has not been raised yet.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self, *, abandon: bool) -> None:
+        """Before the engine's state goes: waits for the save.
+
+        Args:
+            abandon: other ranks, if there are any, may be gone: it is waited for a few seconds
+                only. What it leaves is no checkpoint, and is removed by a later save.
+        """
+        if self._thread is None:
+            return
+        abandon = abandon and self.collectives.world_size > 1
+        self._thread.join(_ABANDON_SECONDS if abandon else None)
+        snapshot = self._snapshot
+        if self._thread.is_alive():
+            logger.warning("an asynchronous save is given up: its checkpoint will not be there")
+            if snapshot is not None:
+                snapshot.release()
+        elif self._error is not None:
+            logger.error("the last asynchronous save failed: %s", self._error)
+        self._thread = None

@@ -1,0 +1,139 @@
+"""What a save writes beside the state tensors, as it is at the save's step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.checkpoint.archive_writer import LaterTensor, PickledObjects
+from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.universal import pack_optimizer_state
+from hytrain.errors import CheckpointError
+from hytrain.optimizer.kept_state import KeptState
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor that no step changes: it is read when it is written, and must be the same then.
+
+    Attributes:
+        name: in the module.
+        tensor: on any device.
+        version: torch's count of changes when the save began.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+    def read(self) -> torch.Tensor:
+        """Its elements, on the host.
+
+        Raises:
+            CheckpointError: it has been changed since.
+        """
+        host = self.tensor.detach().to("cpu").contiguous()
+        if self.tensor._version != self.version:  # after the copy, which then was of the old ones
+            raise CheckpointError(
+                f"'{self.name}', which is not trained, was changed while it was being saved: "
+                'change it before save_checkpoint, or set "hytrain.checkpoint.async" to false'
+            )
+        return host
+
+
+class ModuleTensors:
+    """A module's state dict without its large tensors, which are written later.
+
+    Attributes:
+        state: name -> a :class:`LaterTensor` for each parameter, else what the module has.
+        constants: key of what is not trained -> where it is.
+    """
+
+    def __init__(self, state: Mapping[str, Any], places: list[ParameterPlace]) -> None:
+        """
+        Args:
+            state: the module's state dict, with parameters as they are.
+            places: of the trained parameters.
+        """
+        self.constants: dict[str, Constant] = {}
+        self._trained = {id(place.slot.parameter): place for place in places}
+        self._keys: dict[int, LaterTensor] = {}
+        self.state = {name: self._later(name, value) for name, value in state.items()}
+
+    def _later(self, name: str, value: Any) -> Any:
+        if not isinstance(value, nn.Parameter):
+            return value.detach() if isinstance(value, torch.Tensor) else value
+        later = self._keys.get(id(value))
+        if later is None:
+            place = self._trained.get(id(value))
+            key = f"parameter{len(self._keys)}" if place is None else key_of(place)
+            later = LaterTensor(key, tuple(value.shape), value.dtype)
+            self._keys[id(value)] = later
+            if place is None:
+                self.constants[key] = Constant(name, value, value._version)
+        return later
+
+
+def key_of(place: ParameterPlace) -> str:
+    """Of a trained parameter's elements in the model states' file."""
+    return f"trained/{place.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """The model states' file, before the elements of its parameters.
+
+    Attributes:
+        objects: all else of it.
+        constants: elements of what is not trained.
+    """
+
+    objects: PickledObjects
+    constants: Mapping[str, Constant]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContents:
+    """What is saved, but for the state tensors.
+
+    Attributes:
+        places: all trained parameters.
+        steps: that each parameter has made, in that order.
+        optimizer_state: what ``optimizer_state.pt`` holds.
+        model_states: on rank 0 only.
+    """
+
+    places: list[ParameterPlace]
+    steps: list[float]
+    optimizer_state: dict[str, Any] = field(repr=False)
+    model_states: ModelStates | None
+
+
+def collect_contents(
+    kept: KeptState, model_states: Callable[[list[ParameterPlace]], ModelStates]
+) -> SaveContents:
+    """What there is now: later changes do not reach it.
+
+    Args:
+        kept: the optimizer's.
+        model_states: called on rank 0 only, with the trained parameters.
+    """
+    places = list_parameters(kept.layers)
+    state = pack_optimizer_state(
+        kept.hyper.groups,
+        kept.hyper.steps,
+        places,
+        clip=kept.pipeline.norm.settings.max_norm,
+        num_ranks=kept.collectives.world_size,
+    )
+    return SaveContents(
+        places,
+        [float(kept.hyper.steps[place.group]) for place in places],
+        copy.deepcopy(state),
+        model_states(places) if kept.collectives.rank == 0 else None,
+    )

@@ -1,0 +1,145 @@
+"""The weights in a checkpoint, one after another, without an engine: read where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hytrain.checkpoint.checks import no_parameters, stored_names
+from hytrain.checkpoint.file_checks import (
+    CheckpointFiles,
+    Listing,
+    check_files_alone,
+    list_files_alone,
+)
+from hytrain.checkpoint.universal import STATES, CheckpointPaths, unpack_tensor
+from hytrain.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A tensor of the model.
+
+    Attributes:
+        name: in the model's state dict.
+        shape, dtype: as it will be written.
+        read: makes it, on the host, its own memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The weights of a checkpoint.
+
+    Attributes:
+        weights: all, in the order of the model's state dict; tied ones once.
+        tied: other names of tied weights -> the name that is in ``weights``.
+    """
+
+    weights: list[StoredWeight]
+    tied: Mapping[str, str]
+
+
+def open_checkpoint(folder: Path) -> tuple[CheckpointFiles, Listing]:
+    """The files that weights are read from; all their bytes are checked before.
+
+    Raises:
+        DamagedCheckpointError: one is missing or damaged.
+        CheckpointError: there is no universal checkpoint.
+        OSError: one cannot be read.
+    """
+    paths = CheckpointPaths(folder)
+    listing = list_files_alone(paths)
+    if not stored_names(listing.found):
+        raise CheckpointError(no_parameters(paths))
+    first = f"{STATES[0]}.pt"
+    wanted = [name for name in listing.found if name.endswith(f"/{first}") or "/" not in name]
+    model_states = paths.model_states.name
+    if model_states not in wanted:
+        wanted.append(model_states)
+    return check_files_alone(paths, listing, sorted(wanted)), listing
+
+
+def stored_model(
+    files: CheckpointFiles,
+    listing: Listing,
+    dtype: torch.dtype | None,
+    *,
+    with_frozen: bool = True,
+) -> StoredModel:
+    """The weights of a checkpoint.
+
+    Args:
+        files: those that have been checked.
+        listing: of the checkpoint.
+        dtype: of parameters: fp32 ones are the master weights where the checkpoint has them, others
+            are rounded from these. None: each as the training copy was, rounded as that was.
+            Buffers keep theirs.
+        with_frozen: whether parameters that are not trained are among them.
+
+    Raises:
+        CheckpointError: the checkpoint is not an engine's.
+    """
+    paths = files.paths
+    stored: Mapping[str, Any] = files.load(paths.model_states)
+    module = stored.get("module")
+    tensors: dict[str, torch.Tensor] = {
+        name: value
+        for name, value in (module.items() if isinstance(module, Mapping) else ())
+        if isinstance(value, torch.Tensor)
+    }
+    # Of stage 3 converted by DeepSpeed these have no module.
+    fragments: Mapping[str, torch.Tensor] = stored.get("frozen_param_fragments") or {}
+    frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
+    buffers: set[str] = set(stored.get("buffer_names") or ())
+    tied: dict[str, str] = dict(stored.get("shared_params") or {})
+    trained = stored_names(listing.found)
+    weights: list[StoredWeight] = []
+    for name in dict.fromkeys((*tensors, *fragments, *sorted(trained))):
+        if name in tied or (name in frozen and not with_frozen):
+            continue
+        copy = tensors.get(name, fragments.get(name))
+        wanted = dtype if name not in buffers else None
+        if name in trained:
+            weights.append(_from_master(files, name, copy, wanted))
+        elif copy is not None:
+            weights.append(_from_copy(name, copy, wanted))
+    return StoredModel(weights, tied)
+
+
+def _from_master(
+    files: CheckpointFiles, name: str, copy: torch.Tensor | None, dtype: torch.dtype | None
+) -> StoredWeight:
+    path = files.paths.state(name, STATES[0])
+
+    def master() -> torch.Tensor:
+        return unpack_tensor(files.load(path))
+
+    if copy is not None and copy.numel() and (dtype is None or dtype == copy.dtype):
+        return _from_copy(name, copy, None)
+    shape = tuple((copy if copy is not None and copy.numel() else master()).shape)
+    made = dtype or torch.float32
+    return StoredWeight(name, shape, made, lambda: _own(master(), made))
+
+
+def _from_copy(name: str, copy: torch.Tensor, dtype: torch.dtype | None) -> StoredWeight:
+    made = dtype if dtype is not None and copy.is_floating_point() else copy.dtype
+    return StoredWeight(name, tuple(copy.shape), made, lambda: _own(copy, made))
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Reading it makes a copy that was checked. What copy_ returns is its first argument, plain.
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

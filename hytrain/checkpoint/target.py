@@ -1,0 +1,79 @@
+"""Where a checkpoint goes: its tag, the folder that it is written into, and is there room."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hytrain.checkpoint.checks import unusable_names
+from hytrain.checkpoint.commit import begin_save, give_up_save, seen_from
+from hytrain.checkpoint.contents import SaveContents
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.exchange import from_first
+from hytrain.errors import CheckpointError
+
+_ROOM_FACTOR = 1.1
+"""Free space over a checkpoint's size: for what is rounded up, and what others write meanwhile."""
+
+UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
+"""What a message about a failed save ends with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where a checkpoint is saved.
+
+    Attributes:
+        save_dir: folder of checkpoints; made where missing.
+        tag: the checkpoint's name in it; the same on all ranks.
+        is_latest: whether ``latest`` will name it.
+    """
+
+    save_dir: Path
+    tag: str
+    is_latest: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.save_dir / self.tag
+
+
+def begin_writing(
+    target: SaveTarget, contents: SaveContents, collectives: ShardCollectives
+) -> Path:
+    """The folder to write into; a collective.
+
+    Raises:
+        CheckpointError: it cannot be made, there is no room for the checkpoint, or a parameter's
+            name cannot be a folder's. The tag is as it was.
+    """
+    wrong = unusable_names(place.name for place in contents.places)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+
+    def begin() -> str:
+        saving = begin_save(target.folder)
+        try:
+            _check_room(saving, contents)
+        except CheckpointError:
+            give_up_save(saving)
+            raise
+        return seen_from(target.save_dir, saving)
+
+    # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
+    return target.save_dir / str(from_first(begin, collectives))
+
+
+def _check_room(saving: Path, contents: SaveContents) -> None:
+    size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
+    if contents.model_states is not None:
+        states = contents.model_states
+        size += sum(constant.tensor.nbytes for constant in states.constants.values())
+        size += sum(tensor.nbytes for tensor in states.objects.storages.values())
+    free = shutil.disk_usage(saving).free
+    if free < _ROOM_FACTOR * size:
+        raise CheckpointError(
+            f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "
+            f"{size / 1e9:.3f} GB: free space and save again; {UNCHANGED}"
+        )

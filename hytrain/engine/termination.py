@@ -1,0 +1,106 @@
+"""SIGTERM: a checkpoint at the end of the next step, on all ranks after the same one, and the end.
+
+The signal's handler only sets a flag. At the end of its step a rank whose flag is set writes into
+the process group's store which step will be the last: the next one. Every other rank has yet to
+make that step, which it cannot finish without this one, so it finds that when it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from hytrain.comm.collectives import ShardCollectives
+
+logger = logging.getLogger(__name__)
+
+EXIT_STATUS = 128 + signal.SIGTERM
+"""What a shell reports of a process that SIGTERM has ended, and launchers expect."""
+
+_KEY = "hytrain/last_step"
+
+
+class Termination:
+    """Listens for SIGTERM from its construction to :meth:`close`."""
+
+    def __init__(self, collectives: ShardCollectives, *, is_ordered: bool) -> None:
+        """A collective.
+
+        Args:
+            collectives: the ranks.
+            is_ordered: the host of a rank ends no step before all have computed its gradients.
+                False: the ranks ask each other after every step.
+        """
+        self._collectives = collectives
+        self._is_ordered = is_ordered
+        self._asked = threading.Event()
+        self._last: int | None = None
+        self._process = os.getpid()
+        self._store: Any = None
+        self._key = ""
+        if collectives.world_size > 1 and is_ordered:
+            shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            self._store = shared
+            # Of this engine: a process may build several.
+            self._key = f"{_KEY}/{collectives.object_from_first(os.urandom(8).hex(), 'a key')}"
+        self._before: Any = signal.SIG_DFL
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        else:
+            logger.warning(
+                '"hytrain.checkpoint.sigterm_dir" has no effect: the engine is not built in the '
+                "main thread, the only one that can handle signals"
+            )
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if os.getpid() != self._process:
+            # A data loader's worker. Launchers signal whole groups of processes, and the training
+            # would fail for want of data before it has saved. A second one ends it: that is the
+            # data loader's own.
+            signal.signal(number, signal.SIG_DFL)
+            return
+        self._asked.set()
+
+    def is_due(self, step: int) -> bool:
+        """Whether training ends here; a collective in that all ranks call it after each step.
+
+        Args:
+            step: that has just been made.
+        """
+        if self._collectives.world_size == 1:
+            return self._asked.is_set()
+        if not self._is_ordered:
+            return bool(self._collectives.maximum([int(self._asked.is_set())])[0])
+        if self._last is None and self._asked.is_set():
+            self._store.compare_set(self._key, "", str(step + 1))
+        if self._last is None and self._store.check([self._key]):
+            self._last = int(self._store.get(self._key))
+        return self._last is not None and step >= self._last
+
+    def finish(self, save: Callable[[], None]) -> None:
+        """Saves and ends the process.
+
+        Raises:
+            SystemExit: with :data:`EXIT_STATUS`; also where nothing could be saved.
+        """
+        try:
+            save()
+        except Exception:
+            logger.exception("SIGTERM: no checkpoint could be saved")
+        raise SystemExit(EXIT_STATUS)
+
+    def close(self) -> None:
+        """SIGTERM does what it did before. May be called twice."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            self._installed = False
+            if signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, self._before)

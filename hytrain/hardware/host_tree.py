@@ -1,0 +1,124 @@
+"""What /sys and /proc say of this host; another root stands for another machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def parse_list(text: str) -> list[int]:
+    """Numbers of a kernel's list, as in "0-3,8"."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A node of memory and the cores beside it."""
+
+    number: int
+    cores: list[int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostTree:
+    """A host's files.
+
+    Attributes:
+        root: "/" but in tests.
+    """
+
+    root: Path = Path("/")
+
+    def numa_nodes(self) -> list[NumaNode]:
+        """Nodes with cores; empty where the kernel does not tell."""
+        nodes: list[NumaNode] = []
+        for folder in sorted((self.root / "sys/devices/system/node").glob("node[0-9]*")):
+            cores = parse_list(_read(folder / "cpulist") or "")
+            total = 0
+            for line in (_read(folder / "meminfo") or "").splitlines():
+                if "MemTotal:" in line:
+                    total = int(line.split()[-2]) * 1024
+            if cores:
+                nodes.append(NumaNode(int(folder.name.removeprefix("node")), cores, total))
+        return nodes
+
+    def cgroup_limits(self) -> list[int]:
+        """Memory limits of the process's control groups, in bytes; of either version."""
+        limits: list[int] = []
+        base = self.root / "sys/fs/cgroup"
+        for line in (_read(self.root / "proc/self/cgroup") or "0::/").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top = base if controllers == "" else base / "memory"
+            name = "memory.max" if controllers == "" else "memory.limit_in_bytes"
+            inside = Path(path.strip("/"))
+            for folder in (inside, *inside.parents):
+                text = (_read(top / folder / name) or "max").strip()
+                # Version 1 says "no limit" with a number near 2 ** 63.
+                if text.isdigit() and int(text) < 2**62:
+                    limits.append(int(text))
+        return limits
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of /proc/meminfo's lines."""
+        lines = (_read(self.root / "proc/meminfo") or "").splitlines()
+        parts = [line.split() for line in lines if len(line.split()) >= 2]
+        return {words[0].rstrip(":"): int(words[1]) * 1024 for words in parts}
+
+    def huge_pages(self) -> str | None:
+        """The mode of transparent huge pages: "always", "madvise" or "never"; None: unknown."""
+        text = _read(self.root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+        chosen = [word.strip("[]") for word in text.split() if word.startswith("[")]
+        return chosen[0] if chosen else None
+
+    def cores(self) -> int:
+        """Of the machine."""
+        text = _read(self.root / "sys/devices/system/cpu/online")
+        return len(parse_list(text)) if text else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """What the kernel lets this process have; None: as much as there is.
+
+    Attributes:
+        usable_cores: numbers of the cores that it may run on.
+        address_space, locked_memory: bytes.
+        omp_threads: OMP_NUM_THREADS.
+    """
+
+    usable_cores: frozenset[int]
+    address_space: int | None
+    locked_memory: int | None
+    omp_threads: str | None
+
+    @staticmethod
+    def of_this_process() -> ProcessLimits:
+        """As they are now."""
+        return ProcessLimits(
+            frozenset(os.sched_getaffinity(0)),
+            _limit(resource.RLIMIT_AS),
+            _limit(resource.RLIMIT_MEMLOCK),
+            os.environ.get("OMP_NUM_THREADS"),
+        )
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft

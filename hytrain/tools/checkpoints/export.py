@@ -1,0 +1,183 @@
+"""Weights out of a checkpoint, on any machine: no GPU, no ranks, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hytrain.checkpoint.inspection import locate
+from hytrain.checkpoint.stored_weights import (
+    StoredModel,
+    StoredWeight,
+    open_checkpoint,
+    stored_model,
+)
+from hytrain.checkpoint.universal import CheckpointPaths
+from hytrain.checkpoint.weight_files import (
+    INDEX,
+    SAFETENSORS,
+    TORCH_FILE,
+    write_safetensors,
+    write_torch_file,
+)
+from hytrain.errors import CheckpointError
+from hytrain.tools.checkpoints.report import size_text
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CONFIG = "config.json"
+_BESIDE = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model",
+    "chat_template.jinja", "preprocessor_config.json",
+)  # fmt: skip
+"""What from_pretrained reads beside weights, as transformers' Trainer saves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        folder: of checkpoints, or a checkpoint's own.
+        out: where the files go; made where missing.
+        tag: which checkpoint; None: the latest.
+        one_file: one file for torch.load, in place of safetensors.
+        dtype: of parameters: "fp32", "bf16", "fp16"; None: the training copy's.
+        max_shard_bytes: of a file of safetensors.
+        with_frozen: whether parameters that are not trained are exported.
+    """
+
+    folder: Path
+    out: Path
+    tag: str | None
+    one_file: bool
+    dtype: str | None
+    max_shard_bytes: int
+    with_frozen: bool
+
+
+def export_weights(request: ExportRequest) -> list[str]:
+    """Writes the files.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        DamagedCheckpointError: a file of the checkpoint is not what was saved; nothing is written.
+        CheckpointError: there is no such checkpoint, or the files cannot be written.
+    """
+    _refuse_existing(request.out)
+    folder = locate(request.folder, request.tag)
+    model = _read(folder, request)
+    size = sum(weight.num_bytes for weight in model.weights)
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+        _check_room(request.out, size)
+        if request.one_file:
+            files = write_torch_file(model, request.out)
+        else:
+            files = write_safetensors(model, request.out, request.max_shard_bytes)
+        copied = _copy_beside(folder, request.out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{request.out} cannot be written ({type(error).__name__}: {error}): free space, or "
+            "give another --out"
+        ) from error
+    dtypes = ", ".join(sorted({str(w.dtype).removeprefix("torch.") for w in model.weights}))
+    lines = [
+        f"{folder}: {len(model.weights)} tensors ({dtypes}), {size_text(size)}, written to "
+        f"{request.out}: {files[0].name}" + (f" and {len(files) - 1} more" * (len(files) > 1))
+    ]
+    if model.tied:
+        names = ", ".join(f"{name} = {first}" for name, first in list(model.tied.items())[:3])
+        lines.append(f"tied, there once: {names}" + ", ..." * (len(model.tied) > 3))
+    if copied:
+        lines.append(f"copied along: {', '.join(copied)}")
+    if not request.one_file and CONFIG not in copied:
+        lines.append(
+            f"for from_pretrained copy your model's {CONFIG} (and tokenizer) to {request.out}: "
+            "there is none beside the checkpoint"
+        )
+    return lines
+
+
+def _refuse_existing(out: Path) -> None:
+    for name in (SAFETENSORS, INDEX, TORCH_FILE):
+        if (out / name).exists():
+            raise CheckpointError(f"{out} has a {name} already: give another --out, or remove it")
+
+
+def _check_room(out: Path, size: int) -> None:
+    free = shutil.disk_usage(out).free
+    if free < size:
+        raise CheckpointError(
+            f"{out} has {size_text(free)} free and the weights take {size_text(size)}: free space, "
+            "or give another --out"
+        )
+
+
+def _read(folder: Path, request: ExportRequest) -> StoredModel:
+    dtype = None if request.dtype is None else _DTYPES[request.dtype]
+    if CheckpointPaths(folder).zero.is_dir():
+        files, listing = open_checkpoint(folder)
+        return stored_model(files, listing, dtype, with_frozen=request.with_frozen)
+    return _read_deepspeeds(folder, dtype, with_frozen=request.with_frozen)
+
+
+def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
+    """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        read: Callable[..., Any] = get_fp32_state_dict_from_zero_checkpoint
+        try:
+            found: Mapping[str, Any] = read(
+                str(folder.parent),
+                tag=folder.name,
+                exclude_frozen_parameters=not with_frozen,
+                lazy_mode=True,
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"{folder} is no universal checkpoint, and DeepSpeed's zero_to_fp32 cannot read it "
+                f"({type(error).__name__}: {error}): load another tag"
+            ) from error
+    made = dtype or torch.float32
+    weights: list[StoredWeight] = []
+    names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in found.items():
+        first = names.setdefault(id(value), name)
+        if first != name:
+            tied[name] = first
+            continue
+        kept = made if value.dtype.is_floating_point else value.dtype
+        weights.append(
+            StoredWeight(
+                name,
+                tuple(value.shape),
+                kept,
+                lambda value=value, kept=kept: value.contiguous().to(kept),
+            )
+        )
+    return StoredModel(weights, tied)
+
+
+def _copy_beside(folder: Path, out: Path) -> list[str]:
+    copied: list[str] = []
+    for name in _BESIDE:
+        source = folder.parent / name
+        if source.is_file() and not (out / name).exists():
+            shutil.copyfile(source, out / name)
+            copied.append(name)
+    return copied

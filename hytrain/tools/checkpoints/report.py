@@ -1,0 +1,83 @@
+"""What `hytrain checkpoint` says, for people."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from hytrain.checkpoint.inspection import CheckpointFacts, Kind, Verdict
+from hytrain.formats.text_table import align, fold
+
+_KINDS: dict[Kind, str] = {
+    "hytrain": "hytrain's, universal, with a manifest",
+    "universal": "universal, without a manifest",
+    "deepspeed": "plain DeepSpeed's",
+    "unfinished": "a save that was broken off: never loaded",
+    "damaged": "damaged",
+}
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes with a unit, powers of ten as disks have them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+def folder_text(folder: Path, facts: Sequence[CheckpointFacts]) -> str:
+    """A table of a folder's checkpoints, and how to use them elsewhere."""
+    rows = [("tag", "kind", "step", "ranks", "parameters", "dtype", "size", "saved")]
+    for fact in facts:
+        tag = f"{fact.tag} (latest)" if fact.is_latest else fact.tag
+        numbers = (fact.step, fact.num_ranks, fact.parameters)
+        step, ranks, parameters = ("-" if number is None else f"{number:,}" for number in numbers)
+        size = size_text(fact.num_bytes)
+        dtype = (fact.dtype or "-").replace("bfloat16", "bf16").replace("float32", "fp32")
+        row = (tag, _KINDS[fact.kind], step, ranks, parameters, dtype, size, _date(fact.saved_at))
+        rows.append(row)
+    lines = align(rows, left=(0, 1, 5, 7))
+    lines += [fold(f"{fact.tag}: {fact.problem}") for fact in facts if fact.problem is not None]
+    lines += [fold(line) for line in _advice(folder, {fact.kind for fact in facts})]
+    return "\n".join(lines)
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def _advice(folder: Path, kinds: set[Kind]) -> list[str]:
+    lines: list[str] = []
+    if kinds & {"hytrain", "universal"}:
+        lines += [
+            "Weights for other programs: hytrain export " + str(folder) + " --out DIR",
+            'Resume in plain DeepSpeed with "checkpoint": {"load_universal": true} in its JSON; '
+            "they are universal already, ds_to_universal is not needed and cannot read them.",
+        ]
+    if "deepspeed" in kinds:
+        lines.append(
+            f"Resume plain DeepSpeed's here after: python -m deepspeed.checkpoint.ds_to_universal "
+            f"--input_folder {folder}/TAG --output_folder {folder}/TAG_universal "
+            "--inject_missing_state"
+        )
+    if "unfinished" in kinds:
+        lines.append("What broken-off saves have left is removed by the next save.")
+    return lines
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """What verifying has found, in a line or two."""
+    if verdict.problem is not None:
+        return fold(f"{verdict.folder}: DAMAGED: {verdict.problem}")
+    against = (
+        "every byte is what was saved"
+        if verdict.has_manifest
+        else "all files agree with their own checksums (there is no manifest: files of another "
+        "save would not be noticed)"
+    )
+    read = f"{verdict.num_files} files, {size_text(verdict.num_bytes)}"
+    return fold(f"{verdict.folder}: whole: {against}; {read}")

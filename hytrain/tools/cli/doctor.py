@@ -1,0 +1,43 @@
+"""`hytrain doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from hytrain.tools.cli.arguments import positive_int
+
+
+def add(doctor: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--ranks", type=positive_int, default=1, help="that will train on this host (1)"
+    )
+    doctor.add_argument(
+        "--folder", type=Path, default=Path(), help="where checkpoints will be saved (here)"
+    )
+    doctor.add_argument(
+        "--elements", type=positive_int, help="of the arrays measured (default: beyond the caches)"
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    # Imported here: it needs torch, which `hytrain --help` should not wait for.
+    from hytrain.errors import ConfigError
+    from hytrain.tools.doctor.report import examine, report_text
+
+    try:
+        findings = examine(arguments.folder, arguments.ranks, arguments.elements)
+    except OSError as error:
+        raise ConfigError(
+            f"{arguments.folder} cannot be written ({type(error).__name__}: {error}): give the "
+            "folder for checkpoints as --folder"
+        ) from error
+    if arguments.json:
+        print(json.dumps([finding.to_json() for finding in findings], indent=2))
+    else:
+        print(report_text(findings))
+    return 1 if any(finding.verdict == "bad" for finding in findings) else 0

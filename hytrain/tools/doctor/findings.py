@@ -1,0 +1,219 @@
+"""What facts of a machine mean for offloaded training: pure, so that any machine can be told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hytrain.hardware.host_tree import HostTree, ProcessLimits
+
+Verdict = Literal["good", "note", "bad"]
+_GIB = 2**30
+
+STATE_BYTES = 12
+"""Of a parameter on the host: master weight and two moments; its pending gradient takes 2 more."""
+_SLOW_FSYNC_SECONDS = 0.1
+_FEW_GB_PER_S = 8.0
+"""Of reads and writes by all cores: a laptop's memory has twice that."""
+_LEAST_OF_SWEEP = 0.6
+_SLOW_PINNED = 8.0
+"""GB/s: half of what PCIe 3.0 carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: of what was looked at.
+        seen: what it is.
+        verdict: "good", "note" (it costs something) or "bad" (it will fail or be far too slow).
+        advice: what to do; empty where it is good.
+    """
+
+    name: str
+    seen: str
+    verdict: Verdict
+    advice: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[Finding]:
+    """What is installed, and the kernel's instruction set."""
+    for name in ("hytrain", "torch", "deepspeed"):
+        version = versions.get(name)
+        if version is None:
+            yield Finding(name, "not installed", "bad", f"pip install {name}")
+        elif name == "deepspeed" and not version.startswith("0.19."):
+            advice = "this release works with 0.19.x: pip install 'deepspeed>=0.19,<0.20'"
+            yield Finding(name, version, "bad", advice)
+        else:
+            yield Finding(name, version, "good")
+    if isa == "scalar":
+        advice = "the CPU has neither AVX-512 nor AVX2 (or HYTRAIN_CPU_ISA forbids it): updates "
+        yield Finding("instruction set", isa, "note", advice + "are several times slower")
+    else:
+        yield Finding("instruction set", isa, "good")
+
+
+def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:
+    """Cores, threads and NUMA.
+
+    Args:
+        tree: the host's.
+        limits: of this process.
+        ranks: processes that will train on this host.
+    """
+    usable, everywhere = len(limits.usable_cores), tree.cores()
+    seen = f"{usable} of {everywhere} usable"
+    each = usable / ranks
+    if each < 2:
+        advice = f"{ranks} ranks share {usable} cores: give each 2 or more (a cpuset, "
+        advice += "taskset or a container's limit takes the others), or start fewer ranks"
+        yield Finding("cores", seen, "bad" if each < 1 else "note", advice)
+    elif usable < everywhere:
+        advice = "a cpuset or taskset limits this process; the threads of updates follow it"
+        yield Finding("cores", seen, "note", advice)
+    else:
+        yield Finding("cores", seen, "good")
+    text = limits.omp_threads
+    if text is None:
+        yield Finding("OMP_NUM_THREADS", "not set", "good")
+    else:
+        advice = "launchers set it for torch's own threads; hytrain's updates choose theirs "
+        advice += "(offload.cpu_threads)"
+        yield Finding("OMP_NUM_THREADS", text, "good", advice if text == "1" else "")
+    yield from _numa(tree, limits)
+
+
+def _numa(tree: HostTree, limits: ProcessLimits) -> Iterator[Finding]:
+    nodes = tree.numa_nodes()
+    if len(nodes) < 2:
+        yield Finding("NUMA", "one node", "good")
+        return
+    mine = [node for node in nodes if limits.usable_cores & set(node.cores)]
+    seen = f"{len(nodes)} nodes, this process on " + ", ".join(str(node.number) for node in mine)
+    if len(mine) == 1:
+        yield Finding("NUMA", seen, "good")
+    else:
+        advice = "memory is placed where it is first touched, and half of an update's may be far: "
+        advice += "bind each rank to its GPU's node (deepspeed --bind_cores_to_rank, or numactl "
+        advice += "--cpunodebind=N --membind=N)"
+        yield Finding("NUMA", seen, "note", advice)
+
+
+def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:
+    """How much host memory there is, and what limits it."""
+    memory = tree.memory()
+    total, available = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
+    cgroup = min(tree.cgroup_limits(), default=None)
+    bounds = {"the machine's free memory": available}
+    if cgroup is not None:
+        bounds["the control group's limit"] = cgroup
+    if limits.address_space is not None:
+        bounds["ulimit -v, of each process"] = limits.address_space * ranks
+    tightest = min(bounds, key=lambda name: bounds[name])
+    fits = bounds[tightest] / (STATE_BYTES + 2) / 1e9
+    seen = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    yield Finding("memory", seen, "good" if available > 0.5 * total else "note", _holds(fits))
+    if cgroup is not None:
+        low = cgroup < 0.9 * total
+        advice = f"less than the machine has: raise the container's limit; {_holds(cgroup / 14e9)}"
+        seen = f"{cgroup / _GIB:.1f} GiB"
+        yield Finding("control group", seen, "note" if low else "good", advice if low else "")
+    if limits.address_space is not None:
+        advice = "ulimit -v counts what is mapped, not what is used: set it to unlimited"
+        seen = f"{limits.address_space / _GIB:.1f} GiB"
+        yield Finding("address space", seen, "bad", advice)
+    yield _memlock(limits)
+    yield _huge_pages(tree)
+
+
+def _holds(billions: float) -> str:
+    return f"holds the state of {billions:.2f} billion parameters, all ranks of the host together"
+
+
+def _memlock(limits: ProcessLimits) -> Finding:
+    if limits.locked_memory is None:
+        return Finding("locked memory", "unlimited", "good")
+    seen = f"{limits.locked_memory / 2**20:.0f} MiB"
+    advice = "CUDA's own pinning does not count here; where it fails, set ulimit -l unlimited "
+    return Finding("locked memory", seen, "note", advice + "(docker: --ulimit memlock=-1)")
+
+
+def _huge_pages(tree: HostTree) -> Finding:
+    mode = tree.huge_pages()
+    if mode in ("always", "madvise"):
+        return Finding("huge pages", mode, "good")
+    advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: updates miss the TLB less"
+    return Finding("huge pages", mode or "unknown", "note", advice)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured; None: could not be.
+
+    Attributes:
+        threads: of the two that follow.
+        sweep: bytes/s of reading and writing three arrays.
+        adam: parameters/s of an update.
+        to_host, to_device: bytes/s of pinned copies.
+        pinned: why nothing could be pinned; None: it could, or there is no GPU.
+        fsync_seconds: a small file's, the median.
+        write: bytes/s of a file, with its fsync.
+        folder: that was written in.
+        free_bytes: of its disk.
+    """
+
+    threads: int
+    sweep: float
+    adam: float
+    to_host: float | None
+    to_device: float | None
+    pinned: str | None
+    fsync_seconds: float
+    write: float
+    folder: str
+    free_bytes: int
+
+
+def rate_findings(rates: Rates) -> Iterator[Finding]:
+    """What measured rates mean."""
+    sweep = rates.sweep / 1e9
+    seen = f"{sweep:.1f} GB/s with {rates.threads} threads"
+    if sweep < _FEW_GB_PER_S:
+        advice = (
+            "far below any server's: other work on the machine, one memory channel, or far NUMA"
+        )
+        yield Finding("memory bandwidth", seen, "bad", advice)
+    else:
+        yield Finding("memory bandwidth", seen, "good")
+    adam = rates.adam * 30
+    seen = f"{rates.adam / 1e9:.2f} G parameters/s ({adam / 1e9:.1f} GB/s)"
+    if adam < _LEAST_OF_SWEEP * rates.sweep:
+        advice = "well below the memory's own rate: `hytrain bench kernel` tells more"
+        yield Finding("Adam", seen, "note", advice)
+    else:
+        each = 1e9 / rates.adam
+        yield Finding("Adam", seen, "good", f"{each:.2f} s for each billion parameters on the CPU")
+    if rates.pinned is not None:
+        advice = "copies are staged, and several times slower: ulimit -l unlimited, more memory"
+        yield Finding("pinned memory", rates.pinned, "bad", advice)
+    for name, rate in (("GPU to host", rates.to_host), ("host to GPU", rates.to_device)):
+        if rate is not None:
+            is_slow = rate < _SLOW_PINNED * 1e9
+            advice = "a slot with few PCIe lanes, a virtual machine, or the far NUMA node's GPU"
+            seen = f"{rate / 1e9:.1f} GB/s pinned"
+            yield Finding(name, seen, "note" if is_slow else "good", advice if is_slow else "")
+    seen = f"{rates.fsync_seconds * 1e3:.1f} ms a file in {rates.folder}"
+    is_slow = rates.fsync_seconds > _SLOW_FSYNC_SECONDS
+    advice = "a checkpoint syncs four files a parameter, eight at a time: save elsewhere, or "
+    advice += 'set "hytrain.checkpoint.async"'
+    yield Finding("fsync", seen, "note" if is_slow else "good", advice if is_slow else "")
+    each = 14e9 / rates.write
+    seen = f"{rates.write / 1e9:.2f} GB/s, {rates.free_bytes / 1e9:.0f} GB free"
+    advice = f"a checkpoint of a billion parameters takes {each:.0f} s and 14 GB, twice while saved"
+    yield Finding("disk", seen, "note" if each > 60 else "good", advice)

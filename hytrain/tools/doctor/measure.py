@@ -1,0 +1,82 @@
+"""The rates that `hytrain doctor` tells, each in about a second."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from hytrain.checkpoint.sync import sync_files
+from hytrain.offload.threads import choose_threads
+from hytrain.tools.doctor.findings import Rates
+from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.rates import copy_rates, cpu_rates
+
+_SECONDS = 0.3
+_FILE_BYTES = 64 * 2**20
+_FSYNCS = 7
+
+
+def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
+    """Measures this machine, with nothing beside it.
+
+    Args:
+        folder: for files that are written and removed.
+        cores: of one rank.
+        elements: of the arrays; None: beyond the caches.
+
+    Raises:
+        OSError: the folder cannot be written.
+        HostMemoryError: there is no memory for the arrays.
+    """
+    threads = choose_threads(cores, None).num_threads
+    alone = Ranks(alone=True)
+    cpu = torch.device("cpu")
+    rates = cpu_rates(cpu, [threads], 1, alone, seconds=_SECONDS, elements=elements)
+    to_host = to_device = None
+    pinned: str | None = None
+    if torch.cuda.is_available():
+        try:
+            device = torch.device("cuda", torch.cuda.current_device())
+            copies = copy_rates(device, alone, seconds=_SECONDS)
+            to_host, to_device = copies.to_host, copies.from_host
+        except RuntimeError as error:
+            pinned = str(error).partition("\n")[0]
+    fsync, write = _disk_rates(folder)
+    return Rates(
+        threads=threads,
+        sweep=rates.sweeps[threads],
+        adam=rates.updates[threads],
+        to_host=to_host,
+        to_device=to_device,
+        pinned=pinned,
+        fsync_seconds=fsync,
+        write=write,
+        folder=str(folder),
+        free_bytes=shutil.disk_usage(folder).free,
+    )
+
+
+def _disk_rates(folder: Path) -> tuple[float, float]:
+    """Seconds of a small file's fsync, and bytes/s of a large file with its own."""
+    with tempfile.TemporaryDirectory(prefix="hytrain-doctor-", dir=folder) as name:
+        root = Path(name)
+        seconds: list[float] = []
+        for number in range(_FSYNCS):
+            path = root / str(number)
+            path.write_bytes(b"x" * 4096)
+            begun = time.perf_counter()
+            sync_files(root, [path])
+            seconds.append(time.perf_counter() - begun)
+        content = os.urandom(2**20)
+        begun = time.perf_counter()
+        with (root / "large").open("wb") as file:
+            for _ in range(_FILE_BYTES // len(content)):
+                file.write(content)
+        sync_files(root, [root / "large"])
+        return statistics.median(seconds), _FILE_BYTES / (time.perf_counter() - begun)

@@ -1,0 +1,55 @@
+"""All findings of this machine, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hytrain import _C
+from hytrain.formats.text_table import align
+from hytrain.hardware.host_tree import HostTree, ProcessLimits
+from hytrain.hardware.machine import package_version
+from hytrain.tools.doctor.findings import (
+    Finding,
+    core_findings,
+    memory_findings,
+    rate_findings,
+    version_findings,
+)
+from hytrain.tools.doctor.measure import measure_rates
+
+_WORDS = {"good": "", "note": "note", "bad": "BAD"}
+
+
+def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
+    """Looks at this machine and measures it, in some seconds.
+
+    Args:
+        folder: where checkpoints will be saved; files are written there and removed.
+        ranks: that will train on this host.
+        elements: see :func:`measure_rates`.
+
+    Raises:
+        OSError: the folder cannot be written.
+        HostMemoryError: there is no memory to measure with.
+    """
+    tree, limits = HostTree(), ProcessLimits.of_this_process()
+    versions = {name: package_version(name) for name in ("hytrain", "torch", "deepspeed")}
+    rates = measure_rates(folder, max(1, len(limits.usable_cores) // ranks), elements)
+    return [
+        *version_findings(versions, _C.active_isa()),
+        *core_findings(tree, limits, ranks),
+        *memory_findings(tree, limits, ranks),
+        *rate_findings(rates),
+    ]
+
+
+def report_text(findings: Sequence[Finding]) -> str:
+    """A table: what was looked at, what it is, whether it is well, what to do."""
+    rows = [("", "seen", "verdict", "what to do")]
+    rows += [(f.name, f.seen, _WORDS[f.verdict], f.advice) for f in findings]
+    lines = align(rows, left=(0, 1, 2, 3))
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    notes = sum(finding.verdict == "note" for finding in findings)
+    lines.append(f"{bad} bad, {notes} notes, {len(findings) - bad - notes} as they should be")
+    return "\n".join(line.rstrip() for text in lines for line in text.splitlines())

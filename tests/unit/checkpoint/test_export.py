@@ -1,0 +1,273 @@
+"""`hytrain export` and `hytrain checkpoint`: a checkpoint's weights, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.damage import damaged, flip
+from support.engines import built, make_config
+from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
+
+from hytrain.tools import cli
+
+safetensors = pytest.importorskip("safetensors.torch", reason="transformers installs safetensors")
+
+FROZEN = {"frozen.weight", "frozen.bias"}
+
+
+@dataclass
+class Saved:
+    """A checkpoint, and what was in the engine."""
+
+    folder: Path
+    now: Snapshot
+
+    @property
+    def tag(self) -> Path:
+        return self.folder / "global_step2"
+
+
+@pytest.fixture(scope="module", params=[(2, True), (3, True)], ids=str)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, process_group: None
+) -> Saved:
+    stage, bf16 = request.param
+    folder = tmp_path_factory.mktemp("saved")
+    with engine_of(Run(stage=stage, bf16=bf16)) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        return Saved(folder, snapshot(engine))
+
+
+def _export(saved: Saved, out: Path, *options: str) -> None:
+    assert cli.main(["export", str(saved.folder), "--out", str(out), *options]) == 0
+
+
+def test_safetensors_are_the_training_copy(saved: Saved, tmp_path: Path) -> None:
+    _export(saved, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    expected = {n: t for n, t in saved.now.weights.items() if n != "head.weight"}  # tied
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert stored[name].dtype == tensor.dtype
+        assert torch.equal(stored[name], tensor), name
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_shards_and_their_index(saved: Saved, tmp_path: Path) -> None:
+    _export(saved, tmp_path, "--dtype", "fp32", "--max-shard-size", "10KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert len(names) > 2
+    assert names == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    total = 0
+    for file in names:
+        tensors = safetensors.load_file(tmp_path / file)
+        size = sum(4 * t.numel() for t in tensors.values())
+        assert size <= 10_000 or len(tensors) == 1
+        for name, tensor in tensors.items():
+            assert index["weight_map"][name] == file
+            total += tensor.numel() * tensor.element_size()
+            if name in saved.now.state:
+                assert torch.equal(tensor, saved.now.state[name]["fp32"])
+            else:
+                assert torch.equal(tensor, saved.now.weights[name].to(tensor.dtype))
+    assert index["metadata"]["total_size"] == total
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_other_dtypes_are_rounded_from_the_master_weights(
+    dtype: str, saved: Saved, tmp_path: Path
+) -> None:
+    made = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    _export(saved, tmp_path, "--dtype", dtype)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert stored["calls"].dtype == torch.int64
+    for name, state in saved.now.state.items():
+        assert torch.equal(stored[name], state["fp32"].to(made)), name
+
+
+def test_one_file_has_the_master_weights_and_loads_strictly(saved: Saved, tmp_path: Path) -> None:
+    _export(saved, tmp_path, "--format", "fp32")
+    stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    model = Everything()
+    model.load_state_dict(stored)
+    for name, state in saved.now.state.items():
+        assert torch.equal(stored[name], state["fp32"])
+        assert stored[name].dtype == torch.float32
+    assert stored["head.weight"].data_ptr() == stored["embed.weight"].data_ptr()
+
+
+def test_without_frozen(saved: Saved, tmp_path: Path) -> None:
+    _export(saved, tmp_path, "--exclude-frozen")
+    assert not FROZEN & safetensors.load_file(tmp_path / "model.safetensors").keys()
+
+
+def test_the_script_beside_the_checkpoint(saved: Saved, tmp_path: Path) -> None:
+    script = saved.folder / "zero_to_fp32.py"
+    assert os.access(script, os.X_OK)
+    command = [sys.executable, str(script), str(saved.folder), str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    stored = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    for name, state in saved.now.state.items():
+        assert torch.equal(stored[name], state["fp32"])
+    elsewhere = subprocess.run(
+        [sys.executable, "-S", "-I", str(script), "in", "out", "--tag", "t"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert elsewhere.returncode == 2
+    assert "hytrain export in --out out --format fp32 --tag t" in elsewhere.stderr
+
+
+def test_damage_is_refused_before_anything_is_written(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with damaged(saved.tag / "zero/embed.weight/fp32.pt", flip(8 * 700)):
+        assert cli.main(["export", str(saved.folder), "--out", str(tmp_path / "out")]) == 2
+        assert "embed.weight" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        assert cli.main(["checkpoint", "verify", str(saved.folder)]) == 1
+        assert "DAMAGED" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(saved.folder), "--json"]) == 0
+    (verdict,) = json.loads(capsys.readouterr().out)
+    assert verdict["problem"] is None
+    assert verdict["has_manifest"]
+    assert verdict["num_bytes"] == sum(
+        path.stat().st_size for path in saved.tag.rglob("*.pt") if path.is_file()
+    )
+
+
+@pytest.mark.parametrize("name", ["exp_avg.pt", "step.pt"])
+def test_verify_looks_at_every_file(
+    name: str, saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved.tag / "zero/norm.weight" / name
+    for change in (lambda data: data[:-1], flip(8 * 300)):
+        with damaged(file, change):
+            assert cli.main(["checkpoint", "verify", str(saved.folder), "--all"]) == 1
+    content = file.read_bytes()
+    file.unlink()
+    assert cli.main(["checkpoint", "verify", str(saved.tag)]) == 1
+    assert "is missing" in capsys.readouterr().out
+    file.write_bytes(content)
+
+
+def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved.folder / "hytrain-saving-x-1234").mkdir(exist_ok=True)
+    assert cli.main(["checkpoint", "info", str(saved.folder), "--json"]) == 0
+    facts = {fact["tag"]: fact for fact in json.loads(capsys.readouterr().out)}
+    assert facts["hytrain-saving-x-1234"]["kind"] == "unfinished"
+    fact = facts["global_step2"]
+    assert fact["kind"] == "hytrain"
+    assert fact["is_latest"]
+    assert fact["step"] == 2
+    assert fact["parameters"] == sum(s["fp32"].numel() for s in saved.now.state.values())
+    assert cli.main(["checkpoint", "info", str(saved.folder)]) == 0
+    text = capsys.readouterr().out
+    assert '"load_universal": true' in text
+    assert max(map(len, text.replace(str(saved.folder), "DIR").splitlines())) <= 100
+
+
+def test_existing_files_are_not_replaced(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _export(saved, tmp_path)
+    assert cli.main(["export", str(saved.folder), "--out", str(tmp_path)]) == 2
+    assert "has a model.safetensors already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "5XB", "GB", "-1GB"])
+def test_sizes_are_checked(size: str, tmp_path: Path) -> None:
+    command = ["export", str(tmp_path), "--out", str(tmp_path / "o"), "--max-shard-size", size]
+    with pytest.raises(SystemExit):
+        cli.main(command)
+
+
+def test_a_failed_write_leaves_nothing(
+    saved: Saved,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from hytrain.checkpoint.sums import SummingFile
+
+    def full(self: Any, part: memoryview) -> None:
+        if "00003-of" in self.name:
+            raise OSError(28, "No space left on device")
+        self._file.write(part)
+
+    monkeypatch.setattr(SummingFile, "_append", full)
+    command = ["export", str(saved.folder), "--out", str(tmp_path), "--max-shard-size", "5KB"]
+    assert cli.main(command) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_deepspeeds(
+    process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import deepspeed
+
+    model = torch.nn.Linear(4, 3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plain.save_checkpoint(str(tmp_path / "in"))
+    weights = {
+        name: p.detach().float().cpu().clone() for name, p in plain.module.named_parameters()
+    }
+    plain.destroy()
+    assert cli.main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    stored = safetensors.load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "in")]) == 0
+    assert cli.main(["checkpoint", "info", str(tmp_path / "in")]) == 0
+    assert "--inject_missing_state" in capsys.readouterr().out
+
+
+_MEASURE = """
+import resource, sys
+from hytrain.tools import cli
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import torch, hytrain.tools.checkpoints.export, hytrain.checkpoint.inspection
+before = peak()
+assert cli.main(sys.argv[1:]) == 0
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+    """32 parameters of 4 MiB in fp32: 128 MiB."""
+    folder = tmp_path_factory.mktemp("large")
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(32)]
+    config = make_config(gpu_fraction=0.0, offload={"chunk_elements": 2**18})
+    with built(torch.nn.Sequential(*layers), config) as engine:
+        engine.save_checkpoint(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "fp32"])
+def test_memory_is_that_of_few_tensors(kind: str, large: Path, tmp_path: Path) -> None:
+    command = ["export", str(large), "--out", str(tmp_path), "--format", kind]
+    ended = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=True
+    )
+    grown = int(ended.stdout.splitlines()[-1])
+    assert grown < 48 * 2**20, f"{grown / 2**20:.0f} MiB for a model of 128 MiB"

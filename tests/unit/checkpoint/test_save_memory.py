@@ -1,0 +1,50 @@
+"""A save takes the host memory of one parameter, however large the model is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import OFFLOAD_AT_SCALE
+from support.processes import fresh_environment
+
+TESTS = Path(__file__).resolve().parents[2]
+MIB = 2**20
+_MEASURE = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from support.engines import built, join_process_group, make_config
+join_process_group()
+layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)]
+layers[3].requires_grad_(False)
+config = make_config(stage=int(sys.argv[2]), gpu_fraction=0.0, offload={OFFLOAD_AT_SCALE!r})
+with built(torch.nn.Sequential(*layers), config) as engine:
+    engine.save_checkpoint(sys.argv[1], tag="first")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    def peak():
+        lines = open("/proc/self/status").read().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    before = peak()
+    engine.save_checkpoint(sys.argv[1], tag="second")
+    print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_grows_by_one_parameter(stage: int, tmp_path: Path) -> None:
+    """Of 24 parameters of 4 MiB in fp32, the state is 276 MiB."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path), str(stage)],
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    grown = int(ended.stdout.split()[-1])
+    # One state of one parameter, its rounded copy, and what torch.save and the allocator take.
+    assert grown < 16 * MIB, f"{grown / MIB:.1f} MiB"

@@ -1,0 +1,174 @@
+"""`hytrain doctor`: what it says of machines that are not at hand, and of this one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hytrain.formats.text_table import WIDTH
+from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_list
+from hytrain.tools import cli
+from hytrain.tools.doctor.findings import (
+    Finding,
+    Rates,
+    core_findings,
+    memory_findings,
+    rate_findings,
+    version_findings,
+)
+from hytrain.tools.doctor.report import report_text
+
+GIB = 2**30
+FREE = ProcessLimits(frozenset(range(64)), None, None, None)
+RATES = Rates(16, 200e9, 6e9, 50e9, 50e9, None, 0.002, 2e9, "saves", 10**12)
+VERSIONS = {"hytrain": "0.1.0", "torch": "2.11", "deepspeed": "0.19.8"}
+
+
+def _machine(root: Path, *, nodes: int = 1, cores: int = 64, gib: int = 512) -> HostTree:
+    """A machine's files."""
+    each = cores // nodes
+    files = {
+        "sys/devices/system/cpu/online": f"0-{cores - 1}\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "proc/meminfo": f"MemTotal: {gib << 20} kB\nMemAvailable: {gib * 9 // 10 << 20} kB\n",
+        "proc/self/cgroup": "0::/box/inner\n",
+    }
+    for node in range(nodes):
+        folder = f"sys/devices/system/node/node{node}"
+        files[f"{folder}/cpulist"] = f"{node * each}-{(node + 1) * each - 1}\n"
+        files[f"{folder}/meminfo"] = f"Node {node} MemTotal: {gib // nodes << 20} kB\n"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return HostTree(root)
+
+
+def _limit(root: Path, group: str, text: str) -> None:
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(text + "\n")
+
+
+def _by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_lists_of_the_kernel() -> None:
+    assert parse_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert parse_list("\n") == []
+
+
+def test_a_server_is_as_it_should_be(tmp_path: Path) -> None:
+    tree = _machine(tmp_path)
+    findings = [
+        *version_findings(VERSIONS, "avx512"),
+        *core_findings(tree, FREE, 8),
+        *memory_findings(tree, FREE, 8),
+        *rate_findings(RATES),
+    ]
+    assert {finding.verdict for finding in findings} == {"good"}
+    assert "billion parameters" in _by_name(findings)["memory"].advice
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "verdict"),
+    [(2, 1, "note"), (2, 2, "note"), (2, 4, "bad"), (16, 8, "note"), (64, 8, "good")],
+)
+def test_cpusets_and_ranks(cores: int, ranks: int, verdict: str, tmp_path: Path) -> None:
+    limits = replace(FREE, usable_cores=frozenset(range(cores)), omp_threads="1")
+    findings = _by_name(list(core_findings(_machine(tmp_path), limits, ranks)))
+    assert findings["cores"].verdict == verdict
+    assert findings["cores"].seen == f"{cores} of 64 usable"
+    assert findings["OMP_NUM_THREADS"].verdict == "good"
+
+
+def test_numa(tmp_path: Path) -> None:
+    tree = _machine(tmp_path, nodes=2)
+    assert tree.numa_nodes()[1] == NumaNode(1, list(range(32, 64)), 256 * GIB)
+    assert _by_name(list(core_findings(tree, FREE, 1)))["NUMA"].verdict == "note"
+    bound = replace(FREE, usable_cores=frozenset(range(32, 40)))
+    finding = _by_name(list(core_findings(tree, bound, 1)))["NUMA"]
+    assert (finding.verdict, finding.seen) == ("good", "2 nodes, this process on 1")
+
+
+def test_limits_of_memory(tmp_path: Path) -> None:
+    tree = _machine(tmp_path)
+    _limit(tmp_path, "box", str(28 * GIB))
+    _limit(tmp_path, "box/inner", "max")
+    assert tree.cgroup_limits() == [28 * GIB]
+    limits = replace(FREE, address_space=64 * GIB, locked_memory=8 * 2**20)
+    findings = _by_name(list(memory_findings(tree, limits, 1)))
+    assert "2.15 billion" in findings["memory"].advice  # 28 GiB over 14 bytes
+    assert findings["control group"].verdict == "note"
+    assert findings["address space"].verdict == "bad"
+    assert findings["locked memory"].seen == "8 MiB"
+    old = tmp_path / "sys/fs/cgroup/memory/job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text(str(5 * GIB))
+    (old.parent / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    (tmp_path / "proc/self/cgroup").write_text("9:memory:/job\n3:cpu:/\n")
+    assert tree.cgroup_limits() == [5 * GIB]
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    tree = HostTree(tmp_path)
+    findings = _by_name([*core_findings(tree, FREE, 1), *memory_findings(tree, FREE, 1)])
+    assert findings["NUMA"].seen == "one node"
+    assert findings["huge pages"].verdict == "note"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "verdict"),
+    [
+        ({"sweep": 3e9, "adam": 9e7}, "memory bandwidth", "bad"),
+        ({"adam": 2e9}, "Adam", "note"),
+        ({"pinned": "invalid argument"}, "pinned memory", "bad"),
+        ({"to_host": 3e9}, "GPU to host", "note"),
+        ({"fsync_seconds": 0.4}, "fsync", "note"),
+        ({"write": 5e7}, "disk", "note"),
+    ],
+)
+def test_rates(change: dict, name: str, verdict: str) -> None:
+    finding = _by_name(list(rate_findings(replace(RATES, **change))))[name]
+    assert finding.verdict == verdict
+    assert finding.advice
+
+
+def test_versions() -> None:
+    findings = _by_name(list(version_findings({**VERSIONS, "deepspeed": "0.18.1"}, "scalar")))
+    assert findings["deepspeed"].verdict == "bad"
+    assert findings["instruction set"].verdict == "note"
+    assert _by_name(list(version_findings({}, "avx2")))["torch"].verdict == "bad"
+
+
+def test_the_table_fits(tmp_path: Path) -> None:
+    tree = _machine(tmp_path, nodes=2, cores=4, gib=4096)
+    limits = ProcessLimits(frozenset(range(3)), 10**15, 10**12, "1")
+    bad = replace(
+        RATES, sweep=1e6, adam=1e3, to_host=1.0, to_device=1.0, fsync_seconds=99.0, write=1e3,
+        pinned="CUDA error: invalid argument",
+    )  # fmt: skip
+    text = report_text(
+        [
+            *version_findings({}, "scalar"),
+            *core_findings(tree, limits, 8),
+            *memory_findings(tree, limits, 8),
+            *rate_findings(bad),
+        ]
+    )
+    assert [line for line in text.splitlines() if len(line) > WIDTH] == []
+
+
+def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["doctor", "--folder", str(tmp_path), "--elements", "200000"]
+    assert cli.main([*command, "--json"]) in (0, 1)
+    findings = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert {"torch", "cores", "memory", "locked memory", "Adam", "fsync", "disk"} <= findings.keys()
+    assert cli.main(command) in (0, 1)
+    assert "what to do" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(["doctor", "--folder", str(tmp_path / "none"), "--elements", "1000"]) == 2
+    assert "--folder" in capsys.readouterr().err
