@@ -101,6 +101,8 @@ void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle beg
     span.bytes = bytes;
     {
         std::lock_guard<std::mutex> lock(anchor_mutex_);
+        // Looked at again: the trace may have been stopped meanwhile, and the anchor be gone.
+        if (trace_.load(std::memory_order_acquire) == nullptr) return;
         span.begin_ns = device_->completed_ns(begin, anchor_, anchor_ns_);
         span.end_ns = device_->completed_ns(end, anchor_, anchor_ns_);
     }

@@ -80,6 +80,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
         self._hyper = hyper
+        self.before_destroy: Callable[[], None] | None = None
+        """Called while everything is still there."""
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
 
@@ -343,6 +345,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
         if self.passes.is_closed:
             return
+        if self.before_destroy is not None:
+            self.before_destroy()
         self.passes.close()
         self.pipeline.close()
         self.weights.close()

@@ -1,0 +1,53 @@
+"""Memory and power while steps are recorded, read by a thread a few times a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+SECONDS = 0.05
+"""Between two readings: they take tenths of a millisecond, with the interpreter held for less."""
+
+
+class Sample(NamedTuple):
+    """A counter's value from a time on."""
+
+    name: str
+    at_ns: float
+    value: float
+
+
+class CounterSampler:
+    """Reads counters until :meth:`stop`."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], float | None]], most: int) -> None:
+        """
+        Args:
+            readers: a counter's name -> what reads it; None where it cannot be told now.
+            most: samples that are kept; the newest.
+        """
+        self._readers = dict(readers)
+        self._most = most
+        self.samples: list[Sample] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hytrain-trace", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._read()
+        while not self._ends.wait(SECONDS):
+            self._read()
+
+    def _read(self) -> None:
+        for name, read in self._readers.items():
+            value = read()
+            if value is not None:
+                self.samples.append(Sample(name, time.monotonic_ns(), value))
+        del self.samples[: -self._most]
+
+    def stop(self) -> None:
+        """Ends the thread; the samples stay."""
+        self._ends.set()
+        self._thread.join()
