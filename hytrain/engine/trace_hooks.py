@@ -26,8 +26,8 @@ def follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Call
         What takes the hooks off again.
     """
     handles: list[RemovableHandle] = []
-    for module, layer in layer_of.items():
-        handles.append(module.register_forward_pre_hook(_enter(layer, recorder)))
+    for number, (module, layer) in enumerate(layer_of.items()):
+        handles.append(module.register_forward_pre_hook(_enter(layer, number, recorder)))
         handles.append(module.register_forward_hook(_leave(layer, recorder)))
 
     def remove() -> None:
@@ -37,9 +37,11 @@ def follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Call
     return remove
 
 
-def _enter(layer: int, recorder: Recorder) -> Callable[[nn.Module, tuple[object, ...]], None]:
+def _enter(
+    layer: int, number: int, recorder: Recorder
+) -> Callable[[nn.Module, tuple[object, ...]], None]:
     def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
-        recorder.enter_layer(layer)
+        recorder.enter_layer(layer, number)
 
     return hook
 

@@ -100,6 +100,7 @@ class _Session:
         self._clock.start()
         self._worker.set_trace_anchor(*self._clock.anchor)
         self._begin_ns = time.monotonic_ns()
+        self._has_threads = config.threads
         self._worker.start_trace(RING_SPANS, config.threads)
         if self._profile is not None:
             self._profile.start()
@@ -187,7 +188,12 @@ class _Session:
     def _all_spans(self) -> list[Span]:
         layers = self._pipeline.layers
         index_of = {layer.worker_index: layer.index for layer in layers}
-        worker = worker_spans(self._worker_spans, index_of.__getitem__, self._clock.corrected)
+        worker = worker_spans(
+            self._worker_spans,
+            index_of.__getitem__,
+            self._clock.corrected,
+            1 if self._has_threads else self._engine.threads.num_threads,
+        )
         spans = [*self.recorder.spans(), *worker]
         if self._profile is not None:
             spans = self._profile.spans(spans)

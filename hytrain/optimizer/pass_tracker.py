@@ -166,7 +166,7 @@ class PassTracker:
             self.meet_in_backward()
         collector.begin(early=reduces, by_layer=by_layer)
         if self.trace is not None:
-            self.trace.begin_backward()
+            self.trace.begin_backward(1 if by_layer is None else max(1, by_layer))
         if self.weights.active is not None and not follows and by_layer is None:
             self.weights.active.begin("backward")
 

@@ -8,7 +8,7 @@ import logging
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CUDA_CALLS = f"{names.PYTHON}: CUDA calls"
 ARG_STREAM = "stream"
 """What has another one than its neighbours has a line of its own in its lane."""
+_LAUNCHING = ("cuda_runtime", "cuda_driver")
 _KEPT = (ARG_STREAM, "correlation", names.ARG_BYTES)
 
 
@@ -96,10 +97,17 @@ def with_kernels(
         All spans. Kernels of the stream that computes have the layer, pass and step of the span
         that they replace. Where there is no kernel, the recorded spans as they are.
     """
+    found = list(found)
+    launches = {
+        event["args"]["correlation"]: float(event["ts"]) + base_ns / 1e3
+        for event in found
+        if event.get("cat") in _LAUNCHING and "correlation" in event.get("args", {})
+    }
     taken = [
         span
         for event in found
-        if (host_calls or is_of_device(event)) and (span := _span(event, base_ns)) is not None
+        if (host_calls or is_of_device(event))
+        and (span := _span(event, base_ns, launches)) is not None
     ]
     busy: Counter[Any] = Counter()
     for span in taken:
@@ -118,7 +126,7 @@ def with_kernels(
         on_main = span.lane == names.GPU_COMPUTE and span.args.get(ARG_STREAM) == main
         if on_main:
             layer = layers.at(span)
-            spans.append(span if layer is None else span._replace(args=span.args | layer.args))
+            spans.append(span if layer is None else span._replace(args={**layer.args, **span.args}))
             continue
         # What the recorder has itself, with more than Kineto knows of it. A kernel of another
         # stream than compute's may be an update's.
@@ -139,13 +147,15 @@ def is_of_device(event: dict[str, Any]) -> bool:
     )
 
 
-def _span(event: dict[str, Any], base_ns: float) -> Span | None:
+def _span(event: dict[str, Any], base_ns: float, launches: Mapping[Any, float]) -> Span | None:
     lane = _lane(event)
     if event.get("ph") != "X" or lane is None:
         return None
     begin_ns = float(event["ts"]) * 1e3 + base_ns
     end_ns = begin_ns + float(event.get("dur", 0.0)) * 1e3
     args = {key: value for key, value in event.get("args", {}).items() if key in _KEPT}
+    if is_of_device(event) and args.get("correlation") in launches:
+        args[names.ARG_LAUNCHED] = launches[args["correlation"]]
     if lane == CUDA_CALLS:
         args[ARG_STREAM] = event.get("tid")  # calls of several threads may overlap
     return Span(lane, str(event["name"]), begin_ns, end_ns, args)
@@ -160,7 +170,7 @@ def _lane(event: dict[str, Any]) -> str | None:
         return names.GPU_COMPUTE
     if category == "gpu_memcpy":
         return names.D2H if "DtoH" in name else names.H2D if "HtoD" in name else names.GPU_COMPUTE
-    return CUDA_CALLS if category == "cuda_runtime" else None
+    return CUDA_CALLS if category in _LAUNCHING else None
 
 
 class _Covering:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -71,6 +71,9 @@ class Recorder:
         self._phases: dict[str, int] = {}
         self._updates_from: Mark | None = None
         self._is_going_back = False
+        self._is_again = False
+        self._together = 1
+        self._entries: Counter[int] = Counter()  # of each module, since the forward began
         self.step = 0
         """That is being made; counted from 1."""
         self.dropped = 0
@@ -125,10 +128,17 @@ class Recorder:
     # -- compute ---------------------------------------------------------------------------------
 
     def _open_compute(self, kind: str, layer: int) -> None:
-        args = {names.ARG_LAYER: layer, names.ARG_PASS: kind, names.ARG_STEP: self.step}
+        args = {names.ARG_LAYER: layer, names.ARG_PASS: kind, **self._now_args()}
         mark = self.clock.mark()
         self._close_compute(mark)
         self._compute = _Open(names.GPU_COMPUTE, f"{kind} layer {layer}", mark, args)
+
+    def _now_args(self) -> dict[str, Any]:
+        """Of a span that begins now; on a device the host's time, which is ahead of it."""
+        args: dict[str, Any] = {names.ARG_STEP: self.step}
+        if self.clock.is_device:
+            args[names.ARG_LAUNCHED] = _now() / 1e3
+        return args
 
     def _close_compute(self, mark: Mark | None = None) -> Mark | None:
         """Ends what compute was at; what follows it at once begins with the same mark."""
@@ -140,7 +150,9 @@ class Recorder:
         return end
 
     def begin_forward(self) -> None:
-        """The model's forward begins."""
+        """The model's forward begins; it may be told twice."""
+        if names.PHASE_FORWARD not in self._phases:
+            self._entries.clear()
         self._phase_begins(names.PHASE_FORWARD)
 
     def end_forward(self) -> None:
@@ -149,25 +161,39 @@ class Recorder:
             self._close_compute()
         self._phase_ends(names.PHASE_FORWARD)
 
-    def enter_layer(self, layer: int) -> None:
-        """A layer's forward begins, perhaps to recompute it."""
-        if self._is_going_back:
+    def enter_layer(self, layer: int, module: int) -> None:
+        """A layer's forward begins, perhaps to recompute it.
+
+        Args:
+            layer: which.
+            module: number of the one of its modules that it is.
+        """
+        # Layer by layer a micro-batch's last layer comes when another one has gone back already.
+        self._is_again = self._is_going_back and self._entries[module] >= self._together
+        self._entries[module] += 1
+        if self._is_again:
             self._open_compute("recompute", layer)
         else:
             self._forward_layer = layer
             self._open_compute("forward", layer)
 
     def leave_layer(self, layer: int) -> None:
-        """It is queued; in backward its own backward follows."""
-        if self._is_going_back:
+        """It is queued; if it was recomputed, its own backward follows."""
+        if self._is_again:
+            self._is_again = False
             self._open_compute("backward", layer)
 
-    def begin_backward(self) -> None:
-        """A backward begins: with the loss, behind the last layer."""
+    def begin_backward(self, micro_batches: int) -> None:
+        """A backward begins: with the loss, behind the last layer.
+
+        Args:
+            micro_batches: that go back together.
+        """
         self._phase_ends(names.PHASE_FORWARD)  # layer by layer nobody else ends it
         self._phase_begins(names.PHASE_BACKWARD)
         self._is_going_back = True
-        self._backwards += 1
+        self._together = micro_batches
+        self._backwards += micro_batches
         self._open_compute("backward", self._forward_layer)
 
     def end_backward(self) -> None:
@@ -216,7 +242,7 @@ class Recorder:
         """
         name = str(getattr(call, "__name__", "collective"))
         kind = _COLLECTIVES.get(name, name)
-        args: dict[str, Any] = {names.ARG_COLLECTIVE: kind, names.ARG_STEP: self.step}
+        args: dict[str, Any] = {names.ARG_COLLECTIVE: kind}
         words = kind.replace("_", " ")
         if layer in self._layers:
             args[names.ARG_LAYER] = self._layers[layer]
@@ -240,6 +266,7 @@ class Recorder:
 
     @contextmanager
     def _on_stream(self, lane: str, name: str, args: dict[str, Any]) -> Generator[None]:
+        args |= self._now_args()
         begin = self.clock.mark()
         try:
             yield
@@ -254,11 +281,7 @@ class Recorder:
         """One of them is queued."""
         assert self._updates_from is not None
         begin, self._updates_from = self._updates_from, self.clock.mark()
-        args = {
-            names.ARG_LAYER: layer,
-            names.ARG_STEP: self.step,
-            names.ARG_PARAMETERS: parameters,
-        }
+        args = {names.ARG_LAYER: layer, names.ARG_PARAMETERS: parameters, **self._now_args()}
         self.add(names.GPU_UPDATE, f"update layer {layer}", begin, self._updates_from, args)
 
     # -- steps, and what there is in the end -----------------------------------------------------

@@ -19,7 +19,10 @@ _COPIES = {
 
 
 def worker_spans(
-    found: Iterable[_C.TraceSpan], layer_of: Callable[[int], int], correct: Callable[[float], float]
+    found: Iterable[_C.TraceSpan],
+    layer_of: Callable[[int], int],
+    correct: Callable[[float], float],
+    num_threads: int,
 ) -> Iterator[Span]:
     """Passes over chunks (on the host's clock) and copies (on the device's).
 
@@ -27,6 +30,7 @@ def worker_spans(
         found: as the ring has them.
         layer_of: the model's layer of a worker's.
         correct: makes a device's time the host's.
+        num_threads: that make a pass together; 1 where each has spans of its own.
     """
     for span in found:
         layer = layer_of(span.layer)
@@ -42,7 +46,11 @@ def worker_spans(
             begin, end = correct(span.begin_ns), correct(span.end_ns)
             yield Span(lane, f"{what} layer {layer}", begin, end, args)
             continue
-        args |= {names.ARG_PARAMETERS: span.elements, names.ARG_TASK: span.kind.name}
+        args |= {
+            names.ARG_PARAMETERS: span.elements,
+            names.ARG_TASK: span.kind.name,
+            names.ARG_THREADS: num_threads,
+        }
         lane = names.CPU_ADAM if span.thread == 0 else f"{names.CPU_ADAM} {span.thread + 1}"
         title = f"update layer {layer} chunk {span.chunk}"
         yield Span(lane, title, span.begin_ns, span.end_ns, args)
