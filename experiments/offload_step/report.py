@@ -50,9 +50,9 @@ One line a system and part; where a part measured a system several times, `runs`
 the line is made of all of them (memory: the most). `x fwd+bwd` is the step over forward and
 backward only, both of the same part. Host memory is the process's, or the growth of the machine's
 use if that is more, here over all parameters, wherever their state is. FSDP2 runs without clipping,
-which is in its favour. Compare systems within a part only. Energy is the GPU's (NVML) and that of the
-host's processors (RAPL), whatever else ran there included; `-` where it cannot be read, and `tokens/J`
-is over what is known.
+which is in its favour. Compare systems within a part only. Energy is the GPU's (NVML) and that of
+the host's processors (RAPL), whatever else ran there included; `-` where it cannot be read, and
+`tokens/J` is over what is known.
 """
 
 CEILING = """\

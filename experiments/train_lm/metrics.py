@@ -71,7 +71,7 @@ class StepRecord:
     gpu_energy_j: float | None = None
     """Joules of all ranks' GPUs in the step; None where one of them cannot be read."""
     cpu_energy_j: float | None = None
-    """Joules of the processors of all hosts in the step, other programs' included; None as above."""
+    """Joules of all hosts' processors in the step, other programs' included; None as above."""
     tokens_per_j: float | None = None
     """Tokens of the step over the joules that are known, GPUs' and processors'."""
     k: float | None = None

@@ -44,8 +44,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests")))
     limits = ["--ignore_frozen", "--max_stack_depth", "4", "--quiet"]
     subprocess.run(
-        [sys.executable, "-m", "viztracer", "--log_torch", *limits, "-o", str(out)]
-        + ["--", str(script)],
+        [sys.executable, "-m", "viztracer", "--log_torch", *limits, "-o", out, "--", script],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         check=True,
@@ -61,9 +60,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     multiplied = [e for e in operators if e["name"] == "aten::addmm" and begin < e["ts"] < end]
     forwards = trace.spans(names.GPU_COMPUTE, step=2, **{"pass": "forward"})
     assert len(multiplied) == 10  # two in each block, one before and one behind
-    inside = [
-        e for e in multiplied for f in forwards if f["ts"] <= e["ts"] <= f["ts"] + f["dur"]
-    ]
+    inside = [e for e in multiplied for f in forwards if f["ts"] <= e["ts"] <= f["ts"] + f["dur"]]
     assert len(inside) == 10
 
 
@@ -85,9 +82,7 @@ def test_a_tracer_of_some_steps(tmp_path: Path) -> None:
     _check(Trace.read(out), [4, 5])
 
 
-def test_steps_and_folder_beside_a_tracer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_and_folder_beside_a_tracer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One recording: the chosen steps, in VizTracer's file."""
     join_process_group()
     out, folder = tmp_path / "trace.json", tmp_path / "folder"
