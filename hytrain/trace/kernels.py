@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,7 +36,7 @@ class KernelProfile:
 
     def start(self) -> None:
         """Begins; says so where another profiler is running already."""
-        if torch._C._autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]
+        if cast(Any, torch.autograd)._profiler_enabled():
             logger.warning(
                 "the trace has no kernels: another torch.profiler is running, and there can be one"
             )

@@ -69,12 +69,12 @@ def _events(trace: TraceFile) -> Iterator[dict[str, Any]]:
 
     A file of VizTracer has processes and streams that other ranks' files have as well.
     """
-    offset_of = {header.rank: header.clock_offset_us for header in trace.headers}
+    offset_of: dict[Any, float] = {x.rank: x.clock_offset_us for x in trace.headers}
     only = trace.headers[0].rank if len(trace.headers) == 1 else None
     lines: dict[Any, int] = {}
     for event in trace.events:
         place = event.get("pid"), event.get("tid")
-        rank = place[0] if only is None else only
+        rank: Any = place[0] if only is None else only
         moved = {**event, "pid": rank}
         if "ts" in event:
             moved["ts"] = event["ts"] + offset_of.get(rank, 0.0)
