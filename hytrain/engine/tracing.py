@@ -99,7 +99,6 @@ class _Session:
         self._profile = KernelProfile() if kernels and device.type == "cuda" else None
         self._clock.start()
         self._worker.set_trace_anchor(*self._clock.anchor)
-        self._begin_ns = time.monotonic_ns()
         self._has_threads = config.threads
         self._worker.start_trace(RING_SPANS, config.threads)
         if self._profile is not None:
@@ -152,6 +151,10 @@ class _Session:
         """No further step is recorded; the update worker may still be at the last one."""
         self._detach()
         self._sampler.stop()
+        if self._profile is not None:
+            # What the last step has queued is to be seen, and nothing of the next one.
+            self._pipeline.streams.synchronize()
+            self._profile.stop()
 
     def finish(self, *, measures_peaks: bool) -> Recording:
         """Nothing more is recorded; waits for the device.
@@ -164,8 +167,6 @@ class _Session:
         self._clock.stop()
         # The worker's handle of the anchor must not outlive it.
         self._worker.set_trace_anchor(0, 0)
-        if self._profile is not None:
-            self._profile.stop()
         engine, threads = self._engine, self._engine.threads
         rate = 1.0 / threads.seconds_per_parameter
         peaks = Peaks(cores=engine.cores, adam_parameters_per_s=rate)
@@ -197,12 +198,18 @@ class _Session:
         spans = [*self.recorder.spans(), *worker]
         if self._profile is not None:
             spans = self._profile.spans(spans)
-        # The ring has copies of before that were noted late, and jobs of the step that came after.
-        spans = [s for s in spans if s.end_ns >= self._begin_ns and self._is_of_a_step(s)]
-        return [self._with_energy(s) if s.lane == names.STEPS else s for s in spans]
+        steps = [span for span in spans if span.lane == names.STEPS]
+        begin_ns, end_ns = steps[0].begin_ns, steps[-1].end_ns
 
-    def _is_of_a_step(self, span: Span) -> bool:
-        return span.args.get(names.ARG_STEP, self.last_step) <= self.last_step
+        def is_recorded(span: Span) -> bool:
+            # The ring has copies and passes from before, while the recording was prepared, and jobs
+            # of the step that came after. What is of no step is a kernel's or a call's.
+            step = span.args.get(names.ARG_STEP)
+            is_late = span.begin_ns >= end_ns if step is None else step > self.last_step
+            return span.end_ns >= begin_ns and not is_late
+
+        spans = [span for span in spans if is_recorded(span)]
+        return [self._with_energy(s) if s.lane == names.STEPS else s for s in spans]
 
     def _counters(self) -> list[Sample]:
         return [sample for sample in self._sampler.samples if sample.name not in _JOULES]

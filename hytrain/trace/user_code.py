@@ -80,7 +80,7 @@ def _tensor_wait(
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wait(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-            line = user_line(_caller()) if tensor.device == device else None
+            line = user_line(_caller()) if tensor.device.type == device.type else None
             if line is None:
                 return call(tensor, *arguments, **named)
             with recorder.host_wait(f".{name}()", line):

