@@ -31,7 +31,8 @@ from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
-from hytrain.engine.tracing import TracedEngine, Tracing, check_folder
+from hytrain.engine.trace_session import TracedEngine
+from hytrain.engine.tracing import Tracing, check_folder
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan

@@ -224,7 +224,7 @@ def test_a_full_ring_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     join_process_group()
-    monkeypatch.setattr("hytrain.engine.tracing.RING_SPANS", 16)
+    monkeypatch.setattr("hytrain.engine.trace_session.RING_SPANS", 16)
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (2, 4)), 4)
     trace = Trace.read(tmp_path / "trace_rank0.json")

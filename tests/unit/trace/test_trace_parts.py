@@ -13,11 +13,10 @@ import pytest
 import torch
 from support.traces import Trace
 
-from hytrain.engine.tracing import _between, _cpu_power
 from hytrain.formats import trace_file as names
 from hytrain.trace import clock as clock_module
 from hytrain.trace.clock import TraceClock
-from hytrain.trace.counters import CounterSampler, Sample
+from hytrain.trace.counters import CounterSampler, Sample, growth_between, rates_of
 from hytrain.trace.flows import pending_gradients, ways
 from hytrain.trace.kernels import with_kernels
 from hytrain.trace.recorder import Final, Recorder, Span
@@ -229,9 +228,9 @@ def test_counters_are_read_until_they_are_stopped() -> None:
 
 def test_energy_between_two_times() -> None:
     samples = [Sample("cpu", at * 1e9, joules) for at, joules in ((0, 0), (1, 100), (2, 300))]
-    assert _between(samples, "cpu", 0.5e9, 1.5e9) == pytest.approx(150.0)
-    assert _between(samples, "gpu", 0.5e9, 1.5e9) is None
-    assert [s.value for s in _cpu_power(samples)] == [100.0, 200.0]
+    assert growth_between(samples, "cpu", 0.5e9, 1.5e9) == pytest.approx(150.0)
+    assert growth_between(samples, "gpu", 0.5e9, 1.5e9) is None
+    assert [s.value for s in rates_of(samples, "cpu", "CPU power")] == [100.0, 200.0]
 
 
 def test_waits_are_those_of_the_users_line() -> None:
