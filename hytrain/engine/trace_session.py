@@ -88,7 +88,7 @@ class TraceSession:
         device = self._pipeline.streams.device
         undo = [
             follow_layers(engine.layer_of, self.recorder),
-            watch_user_code(self.recorder, device),
+            watch_user_code(self.recorder, device, waits=device.type != "cpu"),
         ]
         for part in parts:
             part.trace = self.recorder

@@ -202,11 +202,9 @@ class Tracing:
 
 def _report(recording: Recording, path: Path) -> None:
     header = recording.header
-    cost = (
-        ""
-        if header.recording_overhead is None
-        else (f", which took {header.recording_overhead:+.1%} of a step")
-    )
+    cost = ""
+    if header.recording_overhead is not None:
+        cost = f" ({header.recording_overhead:+.1%} against the steps beside them)"
     logger.info(
         "steps %d to %d are recorded in %s%s; open it in ui.perfetto.dev or with vizviewer",
         *header.steps,

@@ -26,12 +26,13 @@ _TENSOR_WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__i
 _Item = TypeVar("_Item")
 
 
-def watch_user_code(recorder: Recorder, device: torch.device) -> Callable[[], None]:
+def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) -> Callable[[], None]:
     """Records data loading and waits for the device.
 
     Args:
         recorder: takes the spans.
         device: waits for whose tensors are meant.
+        waits: whether there is anything to wait for: a CPU has computed when a call returns.
 
     Returns:
         What puts the old calls back.
@@ -39,7 +40,7 @@ def watch_user_code(recorder: Recorder, device: torch.device) -> Callable[[], No
     undo: list[Callable[[], None]] = []
     loader = dataloader._BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
     undo.append(_replace(loader, "__next__", lambda call: _loading(call, recorder)))
-    for name in _TENSOR_WAITS:
+    for name in _TENSOR_WAITS if waits else ():
         undo.append(_replace(torch.Tensor, name, _tensor_wait(name, recorder, device)))
     if device.type == "cuda":
         for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):

@@ -143,9 +143,7 @@ def test_phases_and_waits(trace: Trace) -> None:
         waits = trace.spans(names.WAITS_OF_FORWARD, step=step)
         assert [e["args"]["layer"] for e in waits] == list(range(LAYERS))
         assert ["CPU" in e["args"]["what"] for e in waits] == [False] * 3 + [True] * 3
-        (sync,) = trace.spans(names.HOST_WAITS, step=step)
-        assert sync["name"] == ".item()"
-        assert sync["args"]["line"].startswith("test_recording.py:")
+    assert not trace.spans(names.HOST_WAITS)  # on a CPU .item() waits for nothing
 
 
 def test_arrows_link_a_layer_through_its_step(trace: Trace) -> None:

@@ -30,6 +30,7 @@ def _train(config: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
             loss = loss_of(engine(**make_batch(KIND, step, device)))
             engine.backward(loss)
             engine.step()
+            loss.item()
         state = engine.fp32_state_dict()
     return {f"{name}.{kind}": t for name, parts in state.items() for kind, t in parts.items()}
 
@@ -82,6 +83,13 @@ def test_layers_are_timed_by_events_where_there_are_no_kernels(
         assert sorted({e["args"]["layer"] for e in forward}) == list(range(LAYERS))
         begin, end = trace.steps()[step]
         assert all(begin - CLOSE_US <= e["ts"] <= end + CLOSE_US for e in forward)
+
+
+def test_waits_have_their_line(traces: dict[bool, Trace]) -> None:
+    for trace in traces.values():
+        waits = trace.spans(names.HOST_WAITS)
+        assert {e["name"] for e in waits} == {".item()"}
+        assert all(e["args"]["line"].startswith("test_recording_gpu.py:") for e in waits)
 
 
 def test_kernels_have_layer_and_launch(traces: dict[bool, Trace]) -> None:

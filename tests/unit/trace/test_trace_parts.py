@@ -235,7 +235,7 @@ def test_energy_between_two_times() -> None:
 
 def test_waits_are_those_of_the_users_line() -> None:
     recorder = Recorder(TraceClock(CPU), [], most_spans=100)
-    restore = watch_user_code(recorder, CPU)
+    restore = watch_user_code(recorder, CPU, waits=True)
     try:
         torch.ones(1).item()
         bool(torch.ones(1))
