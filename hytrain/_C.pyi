@@ -123,6 +123,29 @@ class WorkerStatistics:
     to_device_ns: int
     to_device_bytes: int
 
+class SpanKind:
+    preview: ClassVar[SpanKind]
+    commit: ClassVar[SpanKind]
+    commit_then_preview: ClassVar[SpanKind]
+    publish: ClassVar[SpanKind]
+    gradient_to_host: ClassVar[SpanKind]
+    gradient_to_device: ClassVar[SpanKind]
+    weights_to_device: ClassVar[SpanKind]
+    state_to_host: ClassVar[SpanKind]
+    state_to_device: ClassVar[SpanKind]
+    name: str
+
+class TraceSpan:
+    kind: SpanKind
+    thread: int
+    layer: int
+    chunk: int
+    step: int
+    begin_ns: int
+    end_ns: int
+    bytes: int
+    elements: int
+
 class UpdateWorker:
     @staticmethod
     def on_host(num_threads: int, delay_seed: int, max_delay_us: int) -> UpdateWorker: ...
@@ -179,4 +202,9 @@ class UpdateWorker:
     def check_error(self) -> None: ...
     def take_statistics(self) -> WorkerStatistics: ...
     def take_spans(self) -> list[JobSpan]: ...
+    def start_trace(self, capacity: int, threads: bool) -> None: ...
+    def stop_trace(self) -> None: ...
+    def set_trace_step(self, step: int) -> None: ...
+    def set_trace_anchor(self, anchor: int, at_ns: int) -> None: ...
+    def take_trace(self) -> tuple[list[TraceSpan], int]: ...
     def fail_at(self, layer: int) -> None: ...

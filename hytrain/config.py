@@ -135,6 +135,43 @@ class SolverConfig(_Section):
         return value
 
 
+DEFAULT_TRACED_STEPS = (10, 14)
+
+
+class TraceConfig(_Section):
+    """Which steps are recorded, and where to."""
+
+    dir: str | None = None
+    """Folder of the traces, ``trace_rank<N>.json``; null: none is written."""
+
+    steps: tuple[int, int] | None = None
+    """The first step that is recorded, counted from 1, and the first one that is not any more;
+    null: 10 and 14, or all of them under VizTracer."""
+
+    kernels: bool = True
+    """The GPU's kernels as well, by torch.profiler; false: one span a layer and pass."""
+
+    threads: bool = False
+    """One lane a thread of the CPU update, instead of one for all."""
+
+    @field_validator("dir")
+    @classmethod
+    def _is_named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must name a folder, got an empty name")
+        return value
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and not 1 <= value[0] < value[1]:
+            raise ValueError(
+                f"must be two step numbers, the first at least 1 and the second above it (that "
+                f"step is not recorded any more), got {list(value)}: [10, 14] records 10 to 13"
+            )
+        return value
+
+
 class HyTrainConfig(_Section):
     """The whole section. docs/configuration.md explains every key."""
 
@@ -171,6 +208,7 @@ class HyTrainConfig(_Section):
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    trace: TraceConfig = TraceConfig()
 
     @field_validator("gpu_fraction")
     @classmethod

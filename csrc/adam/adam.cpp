@@ -1,8 +1,11 @@
 // The passes of hytrain/adam.h: constants once, then blocks of the range over an OpenMP team.
 #include "hytrain/adam.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <stdexcept>
 #include <vector>
@@ -14,6 +17,9 @@ namespace hytrain {
 namespace {
 
 Tuning g_tuning;
+
+// Of the thread that starts passes; its team writes there.
+thread_local ThreadTime* t_times = nullptr;
 
 // A team's start costs some microseconds, about what this many elements take on one thread.
 constexpr std::size_t kSerialElements = 16384;
@@ -56,6 +62,28 @@ class DefaultFloatingPoint {
     std::fenv_t saved_{};
 };
 
+// Notes when one thread of a pass begins and ends, where it is to.
+class ThreadClock {
+   public:
+    ThreadClock(ThreadTime* times, int thread)
+        : time_(times == nullptr ? nullptr : times + thread) {
+        if (time_ != nullptr) time_->begin_ns = now_ns();
+    }
+    ~ThreadClock() {
+        if (time_ != nullptr) time_->end_ns = now_ns();
+    }
+    ThreadClock(const ThreadClock&) = delete;
+    ThreadClock& operator=(const ThreadClock&) = delete;
+
+   private:
+    static std::int64_t now_ns() {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(
+                   std::chrono::steady_clock::now().time_since_epoch())
+            .count();
+    }
+    ThreadTime* time_;
+};
+
 // Calls body(begin, count, index) for each block of [0, n); blocks start at multiples of
 // `block`, whatever the number of threads.
 template <class Body>
@@ -67,6 +95,7 @@ void for_blocks(std::size_t n, std::size_t block, int num_threads, const Body& b
     };
     if (num_threads <= 1 || n <= kSerialElements) {
         const DefaultFloatingPoint guard;
+        const ThreadClock clock(t_times, 0);
         for (std::int64_t index = 0; index < num_blocks; ++index) {
             run(index);
         }
@@ -76,9 +105,11 @@ void for_blocks(std::size_t n, std::size_t block, int num_threads, const Body& b
     // at the end of the parallel region is needed: the caller sends the result at once.
     const auto team = static_cast<int>(std::min<std::int64_t>(num_threads, num_blocks));
     const bool dynamic = g_tuning.dynamic_schedule;
+    ThreadTime* const times = t_times;  // the team's threads have their own
 #pragma omp parallel num_threads(team)
     {
         const DefaultFloatingPoint guard;
+        const ThreadClock clock(times, times == nullptr ? 0 : omp_get_thread_num());
         if (dynamic) {
 #pragma omp for schedule(dynamic, 1) nowait
             for (std::int64_t index = 0; index < num_blocks; ++index) {
@@ -112,6 +143,8 @@ GradientRange whole(const GradientStep& step) {
 }  // namespace
 
 Tuning tuning() { return g_tuning; }
+
+void set_thread_times(ThreadTime* times) { t_times = times; }
 
 void set_tuning(const Tuning& tuning) {
     if (tuning.block_elements == 0 || tuning.block_elements % 64 != 0) {

@@ -139,6 +139,8 @@ using hytrain::Chunk;
 using hytrain::Job;
 using hytrain::JobSpan;
 using hytrain::Pass;
+using hytrain::Span;
+using hytrain::SpanKind;
 using hytrain::StateArrays;
 using hytrain::StepRecord;
 using hytrain::UpdateWorker;
@@ -204,6 +206,36 @@ void bind_offload_types(py::module_& m) {
         .def_readonly("to_host_bytes", &WorkerStatistics::to_host_bytes)
         .def_readonly("to_device_ns", &WorkerStatistics::to_device_ns)
         .def_readonly("to_device_bytes", &WorkerStatistics::to_device_bytes);
+}
+
+void bind_trace_types(py::module_& m) {
+    py::enum_<SpanKind>(m, "SpanKind")
+        .value("preview", SpanKind::kPreview)
+        .value("commit", SpanKind::kCommit)
+        .value("commit_then_preview", SpanKind::kCommitThenPreview)
+        .value("publish", SpanKind::kPublish)
+        .value("gradient_to_host", SpanKind::kGradientToHost)
+        .value("gradient_to_device", SpanKind::kGradientToDevice)
+        .value("weights_to_device", SpanKind::kWeightsToDevice)
+        .value("state_to_host", SpanKind::kStateToHost)
+        .value("state_to_device", SpanKind::kStateToDevice);
+    py::class_<Span>(m, "TraceSpan")
+        .def_readonly("kind", &Span::kind)
+        .def_readonly("thread", &Span::thread)
+        .def_readonly("layer", &Span::layer)
+        .def_readonly("chunk", &Span::chunk)
+        .def_readonly("step", &Span::step)
+        .def_readonly("begin_ns", &Span::begin_ns)
+        .def_readonly("end_ns", &Span::end_ns)
+        .def_readonly("bytes", &Span::bytes)
+        .def_readonly("elements", &Span::elements);
+}
+
+// The spans, and how many were overwritten.
+std::pair<std::vector<Span>, std::uint64_t> take_trace(UpdateWorker& worker) {
+    std::vector<Span> spans;
+    const std::uint64_t lost = worker.take_trace(spans);
+    return {std::move(spans), lost};
 }
 
 void submit_update(UpdateWorker& worker, int layer, Address gradient, Address gradient_ready,
@@ -326,6 +358,13 @@ void bind_worker(py::module_& m) {
         .def("check_error", &UpdateWorker::check_error, NoGil())
         .def("take_statistics", &UpdateWorker::take_statistics, NoGil())
         .def("take_spans", &UpdateWorker::take_spans, NoGil())
+        .def("start_trace", &UpdateWorker::start_trace, py::arg("capacity"), py::arg("threads"),
+             NoGil())
+        .def("stop_trace", &UpdateWorker::stop_trace)
+        .def("set_trace_step", &UpdateWorker::set_trace_step, py::arg("step"), NoGil())
+        .def("set_trace_anchor", &UpdateWorker::set_trace_anchor, py::arg("anchor"),
+             py::arg("at_ns"), NoGil())
+        .def("take_trace", &take_trace, NoGil())
         .def("fail_at", &UpdateWorker::fail_at, py::arg("layer"));
 }
 
@@ -338,6 +377,7 @@ void bind_offload(py::module_& m) {
         py::arg("memory"), py::arg("bytes"), py::arg("num_threads"),
         py::call_guard<py::gil_scoped_release>());
     bind_offload_types(m);
+    bind_trace_types(m);
     bind_worker(m);
 }
 

@@ -151,6 +151,10 @@ class HostDevice final : public Device {
         return as_event(end)->completed_ns.load() - as_event(begin)->completed_ns.load();
     }
 
+    std::int64_t completed_ns(EventHandle event, EventHandle, std::int64_t) override {
+        return as_event(event)->completed_ns.load();
+    }
+
     void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {
         lane_thread(lane).push(
             [destination, source, bytes] { std::memcpy(destination, source, bytes); });

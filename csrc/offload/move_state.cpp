@@ -32,7 +32,7 @@ void UpdateWorker::send_state(const Layer& layer, const Chunk& chunk, const Job&
             delay();
             const std::size_t buffer = take_outgoing();
             parallel_copy(outgoing_.addresses[buffer], run.host + at, bytes, num_threads_);
-            send_outgoing(buffer, run.device + at, bytes);
+            send_outgoing(buffer, run.device + at, bytes, SpanKind::kStateToDevice);
         }
     }
 }
@@ -52,6 +52,7 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
             }
             delay();
             const std::size_t buffer = take_outgoing();
+            device_->record(outgoing_.begins[buffer], Lane::kToHost);
             device_->copy(Lane::kToHost, outgoing_.addresses[buffer], run.device + at, bytes);
             device_->record(outgoing_.ends[buffer], Lane::kToHost);
             flying.push_back(StatePiece{buffer, run.host + at, bytes});
@@ -63,6 +64,8 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
 void UpdateWorker::land_piece(const StatePiece& piece) {
     // Without this wait the buffer would be read while the device still writes it.
     wait_event(outgoing_.ends[piece.buffer]);
+    trace_copy(SpanKind::kStateToHost, place_, outgoing_.begins[piece.buffer],
+               outgoing_.ends[piece.buffer], static_cast<std::int64_t>(piece.bytes));
     parallel_copy(piece.destination, outgoing_.addresses[piece.buffer], piece.bytes, num_threads_);
 }
 

@@ -15,6 +15,7 @@ namespace {
 // would fix the order of the layers too early (with direct commit all slots are free).
 constexpr std::size_t kMaxActive = 8;
 constexpr std::size_t kMaxSpans = 1U << 16U;
+constexpr std::chrono::microseconds kTracePoll{200};
 
 std::int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -35,8 +36,15 @@ void UpdateWorker::run() {
             // Only a worker that has nothing begun may sleep: no notification comes for work that
             // is already its own.
             if (active_.empty() && !fetching_) {
+                // A trace's last copies would be seen at the next job only, which may never come.
+                const bool flying = trace_sent();
+                const auto is_due = [&] { return stop_ || has_job(); };
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return stop_ || has_job(); });
+                if (flying) {
+                    wake_.wait_for(lock, kTracePoll, is_due);
+                } else {
+                    wake_.wait(lock, is_due);
+                }
             }
             if (stop_) return;
             // Before a job is picked, whose memory was added before it was submitted. What comes
@@ -173,8 +181,9 @@ void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
     job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
-    job_statistics_.to_host_bytes +=
-        static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
+    const auto bytes = static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
+    job_statistics_.to_host_bytes += bytes;
+    trace_copy(SpanKind::kGradientToHost, place_, slots.begins[index], slots.ends[index], bytes);
 }
 
 // Takes over new pinned buffers; from then on only the worker touches them, without a lock.
@@ -196,7 +205,7 @@ void UpdateWorker::absorb_growth() {
         }
         to.bytes = growth.buffers.bytes;
     }
-    outgoing_sent_.resize(outgoing_.addresses.size(), 0);
+    outgoing_sent_.resize(outgoing_.addresses.size());
     growth_.clear();
     has_growth_ = false;
 }
@@ -205,6 +214,8 @@ void UpdateWorker::process(const Work& work) {
     Job& job = *work.job;
     Layer& layer = layers_[static_cast<std::size_t>(job.layer)];
     Chunk& chunk = layer.chunks[work.chunk];
+    place_ = Place{job.step, job.layer, static_cast<std::int32_t>(work.chunk)};
+    gradient_dtype_ = layer.gradient_dtype;
     if (work.chunk == 0) {
         span_ = JobSpan{};
         span_.layer = job.layer;

@@ -19,12 +19,19 @@ std::int64_t now_ns() {
 }  // namespace
 
 template <typename Function>
-void UpdateWorker::timed(Function function) {
+void UpdateWorker::timed(SpanKind kind, const Chunk& chunk, const Outgoing& out,
+                         Function function) {
+    SpanRing* const trace = trace_.load(std::memory_order_acquire);
+    if (trace != nullptr && traces_threads_) {
+        thread_times_.assign(static_cast<std::size_t>(num_threads_), ThreadTime{});
+        set_thread_times(thread_times_.data());
+    }
     const std::int64_t begin = now_ns();
     function();
-    const std::int64_t taken = now_ns() - begin;
-    job_statistics_.kernel_ns += taken;
-    span_.kernel_ns += taken;
+    const std::int64_t end = now_ns();
+    job_statistics_.kernel_ns += end - begin;
+    span_.kernel_ns += end - begin;
+    if (trace != nullptr) trace_pass(*trace, kind, chunk, out.data != nullptr, begin, end);
 }
 
 GradientStep UpdateWorker::gradient_step(const Layer& layer, const Chunk& chunk, int slot,
@@ -51,7 +58,8 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
             const StateArrays s = layer.state.at(chunk.shard_offset);
             const Outgoing out = next_outgoing(chunk);
-            timed([&] { adam_preview(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+            timed(SpanKind::kPreview, chunk, out,
+                  [&] { adam_preview(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
             send(chunk, out);
             break;
         }
@@ -88,7 +96,7 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
     if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
-        timed([&] {
+        timed(holding_ ? SpanKind::kCommit : SpanKind::kCommitThenPreview, chunk, out, [&] {
             if (holding_) {
                 adam_commit(s.p, s.m, s.v, chunk.n, previous, out, num_threads_);
             } else {
@@ -97,7 +105,8 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
             }
         });
     } else if (!holding_) {
-        timed([&] { adam_preview(s.p, s.m, s.v, chunk.n, current, out, num_threads_); });
+        timed(SpanKind::kPreview, chunk, out,
+              [&] { adam_preview(s.p, s.m, s.v, chunk.n, current, out, num_threads_); });
     }
     // Slots are swapped, not copied: the new gradient is the pending one from here on. The old slot
     // is released after the pass that reads it: the next fetch may be copied into it at once.
@@ -110,7 +119,8 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep step = gradient_step(layer, chunk, slot, current_);
     const StateArrays s = layer.state.at(chunk.shard_offset);
     const Outgoing out = next_outgoing(chunk);
-    timed([&] { adam_commit(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+    timed(SpanKind::kCommit, chunk, out,
+          [&] { adam_commit(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
     // After the pass, for the same reason as in run_update.
     slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
     send(chunk, out);
@@ -121,14 +131,15 @@ void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
     if (!previous_) return;
     const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
     const StateArrays s = layer.state.at(chunk.shard_offset);
-    timed([&] { adam_commit(s.p, s.m, s.v, chunk.n, step, Outgoing{}, num_threads_); });
+    timed(SpanKind::kCommit, chunk, Outgoing{},
+          [&] { adam_commit(s.p, s.m, s.v, chunk.n, step, Outgoing{}, num_threads_); });
     release_slot(chunk);
 }
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {
     const Outgoing out = next_outgoing(chunk);
     const float* p = layer.state.at(chunk.shard_offset).p;
-    timed([&] { adam_publish(p, chunk.n, out, num_threads_); });
+    timed(SpanKind::kPublish, chunk, out, [&] { adam_publish(p, chunk.n, out, num_threads_); });
     send(chunk, out);
 }
 
@@ -140,12 +151,16 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
     // Without this wait the copy could overwrite what the compute stream still reads: the memory
     // was allocated in its order.
     device_->lane_wait(Lane::kToDevice, job.gradient_ready);
+    const EventHandle begin = slots.begins[static_cast<std::size_t>(chunk.slot)];
+    device_->record(begin, Lane::kToDevice);
     device_->copy(Lane::kToDevice, job.withdraw_to + chunk.shard_offset * size,
                   slots.addresses[static_cast<std::size_t>(chunk.slot)], chunk.n * size);
     device_->record(event, Lane::kToDevice);
     // The slot is released next: without this wait the next gradient could be copied into it while
     // this one is still being read.
     wait_event(event);
+    trace_copy(SpanKind::kGradientToDevice, place_, begin, event,
+               static_cast<std::int64_t>(chunk.n * size));
 }
 
 // The next outgoing buffer, in turn. Without the wait the kernel could overwrite weights that the
@@ -154,12 +169,18 @@ std::size_t UpdateWorker::take_outgoing() {
     if (outgoing_.addresses.empty()) throw std::logic_error("there are no outgoing buffers");
     const std::size_t buffer = next_outgoing_++ % outgoing_.addresses.size();
     job_statistics_.wait_outgoing_ns += wait_event(outgoing_.ends[buffer]);
-    if (outgoing_sent_[buffer] != 0) {
-        job_statistics_.to_device_ns +=
-            device_->elapsed_ns(outgoing_.begins[buffer], outgoing_.ends[buffer]);
-        job_statistics_.to_device_bytes += std::exchange(outgoing_sent_[buffer], 0);
-    }
+    account_sent(buffer);
     return buffer;
+}
+
+// The buffer's latest copy has completed.
+void UpdateWorker::account_sent(std::size_t buffer) {
+    Sent& sent = outgoing_sent_[buffer];
+    if (sent.bytes == 0) return;
+    const EventHandle begin = outgoing_.begins[buffer], end = outgoing_.ends[buffer];
+    job_statistics_.to_device_ns += device_->elapsed_ns(begin, end);
+    job_statistics_.to_device_bytes += sent.bytes;
+    trace_copy(sent.kind, sent.place, begin, end, std::exchange(sent.bytes, 0));
 }
 
 Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
@@ -175,15 +196,17 @@ void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
     if (chunk.weights_on_host) return;
     const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.addresses.size();
     if (out.data != outgoing_.addresses[buffer]) throw std::logic_error("not the latest buffer");
-    send_outgoing(buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype));
+    send_outgoing(buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype),
+                  SpanKind::kWeightsToDevice);
 }
 
-void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::size_t bytes) {
+void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::size_t bytes,
+                                 SpanKind kind) {
     const std::int64_t begin = now_ns();
     device_->record(outgoing_.begins[buffer], Lane::kToDevice);
     device_->copy(Lane::kToDevice, destination, outgoing_.addresses[buffer], bytes);
     device_->record(outgoing_.ends[buffer], Lane::kToDevice);
-    outgoing_sent_[buffer] = static_cast<std::int64_t>(bytes);
+    outgoing_sent_[buffer] = Sent{static_cast<std::int64_t>(bytes), kind, place_};
     job_statistics_.issue_ns += now_ns() - begin;
 }
 

@@ -133,6 +133,7 @@ void UpdateWorker::submit(Job job) {
         // So that the caller keeps the gradient's memory until the copy of it has completed.
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
         job.sequence = sequence_++;
+        job.step = trace_step_;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
     }
     wake_.notify_one();
@@ -144,6 +145,7 @@ void UpdateWorker::submit_move(Job job) {
         throw_if_failed();
         ++count(layers_.at(static_cast<std::size_t>(job.layer)), job.pass);
         job.sequence = sequence_++;
+        job.step = trace_step_;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
     }
     wake_.notify_one();
@@ -213,6 +215,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
             job->pass = Pass::kPreview;
             job->layer = static_cast<int>(i);
             job->sequence = sequence_++;
+            job->step = trace_step_;
             ++layer.outstanding;
             jobs_.push_back(std::move(job));
         }

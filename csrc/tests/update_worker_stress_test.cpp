@@ -98,6 +98,10 @@ class Life {
             worker().check_error();
             jobs_seen_ += worker().take_statistics().jobs;
             if (looks % 7 == 0) worker().take_spans();
+            if (looks % 5 == 0) {
+                std::vector<hytrain::Span> spans;
+                worker().take_trace(spans);
+            }
             ++looks;
             std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
@@ -106,6 +110,9 @@ class Life {
     // -- a step ----------------------------------------------------------------------------------
 
     void make_step() {
+        worker().set_trace_step(static_cast<std::int32_t>(steps_made_));
+        if (chance(0.3)) worker().start_trace(16, chance(0.5));
+        if (chance(0.3)) worker().stop_trace();
         move_some();
         start_step();
         withdraw_some();

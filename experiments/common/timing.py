@@ -14,6 +14,7 @@ from experiments.common.memory import HostMemorySampler, reset_gpu_peak
 from experiments.common.model import Batch
 from experiments.common.records import Json, Measurement
 from experiments.common.systems.base import System
+from hytrain.hardware.energy import EnergyMeter
 
 MIN_WARMUP = 2
 """Steps before a slow system is timed; the first step of most systems allocates and calibrates."""
@@ -38,6 +39,10 @@ class Timing:
     warmup_seconds: tuple[float, ...]
     host_rss_bytes: int
     host_machine_used_bytes: int
+    gpu_joules: float | None = None
+    """Of the GPU, a step; None where it cannot be read."""
+    cpu_joules: float | None = None
+    """Of the host's processors, a step, whatever else ran there included; None as above."""
 
     @property
     def step_seconds(self) -> float:
@@ -106,6 +111,8 @@ def measure(stepper: Stepper, plan: Measurement, warmup_seconds: list[float]) ->
     stamps: list[float] = []
     reset_gpu_peak(stepper.device)
     synchronize(stepper.device)
+    meter = EnergyMeter(torch.device(stepper.device))
+    energy_before = meter.read()
     with HostMemorySampler() as sampler:
         ends = [time.perf_counter()]
         stamps.append(ends[0])
@@ -116,6 +123,7 @@ def measure(stepper: Stepper, plan: Measurement, warmup_seconds: list[float]) ->
                 _note(stepper.system, observations)
             synchronize(stepper.device)
             ends.append(time.perf_counter())
+        energy = meter.read().since(energy_before)
         stepper.system.drain()
         synchronize(stepper.device)
         drained = time.perf_counter()
@@ -131,7 +139,13 @@ def measure(stepper: Stepper, plan: Measurement, warmup_seconds: list[float]) ->
         warmup_seconds=tuple(warmup_seconds),
         host_rss_bytes=sampler.rss_bytes,
         host_machine_used_bytes=sampler.machine_used_bytes,
+        gpu_joules=_a_step(energy.gpu_joules, plan.windows * steps),
+        cpu_joules=_a_step(energy.cpu_joules, plan.windows * steps),
     )
+
+
+def _a_step(joules: float | None, steps: int) -> float | None:
+    return None if joules is None else joules / steps
 
 
 def _note(system: System, observations: dict[int, Json]) -> None:

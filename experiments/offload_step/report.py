@@ -40,6 +40,8 @@ HEADER = (
     "CPU worker busy",
     "update hidden",
     "steps clipped",
+    "J/step GPU, CPU",
+    "tokens/J",
     "loss first, last",
 )
 
@@ -48,7 +50,9 @@ One line a system and part; where a part measured a system several times, `runs`
 the line is made of all of them (memory: the most). `x fwd+bwd` is the step over forward and
 backward only, both of the same part. Host memory is the process's, or the growth of the machine's
 use if that is more, here over all parameters, wherever their state is. FSDP2 runs without clipping,
-which is in its favour. Compare systems within a part only.
+which is in its favour. Compare systems within a part only. Energy is the GPU's (NVML) and that of
+the host's processors (RAPL), whatever else ran there included; `-` where it cannot be read, and
+`tokens/J` is over what is known.
 """
 
 CEILING = """\
@@ -114,6 +118,21 @@ def observed_texts(results: list[Json]) -> tuple[str, str]:
     return _share_text(hidden), _share_text(clipped)
 
 
+def energy_texts(results: list[Json], workload: Json) -> tuple[str, str]:
+    """Joules a step of the GPU and of the processors, and tokens a joule; means of the results."""
+    means: list[float | None] = []
+    for key in ("gpu_joules", "cpu_joules"):
+        # Results of before they were measured have none.
+        found = [result["timing"].get(key) for result in results]
+        known = [joules for joules in found if joules is not None]
+        means.append(statistics.mean(known) if known else None)
+    total = sum(joules for joules in means if joules is not None)
+    if total <= 0.0:
+        return "-", "-"
+    texts = ["-" if joules is None else f"{joules:.3g}" for joules in means]
+    return ", ".join(texts), f"{workload['batch'] * workload['seq'] / total:.3g}"
+
+
 def busy_text(results: list[Json]) -> str:
     """The share of the timed steps in which hytrain's worker was busy."""
     shares = [r["worker_busy_share"] for r in results if r["worker_busy_share"] is not None]
@@ -146,6 +165,7 @@ def _row(part: Json, label: str) -> list[str]:
         f"{in_use / results[0]['num_parameters']:.1f}",
         busy_text(results),
         *observed_texts(results),
+        *energy_texts(results, part["workload"]),
         f"{losses[0]:.3f}, {losses[-1]:.3f}",
     ]
 

@@ -12,6 +12,7 @@ import data
 import metrics
 import torch
 from decisions import DecisionLog, DecisionsReader, gather_records, no_decisions
+from energy import StepEnergy, energy_fields
 from options import OptionError, Options
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -47,6 +48,8 @@ class _Pending:
     lr: float
     grad_norm: float | torch.Tensor | None
     step_s: float
+    joules: torch.Tensor
+    """(GPUs, processors) of all ranks, float64 [2]."""
     updates: dict[str, Any]
 
 
@@ -61,6 +64,7 @@ class Trainer:
         self._pending: _Pending | None = None
         self._is_main = job.rank == 0
         self._decisions = DecisionLog(job.read_decisions)
+        self._energy = StepEnergy(job.device, job.plan.world_size)
 
     @property
     def metrics_path(self) -> Path:
@@ -174,6 +178,7 @@ class Trainer:
             lr=lr,
             grad_norm=grad_norm,
             step_s=step_s,
+            joules=self._energy.of_step(),
             updates=metrics.update_fields(statistics),
         )
 
@@ -196,6 +201,7 @@ class Trainer:
             tflops=tokens_per_s * job.flops_per_token / job.plan.world_size / 1e12,
             host_memory_gib=metrics.host_memory_gib(),
             gpu_memory_gib=torch.cuda.max_memory_allocated() / (1 << 30) if on_gpu else None,
+            **energy_fields(pending.joules, job.plan.global_batch * job.sequences.seq_len),
             **pending.updates,
         )
         file.step(record)

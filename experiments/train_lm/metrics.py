@@ -68,6 +68,12 @@ class StepRecord:
     """Largest resident set of this rank's process so far."""
     gpu_memory_gib: float | None
     """Most memory that torch's allocator has had in use on this rank's GPU; None on a CPU."""
+    gpu_energy_j: float | None = None
+    """Joules of all ranks' GPUs in the step; None where one of them cannot be read."""
+    cpu_energy_j: float | None = None
+    """Joules of all hosts' processors in the step, other programs' included; None as above."""
+    tokens_per_j: float | None = None
+    """Tokens of the step over the joules that are known, GPUs' and processors'."""
     k: float | None = None
     """Share of layers updated on the GPU."""
     update_s: float | None = None
@@ -237,6 +243,9 @@ class Summary:
     step_s: float | None
     tokens_per_s: float | None
     tflops: float | None
+    gpu_energy_j: float | None
+    cpu_energy_j: float | None
+    tokens_per_j: float | None
     k: float | None
     k_reason: str | None
     """Of rank 0's last decision; None where it was not made from measured times."""
@@ -267,6 +276,10 @@ def summarize(records: Sequence[dict[str, Any]]) -> Summary:
         step_s=_median(steady, "step_s"),
         tokens_per_s=_median(steady, "tokens_per_s"),
         tflops=_median(steady, "tflops"),
+        # Counters are renewed in intervals longer than many a step: a median would be of zeros.
+        gpu_energy_j=_mean(steady, "gpu_energy_j"),
+        cpu_energy_j=_mean(steady, "cpu_energy_j"),
+        tokens_per_j=_tokens_per_joule(steady),
         k=_median(steady, "k"),
         k_reason=_last_reason(records),
         update_s=_median(steady, "update_s"),
@@ -284,6 +297,21 @@ def _last_reason(records: Sequence[dict[str, Any]]) -> str | None:
     return own[-1]["reason"].split("; ")[0]
 
 
+def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [r[key] for r in records if r.get(key) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _tokens_per_joule(records: Sequence[dict[str, Any]]) -> float | None:
+    joules = tokens = 0.0
+    for record in records:
+        known = [record[k] for k in ("gpu_energy_j", "cpu_energy_j") if record.get(k) is not None]
+        if known:
+            joules += sum(known)
+            tokens += record["tokens_per_s"] * record["step_s"]
+    return tokens / joules if joules else None
+
+
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
     values = [r[key] for r in records if r.get(key) is not None]
     return statistics.median(values) if values else None
@@ -297,6 +325,9 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("step_s", "step time, median", "{:.3f} s"),
     ("tokens_per_s", "tokens/s, all ranks", "{:,.0f}"),
     ("tflops", "TFLOP/s a rank", "{:.3g}"),
+    ("gpu_energy_j", "GPU energy a step, all ranks", "{:.1f} J"),
+    ("cpu_energy_j", "processors' energy a step, all hosts", "{:.1f} J"),
+    ("tokens_per_j", "tokens a joule", "{:.3g}"),
     ("k", "share of layers updated on the GPU (k)", "{:.2f}"),
     ("k_reason", "why that k", "{}"),
     ("update_s", "CPU update time a step, median", "{:.3f} s"),

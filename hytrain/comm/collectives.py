@@ -26,6 +26,7 @@ from hytrain.comm.processes import this_process
 from hytrain.comm.rank_status import Store
 from hytrain.comm.stream_gate import CudaGateStream, StreamGate, open_gate
 from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.trace.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class ShardCollectives:
         self.watch: RankWatch | None = None
         """Ends waits for ranks that have failed; None before :meth:`start_watch`."""
         self._gate: StreamGate | None = None
+        self.trace: Recorder | None = None
+        """Takes the collectives' times; None while no step is recorded."""
 
     def start_watch(self) -> None:
         """From now on the ranks tell each other of failures. All ranks call it."""
@@ -160,7 +163,12 @@ class ShardCollectives:
         return self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
 
     def _run(
-        self, what: str, collective: Callable[..., Any], *arguments: Any, **named: Any
+        self,
+        what: str,
+        collective: Callable[..., Any],
+        *arguments: Any,
+        layer: str | None = None,
+        **named: Any,
     ) -> None:
         """Issues a collective; on a CPU, waits for it.
 
@@ -168,7 +176,10 @@ class ShardCollectives:
             what: the same on all ranks.
             collective: of torch.distributed.
             arguments, named: its own, without the group.
+            layer: name of the one that it is about, for traces.
         """
+        if self.trace is not None:
+            collective = self.trace.collective(collective, layer)
         watch = self.watch
         if watch is not None:
             watch.issue(what)  # before the call: if it never returns, the others see where it is
@@ -241,9 +252,10 @@ class ShardCollectives:
             return
         what = f"the reduce-scatter of {_words(flat, name)}"
         if len(set(sizes)) == 1:
-            self._run(what, _reduce_scatter_even, shard, flat)
+            self._run(what, _reduce_scatter_even, shard, flat, layer=name)
         else:
-            self._run(what, dist.reduce_scatter, shard, list(flat.split(list(sizes))))
+            parts = list(flat.split(list(sizes)))
+            self._run(what, dist.reduce_scatter, shard, parts, layer=name)
 
     def all_gather(self, flat: torch.Tensor, sizes: Sequence[int], name: str | None = None) -> None:
         """Fills ``flat`` in place from every rank's own shard of it.
@@ -258,13 +270,13 @@ class ShardCollectives:
         shards = list(flat.split(list(sizes)))
         what = f"the all-gather of {_words(flat, name)}"
         if len(set(sizes)) == 1:
-            self._run(what, _all_gather_even, flat, shards[self.rank])
+            self._run(what, _all_gather_even, flat, shards[self.rank], layer=name)
         elif self.is_nccl:
-            self._run(what, dist.all_gather, shards, shards[self.rank])
+            self._run(what, dist.all_gather, shards, shards[self.rank], layer=name)
         else:
             for rank, shard in enumerate(shards):
                 if shard.numel():
-                    self._run(what, dist.broadcast, shard, self.global_rank(rank))
+                    self._run(what, dist.broadcast, shard, self.global_rank(rank), layer=name)
 
     def gather_parts(
         self,
@@ -286,9 +298,9 @@ class ShardCollectives:
         shards = list(flat.split(list(sizes)))
         what = f"the gather of {_words(flat, name)}"
         if len(set(sizes)) == 1:
-            self._run(what, _all_gather_even, flat, part)
+            self._run(what, _all_gather_even, flat, part, layer=name)
         elif self.is_nccl:
-            self._run(what, dist.all_gather, shards, part)
+            self._run(what, dist.all_gather, shards, part, layer=name)
         else:
             if part.data_ptr() != shards[self.rank].data_ptr():
                 shards[self.rank].copy_(part)

@@ -33,15 +33,21 @@ from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.termination import Termination
+from hytrain.engine.trace_session import TracedEngine
+from hytrain.engine.tracing import Tracing, check_folder
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan
+from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
+from hytrain.hardware.rank_clocks import clock_offset_ns
+from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.records import Decision
-from hytrain.zero3.forward_hooks import LayerGuards
+from hytrain.trace.viztracer_file import running_tracer
+from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +68,7 @@ class HyTrainEngine(DeepSpeedEngine):
     _plan_watch: PlanWatch | None = None
     _saver: AsyncSaver | None = None
     _termination: Termination | None = None
+    _tracing: Tracing | None = None
     _in_forward = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +76,7 @@ class HyTrainEngine(DeepSpeedEngine):
         section = HyTrainConfig.from_deepspeed(kwargs["config"])
         if section is None:
             raise ConfigError('the configuration has no "hytrain" section')
+        check_folder(section.trace)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)
@@ -108,6 +116,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self.optimizer.weights.when_closed(access.detach)
         self._watch_plan(self.optimizer)
         self._prepare_saves(self.optimizer)
+        self._prepare_tracing(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         close_at_exit(self.optimizer)
 
@@ -126,6 +135,24 @@ class HyTrainEngine(DeepSpeedEngine):
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)
             optimizer.before_close.append(self._termination.close)
+
+    def _prepare_tracing(self, optimizer: HyTrainZeroOptimizer) -> None:
+        config, collectives = self.hytrain_config.trace, optimizer.collectives
+        is_wanted = config.dir is not None or running_tracer() is not None
+        cores = optimizer.placement.host.cores
+        modules = modules_of_layers(self._model, optimizer.weights.layers)
+        trained = len(optimizer.layer_states)
+        engine = TracedEngine(
+            optimizer,
+            # A module with parameters of several layers counts as the first one's.
+            {m: min(found) for m, found in modules.items() if min(found) < trained},
+            cores,
+            choose_threads(cores, self.hytrain_config.offload.cpu_threads),
+            clock_offset_ns(collectives, is_wanted=is_wanted),
+        )
+        self._tracing = Tracing(engine, config)
+        optimizer.before_close.append(self._tracing.close)
+        self._tracing.begin(self.global_steps)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
         """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
@@ -249,6 +276,8 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         optimizer = self.open_optimizer()
         optimizer.passes.begin_forward()
+        if self._tracing is not None and self._tracing.recorder is not None:
+            self._tracing.recorder.count_tokens(kwargs.get("input_ids", next(iter(inputs), None)))
         try:
             with self.watching_reads():
                 return super().forward(*inputs, **kwargs)
@@ -278,9 +307,13 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         optimizer = self.open_optimizer()
         optimizer.passes.refuse_aborted()
-        steps = self.global_steps
+        steps, tracing = self.global_steps, self._tracing
+        assert tracing is not None
         with optimizer.collectives.reporting_failures():
-            super().step(lr_kwargs)
+            with tracing.phase(PHASE_OPTIMIZER):
+                super().step(lr_kwargs)
+            if self.global_steps != steps:
+                tracing.step_made(self.global_steps)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
         if self._saver is not None:
@@ -346,7 +379,9 @@ class HyTrainEngine(DeepSpeedEngine):
             Exception: the model's. Its step has left nothing behind: weights and state are those of
                 the last one, and the next call begins a step of its own.
         """
-        return self.batch_training.train(data_iter, num_valid or valid_labels)
+        assert self._tracing is not None
+        data = self._tracing.loading(data_iter)
+        return self.batch_training.train(data, num_valid or valid_labels)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
@@ -640,8 +675,9 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         self.wait_for_checkpoint()
         with_optimizer = load_optimizer_states and not load_module_only
+        assert self._tracing is not None
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
-        return self._checkpoints().load(
+        loaded = self._checkpoints().load(
             Path(load_dir),
             None if tag is None else str(tag),
             LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
@@ -649,6 +685,8 @@ class HyTrainEngine(DeepSpeedEngine):
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
         )
+        self._tracing.begin(self.global_steps)
+        return loaded
 
     # -- end -------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
         self.before_close: list[Callable[[], None]] = []
-        """Called when the state is about to go."""
+        """Called when the state is about to go, while everything is still there; last one first."""
         self._hyper = hyper
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------

@@ -23,6 +23,7 @@ from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
+from hytrain.trace.recorder import Recorder
 
 
 class UpdateObserver(Protocol):
@@ -58,6 +59,8 @@ class UpdatePipeline:
         self.mover = LayerMover(cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
+        self.trace: Recorder | None = None
+        """Takes the times of waits and of updates on the device; None while no step is recorded."""
         self.is_torn = False
         """The last step failed midway: some layers have made it and others have not."""
         for layer in self.layers:
@@ -197,6 +200,8 @@ class UpdatePipeline:
         with self.streams.on_update():
             if self.observer is not None:
                 self.observer.updates_begin()
+            if self.trace is not None:
+                self.trace.updates_begin()
             for layer in self.layers:
                 if layer.placement != "gpu":
                     continue
@@ -230,6 +235,8 @@ class UpdatePipeline:
                     layer.update.weights_ready.record(self.streams.update)
                 if self.observer is not None:
                     self.observer.layer_updated(layer.index)
+                if self.trace is not None:
+                    self.trace.layer_updated(layer.index, layer.shard_size)
             # The next decision drops it: compute could write there before the update has read it.
             self.streams.used_on_update(outcome)
 
@@ -312,12 +319,23 @@ class UpdatePipeline:
         """Before a layer's weights are used: the compute stream waits for the newest ones."""
         if layer.update.waited:
             return
+        wait = self._wait if self.trace is None else self._wait_traced
         if layer.update.gather_due and self._collectives.world_size > 1:
             # All ranks gather in forward order, whichever layer this rank's forward uses first.
             for earlier in self.layers[: layer.index]:
                 if earlier.update.gather_due:
-                    self._wait(earlier)
-        self._wait(layer)
+                    wait(earlier)
+        wait(layer)
+
+    def _wait_traced(self, layer: LayerState) -> None:
+        assert self.trace is not None
+        what = "the weights that the CPU updates"
+        if layer.update.updated_by == "gpu":
+            what = "the update on the GPU"
+        if layer.update.gather_due and self._collectives.world_size > 1:
+            what += ", and the other ranks' shards"
+        with self.trace.waiting(layer.index, what):
+            self._wait(layer)
 
     def _wait(self, layer: LayerState) -> None:
         # Only the wait for this rank's own update is counted, not the one for the other ranks'.

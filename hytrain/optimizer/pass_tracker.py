@@ -27,6 +27,7 @@ from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.step_state import StepState
 from hytrain.placement.manager import PlacementManager
+from hytrain.trace.recorder import Recorder
 from hytrain.zero3.weight_passes import WeightPasses
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class PassTracker:
         """Every pass is refused."""
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
         """Observer of every final reduced gradient shard, for tests and tools."""
+        self.trace: Recorder | None = None
+        """Is told of the passes; None while no step is recorded."""
         layers = pipeline.layers
         self.collector = GradientCollector(
             [layer.layout for layer in layers],
@@ -162,6 +165,8 @@ class PassTracker:
         if reduces:
             self.meet_in_backward()
         collector.begin(early=reduces, by_layer=by_layer)
+        if self.trace is not None:
+            self.trace.begin_backward(1 if by_layer is None else max(1, by_layer))
         if self.weights.active is not None and not follows and by_layer is None:
             self.weights.active.begin("backward")
 
@@ -195,6 +200,8 @@ class PassTracker:
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
         self.collector.in_backward = False
+        if self.trace is not None:
+            self.trace.end_backward()
         if self.weights.active is not None:
             self.weights.active.end()
 
@@ -227,6 +234,8 @@ class PassTracker:
     def consume(self, gradient: LayerGradient) -> None:
         """A layer's gradient of this backward is complete (called in one order on all ranks)."""
         state = self.pipeline.layers[gradient.layout.index]
+        if self.trace is not None and self.open_step.begun:
+            self.trace.gradient(state.index)
         squares = gradient.squares if gradient.held is None else None
         # One stream for reduction, norm and send: the event that send records covers all of them.
         with self.pipeline.reducing():
@@ -309,6 +318,8 @@ class PassTracker:
         if torch.is_grad_enabled() and not self.is_in_graph:
             self._restore_views()
         self.timer.begin_forward()
+        if self.trace is not None and not self.is_in_graph:
+            self.trace.begin_forward()
 
     def _restore_views(self) -> None:
         """Parameters that were put elsewhere since the last step are the training copy again.
@@ -333,6 +344,8 @@ class PassTracker:
         """The model's forward is over."""
         if not self.open_step.by_layer:
             self.timer.end_forward()
+            if self.trace is not None and not self.is_in_graph:
+                self.trace.end_forward()
 
     # -- between steps, and beside other ranks' passes ------------------------------------------
 

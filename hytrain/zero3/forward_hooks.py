@@ -112,7 +112,7 @@ class LayerGuards:
         self._owner = owner
         layers = {layer.index: layer for layer in owner.layers}
         self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}
-        self._guarded = _modules_of_layers(model, owner.layers)
+        self._guarded = modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         self._watched = [watched for x in owner.layers for watched in _watch(x, owner)]
@@ -269,7 +269,7 @@ def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[i
     return [x.index for x in layers if any(id(slot.parameter) in owned for slot in x.slots)]
 
 
-def _modules_of_layers(
+def modules_of_layers(
     model: nn.Module, layers: Sequence[LayerWeights]
 ) -> dict[nn.Module, set[int]]:
     """Modules whose forward must wait, and the layers that each must wait for."""

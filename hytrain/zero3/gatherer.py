@@ -105,7 +105,12 @@ class LayerGatherer:
     ) -> None:
         if part.device != flat.device or self._collectives.world_size == 1:
             own = flat[at : at + part.numel()]
-            own.copy_(part, non_blocking=True)
+            trace = self._pipeline.trace
+            if trace is not None and part.device != flat.device:
+                with trace.weights_to_device(name, part.numel() * part.element_size()):
+                    own.copy_(part, non_blocking=True)
+            else:
+                own.copy_(part, non_blocking=True)
             part = own
         self._collectives.gather_parts(flat, part, sizes, name)
 

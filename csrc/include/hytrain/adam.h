@@ -64,4 +64,14 @@ void adam_publish(const float* p, std::size_t n, const Outgoing& out, int num_th
 // count). Finite exactly when every element is finite.
 double sum_of_squares(const void* data, DType dtype, std::size_t n, int num_threads);
 
+// When a thread of a pass's team began and ended, on the monotonic clock; 0: it had no part.
+struct ThreadTime {
+    std::int64_t begin_ns = 0;
+    std::int64_t end_ns = 0;
+};
+
+// From now on each thread of the passes that the calling thread starts writes its times there, to
+// the entry of its number; as many entries as passes have threads. nullptr: none does.
+void set_thread_times(ThreadTime* times);
+
 }  // namespace hytrain

@@ -41,6 +41,12 @@ class Device {
     virtual bool is_complete(EventHandle event) = 0;
     // Between the latest records of two timed events, both complete.
     virtual std::int64_t elapsed_ns(EventHandle begin, EventHandle end) = 0;
+    // When the latest record of a timed event completed, which it has: on the monotonic clock, in
+    // ns. A device with a clock of its own counts from `anchor`, which completed at `anchor_ns`.
+    virtual std::int64_t completed_ns(EventHandle event, EventHandle anchor,
+                                      std::int64_t anchor_ns) {
+        return anchor_ns + elapsed_ns(anchor, event);
+    }
     virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
     // Waits for the copies queued so far and ends the lanes; nothing may be queued any more. On
     // CUDA the owner of the streams does it.

@@ -30,6 +30,7 @@
 
 #include "hytrain/adam.h"
 #include "hytrain/device.h"
+#include "hytrain/span_ring.h"
 
 namespace hytrain {
 
@@ -85,6 +86,7 @@ struct Job {
     StateArrays host_state;                // kArrive's destination
     EventHandle moved = kNoEvent;          // kLeave records it behind its last copy
     StepRecord record;
+    std::int32_t step = 0;  // for traces
     // The worker's, under its mutex.
     bool picked = false;     // its gradient is being fetched
     bool started = false;    // its first chunk has been passed over
@@ -172,6 +174,21 @@ class UpdateWorker {
 
     WorkerStatistics take_statistics();
     std::vector<JobSpan> take_spans();
+
+    // -- A trace: every pass and every copy, in a ring ----------------------------------------
+    // From now on; the ring is made at the first call, with so many spans (a power of two).
+    // `threads`: a span for each thread of a pass instead of one.
+    void start_trace(std::size_t capacity, bool threads);
+    void stop_trace();
+    // Which step the jobs that are submitted from now on belong to; whether or not there is a
+    // trace.
+    void set_trace_step(std::int32_t step);
+    // By what the device's times become the host's (Device::completed_ns). The one before is not
+    // used any more when this returns.
+    void set_trace_anchor(EventHandle anchor, std::int64_t at_ns);
+    // The spans since the last call; returns how many more there were, which were overwritten.
+    std::uint64_t take_trace(std::vector<Span>& spans);
+
     // Tests: the next pass over this layer throws.
     void fail_at(int layer) { fail_at_ = layer; }
 
@@ -197,6 +214,18 @@ class UpdateWorker {
         std::size_t buffer = 0;
         float* destination = nullptr;
         std::size_t bytes = 0;
+    };
+    // Whose pass or copy it is.
+    struct Place {
+        std::int32_t step = 0;
+        std::int32_t layer = 0;
+        std::int32_t chunk = 0;
+    };
+    // The latest copy out of an outgoing buffer.
+    struct Sent {
+        std::int64_t bytes = 0;  // 0: there was none since it was last looked at
+        SpanKind kind = SpanKind::kWeightsToDevice;
+        Place place;
     };
     // One chunk of a picked job, in processing order.
     struct Work {
@@ -243,11 +272,17 @@ class UpdateWorker {
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
     void arrived(const Layer& layer, const Chunk& chunk, int slot);
     std::size_t take_outgoing();
-    void send_outgoing(std::size_t buffer, void* destination, std::size_t bytes);
+    void send_outgoing(std::size_t buffer, void* destination, std::size_t bytes, SpanKind kind);
+    void account_sent(std::size_t buffer);
+    bool trace_sent();
+    void trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk, bool sends,
+                    std::int64_t begin_ns, std::int64_t end_ns);
+    void trace_copy(SpanKind kind, const Place& place, EventHandle begin, EventHandle end,
+                    std::int64_t bytes);
     GradientStep gradient_step(const Layer& layer, const Chunk& chunk, int slot,
                                const StepRecord& record) const;
     template <typename Function>
-    void timed(Function function);
+    void timed(SpanKind kind, const Chunk& chunk, const Outgoing& out, Function function);
     void release_slot(Chunk& chunk);
     void finish_job(const Work& work);
     void send(const Chunk& chunk, const Outgoing& out);
@@ -264,7 +299,7 @@ class UpdateWorker {
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     Buffers outgoing_;
-    std::vector<std::int64_t> outgoing_sent_;  // bytes of each buffer's latest copy to the device
+    std::vector<Sent> outgoing_sent_;  // one a buffer
     std::vector<EventHandle> own_events_;
     std::size_t next_outgoing_ = 0;
 
@@ -282,6 +317,14 @@ class UpdateWorker {
     std::vector<JobSpan> spans_;
     std::vector<Growth> growth_;
     std::atomic<bool> has_growth_{false};
+    std::int32_t trace_step_ = 0;
+
+    std::unique_ptr<SpanRing> ring_;         // made once, and kept: the worker may be writing to it
+    std::atomic<SpanRing*> trace_{nullptr};  // the ring, while there is a trace
+    std::atomic<bool> traces_threads_{false};
+    std::mutex anchor_mutex_;
+    EventHandle anchor_ = kNoEvent;
+    std::int64_t anchor_ns_ = 0;
 
     // The worker's own.
     std::deque<Work> active_;
@@ -292,6 +335,9 @@ class UpdateWorker {
     bool holding_ = false;
     JobSpan span_;
     WorkerStatistics job_statistics_;
+    Place place_;                             // what is being processed
+    DType gradient_dtype_ = DType::kFloat32;  // of its layer
+    std::vector<ThreadTime> thread_times_;
     std::mt19937_64 random_;
     unsigned max_delay_us_;
     std::atomic<int> fail_at_{-1};

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from hytrain.errors import HostMemoryError, HyTrainError
-from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile
+from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile, trace
 from hytrain.tools.cli.arguments import one_line
 from hytrain.version import __version__
 
@@ -65,4 +65,5 @@ def _parser() -> argparse.ArgumentParser:
     export.add(commands.add_parser("export", help=words))
     words = "which checkpoints there are, and are they whole"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
+    trace.add(commands.add_parser("trace", help="traces of recorded steps"))
     return parser

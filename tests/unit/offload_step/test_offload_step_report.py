@@ -204,6 +204,26 @@ def test_the_table_shows_what_the_steps_say() -> None:
     assert "| 95% | 80% | 50% |" in line
 
 
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "cells"),
+    [
+        (400.0, 100.0, "| 400, 100 | 32.8 |"),
+        (400.0, None, "| 400, - | 41 |"),
+        (None, None, "| - | - |"),
+    ],
+)
+def test_the_table_shows_energy_where_it_is_known(
+    gpu: float | None, cpu: float | None, cells: str
+) -> None:
+    results = [result_of(0.8), result_of(0.9)]
+    for result in results:
+        result["timing"] |= {"gpu_joules": gpu, "cpu_joules": cpu}
+    part = part_of("A", *(record_of("hytrain 0", result) for result in results))
+    part["workload"] |= {"batch": 8, "seq": 2048}
+    line = next(line for line in table([part]).splitlines() if line.startswith("| A | hytrain 0 |"))
+    assert f"{cells} 10.4" in line
+
+
 def test_every_table_line_has_as_many_cells_as_its_header() -> None:
     text = table([headline_part(), part_of("B", record_of("x", None, records.TIMED_OUT))])
     lines = [line for line in text.splitlines() if line.startswith("| ")]

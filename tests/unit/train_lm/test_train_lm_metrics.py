@@ -11,6 +11,8 @@ from typing import Any
 
 import metrics
 import pytest
+import torch
+from energy import energy_fields
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,29 @@ def test_bar_fields() -> None:
 
 def test_host_memory_is_this_process() -> None:
     assert 0.01 < metrics.host_memory_gib() < 1000
+
+
+def test_energy_is_of_all_that_is_known() -> None:
+    both = energy_fields(torch.tensor([30.0, 10.0], dtype=torch.float64), tokens=1000.0)
+    assert both == {"gpu_energy_j": 30.0, "cpu_energy_j": 10.0, "tokens_per_j": 25.0}
+    one = energy_fields(torch.tensor([math.nan, 10.0], dtype=torch.float64), tokens=1000.0)
+    assert one == {"gpu_energy_j": None, "cpu_energy_j": 10.0, "tokens_per_j": 100.0}
+    none = energy_fields(torch.tensor([math.nan, math.nan], dtype=torch.float64), tokens=1000.0)
+    assert set(none.values()) == {None}
+    # A rank whose GPU cannot be read leaves the sum of all ranks' unknown.
+    assert math.isnan(float(torch.tensor(math.nan) + 30.0))
+
+
+def test_the_table_has_means_of_energy() -> None:
+    # The counter is renewed every other step.
+    steps = [
+        {k: v for k, v in dataclasses.asdict(record).items() if v is not None}
+        for record in (_record(step, gpu_energy_j=400.0 * (step % 2)) for step in range(1, 12))
+    ]
+    summary = metrics.summarize(steps)
+    assert summary.gpu_energy_j == 200.0
+    assert summary.cpu_energy_j is None
+    assert summary.tokens_per_j == pytest.approx(1024 / 200)
+    table = metrics.format_table(summary)
+    assert "GPU energy a step, all ranks" in table
+    assert "processors" not in table

@@ -1,0 +1,1 @@
+"""Recording of traces: spans, counters and flows of chosen steps (formats/trace_file.py)."""

@@ -1,0 +1,345 @@
+"""Takes spans while steps are recorded: what the engine's parts tell, each with two marks in time.
+
+A part that has something to tell has an attribute ``trace``: a recorder while steps are recorded,
+and None otherwise, which is all that recording costs then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from hytrain.formats import trace_file as names
+from hytrain.trace.clock import Mark, TraceClock
+
+
+class Span(NamedTuple):
+    """Something on a lane; times in ns of CLOCK_MONOTONIC."""
+
+    lane: str
+    name: str
+    begin_ns: float
+    end_ns: float
+    args: dict[str, Any]
+
+
+class Final(NamedTuple):
+    """A layer's gradient of a step was final."""
+
+    step: int
+    layer: int
+    at_ns: float
+
+
+class _Open(NamedTuple):
+    lane: str
+    name: str
+    begin: Mark
+    args: dict[str, Any]
+
+
+_now = time.monotonic_ns
+_Raw = tuple[str, str, Mark, Mark, dict[str, Any]]
+_SETTLE_SPANS = 20_000
+"""Marks are turned into times when there are so many, or at the end: it takes microseconds each."""
+
+
+class Recorder:
+    """Spans of the steps that are recorded, but for the update worker's, which has its own."""
+
+    def __init__(self, clock: TraceClock, layer_names: Sequence[str], most_spans: int) -> None:
+        """
+        Args:
+            clock: makes the marks.
+            layer_names: of the model, in forward order.
+            most_spans: that are kept; older ones are dropped.
+        """
+        self.clock = clock
+        self._layers = {name: index for index, name in enumerate(layer_names)}
+        self._raw: deque[_Raw] = deque()
+        self._finals: deque[tuple[int, int, Mark]] = deque()
+        self._spans: deque[Span] = deque(maxlen=most_spans)
+        self._final_times: deque[Final] = deque(maxlen=most_spans)
+        self._compute: _Open | None = None
+        self._forward_layer = 0
+        self._phases: dict[str, int] = {}
+        self._updates_from: Mark | None = None
+        self._is_going_back = False
+        self._is_again = False
+        self._together = 1
+        self._entries: Counter[int] = Counter()  # of each module, since the forward began
+        self.step = 0
+        """That is being made; counted from 1."""
+        self.dropped = 0
+        """Spans that were one too many."""
+        self.micro_batches = 1
+        """Backward passes of the last step."""
+        self.tokens = 0
+        """Of the last step's micro-batches; 0 where they are not seen."""
+        self._backwards = 0
+        self._new_tokens = 0
+
+    def add(self, lane: str, name: str, begin: Mark, end: Mark, args: dict[str, Any]) -> None:
+        """A span of any lane, between marks."""
+        self._raw.append((lane, name, begin, end, args))
+
+    # -- phases, on the host ---------------------------------------------------------------------
+
+    def _phase_begins(self, name: str) -> None:
+        self._phases.setdefault(name, _now())
+
+    def _phase_ends(self, name: str) -> None:
+        begin = self._phases.pop(name, None)
+        if begin is not None:
+            lane = f"{names.PYTHON}: {threading.main_thread().name}"
+            self.add(lane, name, begin, _now(), {names.ARG_STEP: self.step})
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """A phase of the step on this thread."""
+        begin = _now()
+        try:
+            yield
+        finally:
+            lane = f"{names.PYTHON}: {threading.current_thread().name}"
+            self.add(lane, name, begin, _now(), {names.ARG_STEP: self.step})
+
+    @contextmanager
+    def host_wait(self, call: str, line: str) -> Generator[None]:
+        """The user's code waits for the device on this thread."""
+        begin = _now()
+        try:
+            yield
+        finally:
+            args = {names.ARG_LINE: line, names.ARG_STEP: self.step}
+            self.add(names.HOST_WAITS, call, begin, _now(), args)
+
+    def count_tokens(self, inputs: Any) -> None:
+        """The model's inputs: token numbers [B, T] under their usual name, or as the first one."""
+        if isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
+            self._new_tokens += inputs.numel()
+
+    # -- compute ---------------------------------------------------------------------------------
+
+    def _open_compute(self, kind: str, layer: int) -> None:
+        args = {names.ARG_LAYER: layer, names.ARG_PASS: kind, **self._now_args()}
+        mark = self.clock.mark()
+        self._close_compute(mark)
+        self._compute = _Open(names.GPU_COMPUTE, f"{kind} layer {layer}", mark, args)
+
+    def _now_args(self) -> dict[str, Any]:
+        """Of a span that begins now; on a device the host's time, which is ahead of it."""
+        args: dict[str, Any] = {names.ARG_STEP: self.step}
+        if self.clock.is_device:
+            args[names.ARG_LAUNCHED] = _now() / 1e3
+        return args
+
+    def _close_compute(self, mark: Mark | None = None) -> Mark | None:
+        """Ends what compute was at; what follows it at once begins with the same mark."""
+        current, self._compute = self._compute, None
+        if current is None:
+            return mark
+        end = self.clock.mark() if mark is None else mark
+        self.add(current.lane, current.name, current.begin, end, current.args)
+        return end
+
+    def begin_forward(self) -> None:
+        """The model's forward begins; it may be told twice."""
+        if names.PHASE_FORWARD not in self._phases:
+            self._entries.clear()
+        self._phase_begins(names.PHASE_FORWARD)
+
+    def end_forward(self) -> None:
+        """It is over."""
+        if not self._is_going_back:
+            self._close_compute()
+        self._phase_ends(names.PHASE_FORWARD)
+
+    def enter_layer(self, layer: int, module: int) -> None:
+        """A layer's forward begins, perhaps to recompute it.
+
+        Args:
+            layer: which.
+            module: number of the one of its modules that it is.
+        """
+        # Layer by layer a micro-batch's last layer comes when another one has gone back already.
+        self._is_again = self._is_going_back and self._entries[module] >= self._together
+        self._entries[module] += 1
+        if self._is_again:
+            self._open_compute("recompute", layer)
+        else:
+            self._forward_layer = layer
+            self._open_compute("forward", layer)
+
+    def leave_layer(self, layer: int) -> None:
+        """It is queued; if it was recomputed, its own backward follows."""
+        if self._is_again:
+            self._is_again = False
+            self._open_compute("backward", layer)
+
+    def begin_backward(self, micro_batches: int) -> None:
+        """A backward begins: with the loss, behind the last layer.
+
+        Args:
+            micro_batches: that go back together.
+        """
+        self._phase_ends(names.PHASE_FORWARD)  # layer by layer nobody else ends it
+        self._phase_begins(names.PHASE_BACKWARD)
+        self._is_going_back = True
+        self._together = micro_batches
+        self._backwards += micro_batches
+        self._open_compute("backward", self._forward_layer)
+
+    def end_backward(self) -> None:
+        """It is over."""
+        self._is_going_back = False
+        self._close_compute()
+        self._phase_ends(names.PHASE_BACKWARD)
+
+    def enter_backward(self, layer: int) -> None:
+        """The gradient of a layer's output is there: its backward begins."""
+        current = self._compute
+        if self._is_going_back and (current is None or current.args[names.ARG_LAYER] != layer):
+            self._open_compute("backward", layer)
+
+    def gradient(self, layer: int) -> None:
+        """A layer's gradient is final: its backward is over."""
+        current = self._compute
+        if current is not None and current.args[names.ARG_LAYER] == layer:
+            mark = self._close_compute()
+        else:
+            mark = self.clock.mark()
+        assert mark is not None
+        self._finals.append((self.step, layer, mark))
+
+    # -- waits, collectives, copies, updates -----------------------------------------------------
+
+    @contextmanager
+    def waiting(self, layer: int, what: str) -> Generator[None]:
+        """Compute, or the host where it must, waits for a layer's weights."""
+        begin = self.clock.mark()
+        if not self._is_going_back:
+            self._close_compute(begin)
+        try:
+            yield
+        finally:
+            args = {names.ARG_LAYER: layer, names.ARG_STEP: self.step, names.ARG_WHAT: what}
+            mark = self.clock.mark()
+            self.add(names.WAITS_OF_FORWARD, f"wait layer {layer}", begin, mark, args)
+
+    def collective(self, call: Callable[..., Any], layer: str | None) -> Callable[..., Any]:
+        """The collective with its time taken, on the stream that it is called on, or on the host.
+
+        Args:
+            call: of torch.distributed; the largest of its arguments is what is moved.
+            layer: name of the layer whose weights or gradient that is.
+        """
+        name = str(getattr(call, "__name__", "collective"))
+        kind = _COLLECTIVES.get(name, name)
+        args: dict[str, Any] = {names.ARG_COLLECTIVE: kind}
+        words = kind.replace("_", " ")
+        if layer in self._layers:
+            args[names.ARG_LAYER] = self._layers[layer]
+            words += f" layer {self._layers[layer]}"
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            args[names.ARG_BYTES] = max(map(_bytes_of, arguments), default=0)
+            with self._on_stream(names.GPU_COMMUNICATION, words, args):
+                return call(*arguments, **named)
+
+        return timed
+
+    def weights_to_device(self, layer: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Weights of a layer are copied from the host, on the current stream."""
+        args: dict[str, Any] = {names.ARG_BYTES: num_bytes}
+        words = "weights"
+        if layer in self._layers:
+            args[names.ARG_LAYER] = self._layers[layer]
+            words += f" layer {self._layers[layer]}"
+        return self._on_stream(names.H2D, words, args)
+
+    @contextmanager
+    def _on_stream(self, lane: str, name: str, args: dict[str, Any]) -> Generator[None]:
+        args |= self._now_args()
+        begin = self.clock.mark()
+        try:
+            yield
+        finally:
+            self.add(lane, name, begin, self.clock.mark(), args)
+
+    def updates_begin(self) -> None:
+        """Updates on the device follow, on the current stream."""
+        self._updates_from = self.clock.mark()
+
+    def layer_updated(self, layer: int, parameters: int) -> None:
+        """One of them is queued."""
+        assert self._updates_from is not None
+        begin, self._updates_from = self._updates_from, self.clock.mark()
+        args = {names.ARG_LAYER: layer, names.ARG_PARAMETERS: parameters, **self._now_args()}
+        self.add(names.GPU_UPDATE, f"update layer {layer}", begin, self._updates_from, args)
+
+    # -- steps, and what there is in the end -----------------------------------------------------
+
+    def end_step(self, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+        """A step has been made, from the end of the one before."""
+        for name in list(self._phases):
+            self._phase_ends(name)
+        self._is_going_back = False
+        self._close_compute()
+        self.add(names.STEPS, f"step {self.step}", begin_ns, end_ns, args)
+        self.micro_batches, self._backwards = max(1, self._backwards), 0
+        self.tokens, self._new_tokens = self._new_tokens, 0
+        if len(self._raw) > _SETTLE_SPANS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Turns marks that the device has passed into times."""
+        raw, clock = self._raw, self.clock
+        while raw and clock.is_past(raw[0][2]) and clock.is_past(raw[0][3]):
+            lane, name, begin, end, args = raw.popleft()
+            self.dropped += len(self._spans) == self._spans.maxlen
+            self._spans.append(Span(lane, name, clock.ns(begin), clock.ns(end), args))
+        while self._finals and clock.is_past(self._finals[0][2]):
+            step, layer, mark = self._finals.popleft()
+            self._final_times.append(Final(step, layer, clock.ns(mark)))
+
+    def spans(self) -> list[Span]:
+        """All that has been recorded and is past, in no order; after ``clock.stop()``."""
+        self.settle()
+        return [self._corrected(span) for span in self._spans]
+
+    def finals(self) -> list[Final]:
+        """When gradients were final, in their order; after :meth:`spans`."""
+        return [f._replace(at_ns=self.clock.corrected(f.at_ns)) for f in self._final_times]
+
+    def _corrected(self, span: Span) -> Span:
+        if span.lane in _HOST_LANES or span.lane.startswith(names.PYTHON):
+            return span
+        begin, end = self.clock.corrected(span.begin_ns), self.clock.corrected(span.end_ns)
+        return span._replace(begin_ns=begin, end_ns=end)
+
+
+_HOST_LANES = (names.STEPS, names.HOST_WAITS)
+
+_COLLECTIVES = {
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "broadcast_object_list": "broadcast",
+    "all_gather_object": "all_gather",
+}
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes_of(item) for item in value if isinstance(item, torch.Tensor))
+    return 0

@@ -1,0 +1,149 @@
+"""What the user's code does between and in passes that a step may wait for: data, and the device.
+
+While steps are recorded, torch's DataLoader and the calls by which a program waits for the device
+are replaced by ones that take their time; then the old ones are put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import dataloader
+
+from hytrain.formats import trace_file as names
+from hytrain.trace.recorder import Recorder
+
+_OURS = ("hytrain", "deepspeed")
+_LIBRARIES = ("torch", "accelerate", "transformers", "contextlib", "functools")
+"""Whose waits are those of the line that has called them."""
+_TENSOR_WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+_Item = TypeVar("_Item")
+
+
+def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) -> Callable[[], None]:
+    """Records data loading and waits for the device.
+
+    Args:
+        recorder: takes the spans.
+        device: waits for whose tensors are meant.
+        waits: whether there is anything to wait for: a CPU has computed when a call returns.
+
+    Returns:
+        What puts the old calls back.
+    """
+    undo: list[Callable[[], None]] = []
+    loader = dataloader._BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
+    undo.append(_replace(loader, "__next__", lambda call: _loading(call, recorder)))
+    for name in _TENSOR_WAITS if waits else ():
+        undo.append(_replace(torch.Tensor, name, _tensor_wait(name, recorder, device)))
+    if device.type == "cuda":
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            undo.append(_replace(owner, "synchronize", _call_wait(owner.__name__, recorder)))
+
+    def restore() -> None:
+        for put_back in reversed(undo):
+            put_back()
+
+    return restore
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    had, old = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, wrap(old))
+
+    def put_back() -> None:
+        if had:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)  # a base class has it
+
+    return put_back
+
+
+def _loading(call: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def load(*arguments: Any) -> Any:
+        with recorder.phase(names.PHASE_DATA):
+            return call(*arguments)
+
+    return load
+
+
+def _tensor_wait(
+    name: str, recorder: Recorder, device: torch.device
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wait(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            line = user_line(_caller()) if tensor.device.type == device.type else None
+            if line is None:
+                return call(tensor, *arguments, **named)
+            with recorder.host_wait(f".{name}()", line):
+                return call(tensor, *arguments, **named)
+
+        return wait
+
+    return wrap
+
+
+def _call_wait(
+    owner: str, recorder: Recorder
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wait(*arguments: Any, **named: Any) -> Any:
+            line = user_line(_caller())
+            if line is None:
+                return call(*arguments, **named)
+            with recorder.host_wait(f"{owner}.synchronize()", line):
+                return call(*arguments, **named)
+
+        return wait
+
+    return wrap
+
+
+def _caller() -> FrameType:
+    """Of the function that calls this one."""
+    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+
+
+def user_line(frame: FrameType | None) -> str | None:
+    """ "train.py:31" where a call is the user's own; None where hytrain or DeepSpeed makes it.
+
+    Args:
+        frame: of the caller.
+    """
+    while frame is not None:
+        package = _package(frame)
+        if package in _OURS:
+            return None
+        if package not in _LIBRARIES:
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+class LoadingIterator(Generic[_Item]):
+    """An iterator of the user's, whose items take their time as data loading."""
+
+    def __init__(self, items: Iterator[_Item], recorder: Recorder) -> None:
+        self._items = items
+        self._recorder = recorder
+
+    def __iter__(self) -> Iterator[_Item]:
+        return self
+
+    def __next__(self) -> _Item:
+        with self._recorder.phase(names.PHASE_DATA):
+            return next(self._items)

@@ -1,0 +1,321 @@
+"""A training on one rank whose chosen steps are recorded: what is in the file, and what is not."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from support.engines import built, join_process_group, make_config
+from support.models import Mlp, make_batch, make_model
+from support.traces import Trace, traced_config, train
+from torch.utils.data import dataloader
+
+from hytrain.errors import ConfigError
+from hytrain.formats import trace_file as names
+
+LAYERS = 6  # of the MLP: before, four blocks, after
+FIRST, END = 4, 7
+STEPS = range(FIRST, END)
+
+
+def _user_code(_step: int, loss: torch.Tensor) -> None:
+    loss.item()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Steps 4 to 6 of 12, with half of the layers on the GPU's side."""
+    join_process_group()
+    folder = tmp_path_factory.mktemp("trace")
+    config = traced_config(folder, (FIRST, END), gpu_fraction=0.5, accumulation=2)
+    train(config, 12, accumulation=2, after_step=_user_code)
+    return Trace.read(folder / "trace_rank0.json")
+
+
+def test_the_header(trace: Trace) -> None:
+    (header,) = trace.file.headers
+    assert header.rank == 0
+    assert header.world_size == 1
+    assert header.steps == (FIRST, END - 1)
+    assert header.layers == LAYERS
+    assert header.device == "cpu"
+    assert header.gpu_fraction == 0.5
+    assert header.gpu_layers == (0, 1, 2)
+    assert header.gradient_clipping == 1.0
+    assert header.micro_batches == 2
+    assert header.dropped_spans == 0
+    assert not header.overwritten
+    assert header.clock_offset_us == 0.0
+    assert header.peaks.cores is not None
+    assert header.peaks.dram_bytes_per_s is not None
+    assert header.peaks.adam_parameters_per_s is not None
+
+
+def test_what_it_cost_is_measured_beside_it(trace: Trace) -> None:
+    (header,) = trace.file.headers
+    steps = sorted(end - begin for begin, end in trace.steps().values())
+    assert header.unprofiled_step_s is not None
+    assert header.recording_overhead is not None
+    expected = steps[1] / 1e6 / header.unprofiled_step_s - 1.0
+    assert header.recording_overhead == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_steps_follow_one_another(trace: Trace) -> None:
+    steps = trace.steps()
+    assert list(steps) == list(STEPS)
+    for step in range(FIRST, END - 1):
+        gap = steps[step + 1][0] - steps[step][1]
+        assert 0.0 <= gap < 20_000  # what is done between two steps is in neither
+
+
+def test_nothing_is_there_of_other_steps(trace: Trace) -> None:
+    steps = trace.steps()
+    begin = steps[FIRST][0]
+    spans = [e for e in trace.file.events if e["ph"] == "X"]
+    assert all(e["ts"] + e["dur"] >= begin - 1.0 for e in spans)
+    assert all(e["args"].get("step", FIRST) < END for e in spans)
+    # Of the step before there may be updates that were still under way.
+    early = {e["cat"] for e in spans if e["args"].get("step", FIRST) < FIRST}
+    assert early <= {"cpu_update", "d2h", "h2d"}
+
+
+def test_every_layer_is_updated_in_every_step(trace: Trace) -> None:
+    for step, (begin, end) in trace.steps().items():
+        on_gpu = trace.spans(names.GPU_UPDATE, step=step)
+        assert [e["args"]["layer"] for e in on_gpu] == [0, 1, 2]
+        on_cpu = trace.spans(names.CPU_ADAM, step=step)
+        assert {e["args"]["layer"] for e in on_cpu} == {3, 4, 5}
+        # Where the step's backward has begun and the next forward has not waited for it all.
+        next_end = trace.steps().get(step + 1, (0, end + 1e6))[1]
+        assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= next_end for e in on_cpu)
+        assert {e["args"]["task"] for e in on_cpu} <= set(names.TASKS)
+
+
+def test_updates_without_overlap_lie_within_their_step(tmp_path: Path) -> None:
+    join_process_group()
+    config = traced_config(tmp_path, (3, 5), hytrain={"offload": {"overlap_forward": False}})
+    train(config, 5)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    for step, (begin, end) in trace.steps().items():
+        spans = [*trace.spans(names.CPU_ADAM, step=step), *trace.spans(names.H2D, step=step)]
+        assert {e["args"]["layer"] for e in spans} == set(range(LAYERS))
+        assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in spans)
+
+
+def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
+    for step in STEPS:
+        updates = trace.spans(names.CPU_ADAM, step=step)
+        chunks = {(e["args"]["layer"], e["args"]["chunk"]) for e in updates}
+        assert len(chunks) > 6  # 1024 elements each
+        for layer, chunk in chunks:
+            where = {"step": step, "layer": layer, "chunk": chunk}
+            (copied,) = trace.spans(names.D2H, **where)
+            updated, sent = trace.spans(names.CPU_ADAM, **where), trace.spans(names.H2D, **where)
+            assert copied["ts"] + copied["dur"] <= updated[0]["ts"] + 0.5
+            # A held layer is committed first, and sent after its preview.
+            assert updated[-1]["ts"] + updated[-1]["dur"] <= sent[-1]["ts"] + 0.5
+            parameters = updated[0]["args"]["parameters"]
+            assert copied["args"]["bytes"] == sent[0]["args"]["bytes"] == 2 * parameters
+
+
+def test_forward_and_backward_of_each_layer(trace: Trace) -> None:
+    for step in STEPS:
+        order: dict[str, list[int]] = defaultdict(list)
+        for span in trace.spans(names.GPU_COMPUTE, step=step):
+            order[span["args"]["pass"]].append(span["args"]["layer"])
+        assert order["forward"] == [*range(LAYERS)] * 2
+        assert order["backward"] == [*reversed(range(LAYERS))] * 2
+    spans = trace.spans(names.GPU_COMPUTE)
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.5 for a, b in itertools.pairwise(spans))
+
+
+def test_phases_and_waits(trace: Trace) -> None:
+    for step, (begin, end) in trace.steps().items():
+        phases = trace.spans("Python: MainThread", step=step)
+        assert [e["name"] for e in phases] == ["forward", "backward", "optimizer step"] * 2
+        assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end + 0.5 for e in phases)
+        waits = trace.spans(names.WAITS_OF_FORWARD, step=step)
+        assert [e["args"]["layer"] for e in waits] == list(range(LAYERS))
+        assert ["CPU" in e["args"]["what"] for e in waits] == [False] * 3 + [True] * 3
+    assert not trace.spans(names.HOST_WAITS)  # on a CPU .item() waits for nothing
+
+
+def test_arrows_link_a_layer_through_its_step(trace: Trace) -> None:
+    ways: dict[int, list[dict]] = defaultdict(list)
+    for phase in "stf":
+        for flow in trace.of_phase(phase):
+            ways[flow["id"]].append(flow)
+    of_step: dict[int, set[int]] = defaultdict(set)
+    for flows in ways.values():
+        flows.sort(key=lambda e: e["ts"])
+        assert [e["ph"] for e in flows] == ["s", *["t"] * (len(flows) - 2), "f"]
+        spans = [trace.span_at(flow) for flow in flows]
+        (layer,) = {e["args"]["layer"] for e in spans}
+        step = spans[0]["args"]["step"]
+        of_step[step].add(layer)
+        lanes = ["gpu", "gpu_update"] if layer < 3 else ["gpu", "d2h", "cpu_update", "h2d"]
+        # Of the last step the next forward is not recorded.
+        expected = lanes if step == END - 1 else [*lanes, "gpu"]
+        if step < FIRST:  # its end was still under way
+            assert [e["cat"] for e in spans] == expected[-len(spans) :]
+            continue
+        assert [e["cat"] for e in spans] == expected
+        assert spans[0]["name"] == f"backward layer {layer}"
+        if step < END - 1:
+            assert spans[-1]["args"]["step"] == step + 1
+    assert {step: set(range(LAYERS)) for step in STEPS}.items() <= of_step.items()
+
+
+def test_counters(trace: Trace) -> None:
+    values: dict[str, list[float]] = defaultdict(list)
+    for event in sorted(trace.of_phase("C"), key=lambda e: e["ts"]):
+        values[event["name"]].append(event["args"]["value"])
+    assert values[names.COUNTER_GPU_FRACTION] == [0.5] * len(STEPS)
+    pending = values[names.COUNTER_PENDING]
+    assert max(pending) <= LAYERS
+    assert min(pending) >= 0
+    assert pending[-1] == 0
+    assert len(pending) >= 2 * LAYERS * len(STEPS)
+    assert min(values[names.COUNTER_HOST_MEMORY]) > 1e7
+    assert min(values[names.COUNTER_PINNED_MEMORY]) > 1e3
+
+
+def test_training_is_the_same(tmp_path: Path) -> None:
+    join_process_group()
+    plain = train(make_config(gpu_fraction=0.5), 8, after_step=_user_code)
+    config = traced_config(tmp_path, (2, 6), gpu_fraction=0.5, trace={"threads": True})
+    traced = train(config, 8, after_step=_user_code)
+    assert plain.keys() == traced.keys()
+    assert all(torch.equal(plain[name], traced[name]) for name in plain)
+
+
+def test_checkpointed_blocks_are_recomputed(tmp_path: Path) -> None:
+    join_process_group()
+    for accumulation in ("micro_batch_major", "layer_major"):
+        folder = tmp_path / accumulation
+        config = traced_config(folder, (3, 5), hytrain={"accumulation": accumulation})
+        config["gradient_accumulation_steps"] = 2
+        _train_batches(config, 5)
+        trace = Trace.read(folder / "trace_rank0.json")
+        again = trace.spans(names.GPU_COMPUTE, **{"pass": "recompute"}, step=3)
+        expected = [4, 4, 3, 3, 2, 2, 1, 1] if accumulation == "layer_major" else []
+        assert [e["args"]["layer"] for e in again] == expected
+        loads = [e for e in trace.spans("Python: MainThread") if e["name"] == "data loading"]
+        assert len(loads) >= 4
+
+
+def _train_batches(config: dict, steps: int) -> None:
+
+    with built(make_model("mlp"), config) as engine:
+        for step in range(steps):
+            batches = (make_batch("mlp", 2 * step + micro) for micro in range(2))
+            engine.train_batch(batches, num_valid=lambda _batch: torch.tensor(1.0))
+
+
+def test_a_full_ring_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    join_process_group()
+    monkeypatch.setattr("hytrain.engine.trace_session.RING_SPANS", 16)
+    with caplog.at_level(logging.WARNING):
+        train(traced_config(tmp_path, (2, 4)), 4)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    (header,) = trace.file.headers
+    assert header.overwritten
+    written = len(trace.spans(names.CPU_ADAM)) + len(trace.spans(names.D2H))
+    assert header.dropped_spans > 10
+    assert written > 0
+    assert f"has lost {header.dropped_spans} spans" in caplog.text
+
+
+def test_a_lane_a_thread(tmp_path: Path) -> None:
+    join_process_group()
+    offload = {"offload": {"chunk_elements": 2**20, "cpu_threads": 2}}
+    config = traced_config(tmp_path, (2, 4), trace={"threads": True}, hytrain=offload)
+
+    with built(Mlp(width=256), config) as engine:
+        for _ in range(4):
+            engine.backward(engine(inputs=torch.ones(2, 256)))
+            engine.step()
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    assert trace.spans(names.CPU_ADAM)
+    assert trace.spans(f"{names.CPU_ADAM} 2")
+
+
+def test_steps_that_never_come_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    join_process_group()
+    with caplog.at_level(logging.WARNING):
+        train(traced_config(tmp_path, (10, 14)), 2)
+    assert "asks for steps 10 to 13, and steps 1 to 2 were made" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_training_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
+    join_process_group()
+    train(traced_config(tmp_path, (2, 50)), 4)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    assert trace.file.headers[0].steps == (2, 4)
+    assert list(trace.steps()) == [2, 3, 4]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    join_process_group()
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"hytrain\.trace\.dir"):
+        train(traced_config(blocked / "traces", (2, 4)), 1)
+
+
+@pytest.mark.parametrize("steps", [[4, 4], [0, 3], [7, 2]])
+def test_steps_out_of_order_are_refused(tmp_path: Path, steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"trace\.steps.*records 10 to 13"):
+        train(make_config(hytrain={"trace": {"dir": str(tmp_path), "steps": steps}}), 1)
+
+
+def test_hooks_and_patches_are_gone_afterwards(tmp_path: Path) -> None:
+    join_process_group()
+    model = make_model("mlp")
+    before = (vars(torch.Tensor).get("item"), dataloader._BaseDataLoaderIter.__next__)
+    with built(model, traced_config(tmp_path, (2, 3))) as engine:
+        counts = []
+        for step in range(4):
+            counts.append(len(model.blocks[0]._forward_hooks))
+            engine.backward(engine(**make_batch("mlp", step)))
+            engine.step()
+        assert counts == [0, 1, 0, 0]
+        assert engine.optimizer.pipeline.trace is None
+        assert engine.optimizer.passes.trace is None
+        assert engine.optimizer.collectives.trace is None
+    assert before == (vars(torch.Tensor).get("item"), dataloader._BaseDataLoaderIter.__next__)
+
+
+def test_without_a_trace_no_layer_makes_a_call() -> None:
+    """A part asks whether there is a recorder, and calls none; a step has a few calls in all."""
+    join_process_group()
+    few, many = _calls_of_a_step(num_blocks=2), _calls_of_a_step(num_blocks=8)
+    assert few == many
+    assert len(few) < 10
+
+
+def _calls_of_a_step(num_blocks: int) -> list[str]:
+    """Functions of the recording that a step calls which is not recorded."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if event == "call" and name.startswith(("hytrain.trace", "hytrain.engine.trac")):
+            calls.append(frame.f_code.co_name)
+
+    with built(Mlp(num_blocks), make_config(gpu_fraction=0.5)) as engine:
+        for step in range(3):
+            sys.setprofile(note if step == 2 else None)
+            engine.backward(engine(**make_batch("mlp", step)))
+            engine.step()
+        sys.setprofile(None)
+    return calls
