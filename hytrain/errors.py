@@ -31,6 +31,10 @@ class PlanError(HyTrainError, ValueError):
     """A profile or a plan cannot be used: unreadable, of another job, or nothing fits."""
 
 
+class TraceError(HyTrainError, ValueError):
+    """A trace cannot be used: unreadable, no trace, of another format, or broken."""
+
+
 class PlacementError(HyTrainError, ValueError):
     """Costs, bounds or a record that no decision about GPU layers can be made from."""
 

@@ -1,0 +1,298 @@
+"""trace_rank0.json: what happened when in recorded steps, in Chrome's Trace Event format.
+
+    {"traceEvents": [...], "displayTimeUnit": "ms", "hytrain": {"format": 1, "rank": 0, ...}}
+
+vizviewer and ui.perfetto.dev open it. ``pid`` is the rank; a lane is a ``tid`` with a thread_name.
+Times are microseconds of CLOCK_MONOTONIC of the rank's host. In a file of several ranks "hytrain"
+is a list with each rank's header. A file without "hytrain" is foreign (torch.profiler's, say):
+it can be read as well, and has no header.
+
+Here are the names that the recorder writes and the report reads, and the checks of a file. What an
+event of a foreign trace means is the report's business (tools/trace/).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hytrain.errors import TraceError
+
+FORMAT: Final = 1
+HEADER_KEY: Final = "hytrain"
+
+# -- lanes, by thread_name; PYTHON and CPU_ADAM may be followed by a thread's name or number ----
+
+STEPS: Final = "steps"
+PYTHON: Final = "Python"
+GPU_COMPUTE: Final = "GPU compute"
+GPU_COMMUNICATION: Final = "GPU communication"
+D2H: Final = "D2H"
+H2D: Final = "H2D"
+GPU_UPDATE: Final = "GPU update"
+CPU_ADAM: Final = "CPU Adam"
+WAITS_OF_FORWARD: Final = "waits of forward"
+HOST_WAITS: Final = "host waits"
+
+LANES: Final = (
+    STEPS,
+    PYTHON,
+    GPU_COMPUTE,
+    GPU_COMMUNICATION,
+    D2H,
+    H2D,
+    GPU_UPDATE,
+    CPU_ADAM,
+    WAITS_OF_FORWARD,
+    HOST_WAITS,
+)
+"""From top to bottom, the order of thread_sort_index."""
+
+# -- categories ("cat") of spans ---------------------------------------------------------------
+
+CATEGORY: Final[Mapping[str, str]] = {
+    STEPS: "step",
+    PYTHON: "python",
+    GPU_COMPUTE: "gpu",
+    GPU_COMMUNICATION: "comm",
+    D2H: "d2h",
+    H2D: "h2d",
+    GPU_UPDATE: "gpu_update",
+    CPU_ADAM: "cpu_update",
+    WAITS_OF_FORWARD: "wait",
+    HOST_WAITS: "sync",
+}
+"""Lane -> category of its spans."""
+
+FLOW_CATEGORY: Final = "layer"
+"""Of flows: gradient's end -> D2H -> update -> H2D -> the next forward of that layer."""
+
+# -- names of the phases on a Python lane ------------------------------------------------------
+
+PHASE_FORWARD: Final = "forward"
+PHASE_BACKWARD: Final = "backward"
+PHASE_OPTIMIZER: Final = "optimizer step"
+PHASE_DATA: Final = "data loading"
+
+# -- arguments ("args") of spans ---------------------------------------------------------------
+
+ARG_STEP: Final = "step"
+"""Whole number, from 1; of a copy or an update that of the step whose gradient it is."""
+ARG_LAYER: Final = "layer"
+"""Whole number, from 0."""
+ARG_CHUNK: Final = "chunk"
+"""Whole number, from 0, of the layer."""
+ARG_BYTES: Final = "bytes"
+"""Of copies and collectives those moved; of an update those that DRAM reads and writes."""
+ARG_PARAMETERS: Final = "parameters"
+"""Of an update: how many."""
+ARG_PASS: Final = "pass"
+"""Of GPU compute: "forward", "backward" or "recompute"."""
+ARG_TASK: Final = "task"
+"""Of CPU Adam: "preview", "commit", "commit_then_preview" or "publish"."""
+ARG_COLLECTIVE: Final = "collective"
+"""Of communication: "all_gather", "reduce_scatter", "all_reduce", ..."""
+ARG_WHAT: Final = "what"
+"""Of a wait: what for, in words."""
+ARG_LINE: Final = "line"
+"""Of a host wait: "train.py:31"."""
+
+PASSES: Final = ("forward", "backward", "recompute")
+TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")
+
+# -- counters (ph "C"; args {"value": number}) -------------------------------------------------
+
+COUNTER_GPU_FRACTION: Final = "gpu_fraction"
+COUNTER_PENDING: Final = "pending gradients"
+COUNTER_HOST_MEMORY: Final = "host memory"
+COUNTER_PINNED_MEMORY: Final = "pinned memory"
+COUNTER_GPU_MEMORY: Final = "GPU memory"
+COUNTER_GPU_POWER: Final = "GPU power"
+COUNTER_CPU_POWER: Final = "CPU power"
+"""Power in W, memory in bytes, "pending gradients" in layers."""
+
+# -- the header --------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    # What a later recorder of this format adds is not refused: the rest is still right.
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Peaks(_Part):
+    """What the machine was measured to reach; None where it was not."""
+
+    dram_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    d2h_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    h2d_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    cores: int | None = Field(default=None, ge=1)
+    """That the rank may use."""
+    adam_parameters_per_s: float | None = Field(default=None, gt=0.0)
+
+
+class TraceHeader(_Part):
+    """What "hytrain" says of a rank's spans."""
+
+    format: Literal[1] = FORMAT
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    clock: Literal["monotonic"] = "monotonic"
+    steps: tuple[int, int]
+    """First and last recorded step, both included."""
+    layers: int = Field(ge=0)
+    """Of the model."""
+    device: str
+    """Its name; "cpu" without a GPU."""
+    gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
+    gpu_layers: tuple[int, ...] = ()
+    """Those updated on the GPU."""
+    gradient_clipping: float | None = Field(default=None, ge=0.0)
+    """The norm's limit; None or 0 for none."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Of a step."""
+    tokens_per_step: float | None = Field(default=None, gt=0.0)
+    """Of this rank."""
+    peaks: Peaks = Peaks()
+    predicted_step_s: float | None = Field(default=None, gt=0.0)
+    unprofiled_step_s: float | None = Field(default=None, gt=0.0)
+    """Median of steps beside the recorded ones."""
+    recording_overhead: float | None = None
+    """Share of a step that recording takes, measured against unprofiled steps."""
+    dropped_spans: int = Field(default=0, ge=0)
+    overwritten: bool = False
+    """The ring was full, and its oldest spans are lost."""
+    clock_offset_us: float = 0.0
+    """To be added to times of this rank to reach rank 0's clock."""
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """A file's events, checked by :func:`read_trace`, and the headers of its ranks."""
+
+    path: Path
+    events: list[dict[str, Any]]
+    """Of ph "X" (with finite "ts" and "dur" at or above 0) and of every other kind."""
+    headers: tuple[TraceHeader, ...]
+    """By rank; empty for a foreign trace."""
+    top: Mapping[str, Any]
+    """What else the file has beside "traceEvents" and "hytrain"."""
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Reads a trace, ours or a foreign one, plain or gzipped (told by its content).
+
+    Raises:
+        TraceError: it cannot be read, is no JSON or no trace, is of another format, or an event is
+            broken.
+    """
+    values = _parse(path, _read_bytes(path))
+    if isinstance(values, list):
+        values = {"traceEvents": values}  # the format's other form, without metadata
+    if not isinstance(values, dict) or not isinstance(values.get("traceEvents"), list):
+        kind = type(values).__name__
+        has = f"an object with {_some_keys(values)}" if isinstance(values, dict) else f"a {kind}"
+        raise TraceError(
+            f'{path} is no trace: it holds {has}, not an object with a list "traceEvents": give '
+            "a file that hytrain, torch.profiler or viztracer wrote"
+        )
+    events = values.pop("traceEvents")
+    found = values.pop(HEADER_KEY, None)
+    headers = () if found is None else tuple(_headers(path, found))
+    for number, event in enumerate(events):
+        if problem := _event_problem(event):
+            raise TraceError(f"the trace {path}, event {number}: {problem}")
+    return TraceFile(path=path, events=events, headers=headers, top=values)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            f"the trace {path} cannot be unpacked ({error}): it is damaged, or was cut off"
+        ) from None
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path} ({error.strerror})") from None
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    try:
+        # Not strict: names of operators in foreign traces hold raw control characters.
+        return json.loads(content, strict=False)
+    except UnicodeDecodeError as error:
+        raise TraceError(f"the trace {path} is not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        is_cut = not error.doc.rstrip().endswith(("]", "}"))
+        cut = "; it ends in the middle: its writer was stopped" if is_cut else ""
+        raise TraceError(f"the trace {path} is not JSON: {error}{cut}") from None
+
+
+def _some_keys(values: Mapping[str, Any]) -> str:
+    keys = [f'"{key}"' for key in list(values)[:4]]
+    return ", ".join(keys) + (", ..." if len(values) > 4 else "") if keys else "no keys"
+
+
+def _headers(path: Path, found: Any) -> Iterator[TraceHeader]:
+    entries = found if isinstance(found, list) else [found]
+    ranks: set[int] = set()
+    for entry in entries:
+        version = entry.get("format") if isinstance(entry, dict) else None
+        if version != FORMAT:
+            raise TraceError(
+                f"the trace {path} has format {version}, this hytrain reads {FORMAT}: record "
+                "again, or use the hytrain that recorded it"
+            )
+        try:
+            header = TraceHeader.model_validate(entry)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in (HEADER_KEY, *first["loc"]))
+            raise TraceError(f"the trace {path}, {where}: {first['msg']}") from None
+        if header.rank in ranks:
+            raise TraceError(f"the trace {path} has rank {header.rank} twice")
+        ranks.add(header.rank)
+        yield header
+
+
+def _event_problem(event: Any) -> str | None:
+    """What makes an event unusable; None where nothing does."""
+    if not isinstance(event, dict):
+        return f"an object is needed, not {_short(event)}"
+    phase = event.get("ph")
+    if not isinstance(phase, str):
+        return f'"ph" must be a string, not {_short(phase)}'
+    if phase == "M":
+        return None
+    if not _is_number(event.get("ts")):
+        return f'"ts" must be a finite number of microseconds, not {_short(event.get("ts"))}'
+    if not isinstance(event.get("args", {}), dict):
+        return f'"args" must be an object, not {_short(event["args"])}'
+    if phase == "X":
+        if not isinstance(event.get("name"), str):
+            return f'a span must have a "name", not {_short(event.get("name"))}'
+        duration = event.get("dur")
+        if not _is_number(duration) or duration < 0.0:
+            return f'"dur" of {_short(event["name"])} must be at least 0, not {_short(duration)}'
+    return None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

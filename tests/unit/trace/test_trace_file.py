@@ -1,0 +1,143 @@
+"""Traces are read with checks: what is broken is named, foreign files are no error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain.errors import TraceError
+from hytrain.formats import trace_file
+from hytrain.formats.trace_file import Peaks, TraceHeader, read_trace
+
+HEADER: dict[str, Any] = {
+    **{"format": 1, "rank": 0, "world_size": 2, "steps": [10, 13], "layers": 24},
+    **{"device": "NVIDIA H200", "peaks": {"dram_bytes_per_s": 2.5e11, "cores": None}},
+}
+SPAN: dict[str, Any] = {
+    **{"ph": "X", "name": "update layer 3", "cat": "cpu_update", "pid": 0, "tid": 7},
+    **{"ts": 10.5, "dur": 2.0, "args": {"layer": 3}},
+}
+
+
+def write(folder: Path, values: Any) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return path
+
+
+def test_a_trace_of_ours(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, {"traceEvents": [SPAN], "hytrain": HEADER, "more": 1}))
+    (header,) = trace.headers
+    assert trace.events == [SPAN]
+    assert (header.rank, header.steps, header.layers) == (0, (10, 13), 24)
+    assert header.peaks == Peaks(dram_bytes_per_s=2.5e11)
+    assert trace.top == {"more": 1}
+
+
+def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
+    header = TraceHeader.model_validate(HEADER)
+    path = write(tmp_path, {"traceEvents": [], "hytrain": header.model_dump(mode="json")})
+    assert read_trace(path).headers == (header,)
+
+
+def test_several_ranks_in_a_file(tmp_path: Path) -> None:
+    headers = [HEADER, HEADER | {"rank": 1}]
+    trace = read_trace(write(tmp_path, {"traceEvents": [], "hytrain": headers}))
+    assert [header.rank for header in trace.headers] == [0, 1]
+    with pytest.raises(TraceError, match="has rank 0 twice"):
+        read_trace(write(tmp_path, {"traceEvents": [], "hytrain": [HEADER, HEADER]}))
+
+
+def test_a_gzipped_one_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    content = gzip.compress(json.dumps({"traceEvents": [SPAN]}).encode())
+    path.write_bytes(content)
+    assert read_trace(path).events == [SPAN]
+    path.write_bytes(content[:-20])
+    with pytest.raises(TraceError, match=r"trace\.json cannot be unpacked"):
+        read_trace(path)
+
+
+def test_foreign_traces(tmp_path: Path) -> None:
+    """Both forms that Chrome's format has, with control characters in a name."""
+    assert read_trace(write(tmp_path, [SPAN])).headers == ()
+    path = tmp_path / "kineto.json"
+    path.write_text('{"traceEvents": [{"ph": "X", "name": "a\tb", "ts": 1, "dur": 0}]}')
+    assert read_trace(path).events[0]["name"] == "a\tb"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ('{"traceEvents": [1,}', "is not JSON: [^;]*$"),
+        ('{"traceEvents": [{"ph": "X", "na', "ends in the middle"),
+        ("3", "is no trace: it holds a int"),
+        ('{"step": 1, "loss": 2}', 'an object with "step", "loss"'),
+        ("{}", "an object with no keys"),
+        ('{"traceEvents": {}}', "is no trace"),
+    ],
+)
+def test_what_is_no_trace(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message) as raised:
+        read_trace(path)
+    assert str(path) in str(raised.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(tmp_path / "none.json")
+    with pytest.raises(TraceError, match="directory"):
+        read_trace(tmp_path)
+    path = tmp_path / "binary"
+    path.write_bytes(b"\x80\x02ccopy")
+    with pytest.raises(TraceError, match="is not JSON"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (3, "an object is needed, not 3"),
+        ({}, '"ph" must be a string, not None'),
+        (SPAN | {"ts": "1"}, '"ts" must be a finite number'),
+        (SPAN | {"ts": math.nan}, '"ts" must be a finite number of microseconds, not nan'),
+        (SPAN | {"dur": -1}, "\"dur\" of 'update layer 3' must be at least 0, not -1"),
+        (SPAN | {"dur": math.inf}, '"dur"'),
+        ({"ph": "X", "ts": 1, "dur": 1}, 'must have a "name"'),
+        (SPAN | {"args": [1]}, '"args" must be an object'),
+        ({"ph": "C", "name": "power"}, '"ts"'),
+    ],
+)
+def test_a_broken_event_is_named(event: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, {"traceEvents": [SPAN, event]})
+    with pytest.raises(TraceError, match="event 1") as raised:
+        read_trace(path)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (HEADER | {"format": 2}, "has format 2, this hytrain reads 1"),
+        (3, "has format None"),
+        (HEADER | {"layers": -1}, r"hytrain\.layers: "),
+        (HEADER | {"peaks": {"cores": 0}}, r"hytrain\.peaks\.cores: "),
+        ({"format": 1}, r"hytrain\.rank: Field required"),
+    ],
+)
+def test_a_header_that_is_refused(header: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(tmp_path, {"traceEvents": [], "hytrain": header}))
+
+
+def test_every_lane_has_a_category() -> None:
+    assert tuple(trace_file.CATEGORY) == trace_file.LANES
+    assert len(set(trace_file.CATEGORY.values())) == len(trace_file.LANES)
