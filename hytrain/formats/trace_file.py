@@ -104,6 +104,10 @@ ARG_WHAT: Final = "what"
 """Of a wait: what for, in words."""
 ARG_LINE: Final = "line"
 """Of a host wait: "train.py:31"."""
+ARG_THREADS: Final = "threads"
+"""Of CPU Adam: how many threads worked on it, where one lane stands for all."""
+ARG_LAUNCHED: Final = "launched"
+"""Of GPU spans: when the host began to launch it, in the microseconds of "ts"."""
 
 PASSES: Final = ("forward", "backward", "recompute")
 TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")
