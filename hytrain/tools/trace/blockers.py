@@ -1,8 +1,8 @@
 """The cause of every idle interval of a GPU: the chain is walked back from what ran next.
 
-A GPU is idle while it computes nothing: no forward, no backward, no update. What ran next waited for
-the last of its dependencies to finish, that one for the last of its own, and so on back to when the
-GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time; where
+A GPU is idle while it computes nothing: no forward, no backward, no update. What ran next waited
+for the last of its dependencies to finish, that one for the last of its own, and so on back to when
+the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time; where
 there is nothing that proves a cause it is unresolved.
 """
 
@@ -55,6 +55,9 @@ _BY_RESOURCE: Final = {
     kinds.H2D: WEIGHT_COPY,
     kinds.CPU_UPDATE: CPU_ADAM,
 }
+_COMPUTE_CAUSE: Final = {kinds.FORWARD: "forward", kinds.BACKWARD: "backward"} | {
+    kinds.RECOMPUTE: "recompute"
+}
 _LATE: Final = {
     kinds.D2H: LATE_GRADIENT_COPY,
     kinds.H2D: LATE_WEIGHT_COPY,
@@ -67,7 +70,7 @@ _HOST_CAUSE: Final = {
     kinds.PHASE: LAUNCH,
     kinds.PYTHON: HOST_CODE,
 }
-_COMPUTES: Final = (kinds.COMPUTE, kinds.GPU_UPDATE)
+_COMPUTES: Final = frozenset((kinds.COMPUTE, kinds.GPU_UPDATE))
 HAND_OVER_MOST: Final = 50_000
 """Nanoseconds between a dependency and what waited for it that need no cause of their own."""
 _TIMING: Final = 20_000
@@ -167,12 +170,33 @@ class Blockers:
     def explain(self, begin: int, end: int) -> list[Blame]:
         """The causes of an idle interval, in order."""
         node = self.next_compute(end)
-        if node is None or node.begin > end and node.begin - end > CLOSE:
+        if node is None or (node.begin > end and node.begin - end > CLOSE):
             following = "nothing follows in the trace" if node is None else ""
             return self._host_blames(None, self.rank, begin, end, following)
         blames = list(self.walk_wait(node, _Cursor(end, begin)))
         blames.reverse()
         return blames
+
+    def critical_path(self, begin: int, end: int) -> list[Blame]:
+        """The chain that ends at a time, back to another, latest first; it sums to the whole."""
+        cursor = _Cursor(end, begin)
+        index = int(np.searchsorted(self._begins, end)) - 1
+        node = self._computes[index] if index >= 0 else None
+        if node is not None and node.end >= end:
+            node, cursor, found = self._through(node, cursor, [])
+            return found + self.walk_wait(node, cursor)
+        last = begin if node is None else max(begin, node.end)
+        found = [part for b in self.explain(last, end) if (part := b.cut(begin, end)) is not None]
+        found.reverse()
+        following = self.next_compute(end)
+        if following is not None:
+            # What came next is waited for beyond the idle time as well.
+            whole = self.walk_wait(following, _Cursor(following.begin, begin))
+            return [part for blame in whole if (part := blame.cut(begin, end)) is not None]
+        if node is None or last <= begin:
+            return found
+        node, cursor, found = self._through(node, _Cursor(last, begin), found)
+        return found + self.walk_wait(node, cursor)
 
     def walk_wait(self, node: Node, cursor: _Cursor) -> list[Blame]:
         """From a node's begin back to the limit, latest first."""
@@ -214,6 +238,9 @@ class Blockers:
 
     def _blame(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
         cause = _BY_RESOURCE[node.resource]
+        if cause == COMPUTE:
+            cause = _COMPUTE_CAUSE.get(node.detail, COMPUTE)
+            cause = "update on the GPU" if node.resource == kinds.GPU_UPDATE else cause
         if node.is_barred and node.resource == kinds.CPU_UPDATE:
             cause = CLIPPING
         return self._of_rank(node, Blame(begin, end, cause, evidence, node.number, node.layer))
@@ -226,7 +253,7 @@ class Blockers:
         """What another rank did is a slow rank to this one."""
         if node.rank == self.rank:
             return blame
-        did = blame.cause if blame.cause != COMPUTE else f"{node.detail or 'compute'}"
+        did = blame.cause
         words = f"{did} layer {blame.layer}" if blame.layer != NONE else did
         return Blame(
             *(blame.begin, blame.end, SLOW_RANK, blame.evidence, blame.node, blame.layer),
@@ -238,9 +265,9 @@ class Blockers:
 
     def _slack(self, node: Node, before: Node | None, begin: int, end: int) -> list[Blame]:
         """Causes of [begin, end), latest first."""
-        if before is not None and end - begin <= HAND_OVER_MOST:
-            if node.resource not in _COMPUTES or before.resource not in _COMPUTES:
-                return [self._hand_over(node, begin, end, "dependency")]
+        resources = {node.resource, before.resource} if before is not None else set[str]()
+        if end - begin <= HAND_OVER_MOST and resources - _COMPUTES and before is not None:
+            return [self._hand_over(node, begin, end, "dependency")]
         if node.resource not in _COMPUTES:
             # Began late, although all that it needs was there.
             has_data = any(edge.is_data for edge in node.edges)

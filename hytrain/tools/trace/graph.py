@@ -13,12 +13,14 @@ waits for still runs (a chunk of a layer that is being copied): it then waits fo
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.spans import NONE, RankTrace, Spans
@@ -131,9 +133,9 @@ class Graph:
         """Updates that never overlap compute are on its stream, whatever lane shows them."""
         nodes = self.computes(rank)
         updates = [node for node in nodes if node.resource == kinds.GPU_UPDATE]
-        if not updates or any(a.end > b.begin for a, b in zip(nodes, nodes[1:], strict=False)):
+        if not updates or any(a.end > b.begin for a, b in itertools.pairwise(nodes)):
             return
-        for one, node in zip(nodes, nodes[1:], strict=False):
+        for one, node in itertools.pairwise(nodes):
             if one.lane != node.lane:
                 node.edges.append(Edge(one.number, is_data=False))
 
@@ -192,10 +194,14 @@ def _nodes(rank: RankTrace) -> list[Node]:
     for resource in _ON_GRAPH:
         spans = rank[resource]
         is_gpu = resource in (kinds.COMPUTE, kinds.GPU_UPDATE)
-        groups = (
-            _groups(spans) if rank.are_kernels and is_gpu else [(n, n) for n in range(len(spans))]
-        )
-        nodes += [_node(rank.rank, resource, spans, *group) for group in groups]
+        if not (rank.are_kernels and is_gpu):
+            nodes += [_node(rank.rank, resource, spans, n, n) for n in range(len(spans))]
+            continue
+        late = _late_launches(spans)
+        for first, last in _groups(spans):
+            node = _node(rank.rank, resource, spans, first, last)
+            node.launch_gaps = int(late[first + 1 : last + 1].sum())
+            nodes.append(node)
     return nodes
 
 
@@ -216,6 +222,14 @@ def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node
     )
 
 
+def _late_launches(spans: Spans) -> NDArray[np.int64]:
+    """Nanoseconds before each kernel in which its stream waited for its launch."""
+    gaps = np.zeros(len(spans), np.int64)
+    gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
+    gaps[1:][spans.launched[1:] < spans.end[:-1]] = 0
+    return gaps
+
+
 def _groups(spans: Spans) -> list[tuple[int, int]]:
     """(first, last) of kernels that make a node, where streams do not interleave."""
     if not len(spans):
@@ -224,7 +238,7 @@ def _groups(spans: Spans) -> list[tuple[int, int]]:
     for column in (spans.layer, spans.lane, spans.step):
         same &= column[1:] == column[:-1]
     details = spans.detail
-    same &= np.array([one == other for one, other in zip(details, details[1:], strict=False)], bool)
+    same &= np.array([one == other for one, other in itertools.pairwise(details)], bool)
     firsts = np.concatenate([[0], np.flatnonzero(~same) + 1])
     lasts = np.concatenate([firsts[1:] - 1, [len(spans) - 1]])
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What a rank's host did when the GPU had nothing to do: loading, synchronizing, launching, else."""
+"""What a rank's host did while the GPU had nothing to do: loading, synchronizing, launching."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HostView:
         return any(name != "optimizer step" for name in set(self._rank[kinds.PHASE].name))
 
     def states(self, begin: int, end: int) -> list[HostState]:
-        """The interval in parts, without holes; a wait or a synchronization comes before a phase."""
+        """The interval in parts, without holes; a wait comes before the phase around it."""
         states: list[HostState] = []
         rest = [(begin, end)]
         for resource in (kinds.SYNC, kinds.WAIT, kinds.DATA, kinds.PHASE):

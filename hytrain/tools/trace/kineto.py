@@ -1,9 +1,9 @@
 """Spans of torch.profiler (Kineto), whoever trained: plain DeepSpeed, FSDP2, anything.
 
 Kineto knows kernels, copies and the host's calls that launched them, and no optimizer's chain.
-What a kernel belongs to comes from where it was launched: inside of an autograd node it is backward,
-inside of "Optimizer.step#..." an update, else forward. Layers come from spans of the host that name
-one (modules, FSDP's annotations), in backward by the sequence number that autograd gave the forward.
+What a kernel belongs to comes from where it was launched: inside of an autograd node it is
+backward, inside of "Optimizer.step#..." an update, else forward. Layers come from spans of the host
+that name one (modules, FSDP's annotations), in backward by the sequence number of the forward.
 """
 
 from __future__ import annotations
@@ -22,13 +22,31 @@ from hytrain.tools.trace.ours import nanoseconds
 from hytrain.tools.trace.spans import NONE, Span
 
 CATEGORIES: Final = frozenset(
-    ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver", "cpu_op")
-    + ("user_annotation", "python_function")
+    [
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "cuda_runtime",
+        "cuda_driver",
+        "cpu_op",
+        "user_annotation",
+        "python_function",
+    ]
 )
 _WAITING: Final = frozenset(
-    ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    + ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
-    + ("hipStreamSynchronize", "hipDeviceSynchronize", "hipEventSynchronize", "hipMemcpy")
+    [
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaEventSynchronize",
+        "cudaMemcpy",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+        "cuEventSynchronize",
+        "hipStreamSynchronize",
+        "hipDeviceSynchronize",
+        "hipEventSynchronize",
+        "hipMemcpy",
+    ]
 )
 _COLLECTIVES: Final = (
     ("allgather", "all_gather"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
         trace = read_trace(path)
         ranks += _ranks_of(trace, next_rank=len(ranks))
     ranks.sort(key=lambda rank: rank.rank)
-    for one, other in zip(ranks, ranks[1:], strict=False):
+    for one, other in itertools.pairwise(ranks):
         if one.rank == other.rank:
             raise TraceError(
                 f"{one.path} and {other.path} are both of rank {one.rank}: give the files of one "
@@ -84,9 +85,9 @@ def _gather(
         if phase not in ("X", "C"):
             continue
         rank = event.get("pid") if only is None else only
-        into = gathered.get(rank) if isinstance(rank, int) else None
-        if into is None:
+        if not isinstance(rank, int) or rank not in gathered:
             continue  # of a process that is no rank
+        into = gathered[rank]
         header = headers[rank]
         offset = base if header is None else ours.nanoseconds(header.clock_offset_us)
         if phase == "C":
@@ -245,7 +246,7 @@ def _steps(
         )
         return (Step(0, begin, end),)
     steps = [Step(*mark) for mark in marks]
-    for one, other in zip(steps, steps[1:], strict=False):
+    for one, other in itertools.pairwise(steps):
         # Of several threads or files: a microsecond is rounding.
         if other.begin < one.end - 1000:
             raise TraceError(
