@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from hytrain.errors import HostMemoryError, HyTrainError
-from hytrain.tools.cli import bench, explain, plan, profile
+from hytrain.tools.cli import bench, explain, plan, profile, trace
 from hytrain.tools.cli.arguments import one_line
 from hytrain.version import __version__
 
@@ -59,4 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
     words = "why the solver chose its k, or what a configuration will do"
     explain.add(commands.add_parser("explain", help=words))
+    words = "where the time of recorded steps goes, and what a change would win"
+    trace.add(commands.add_parser("trace", help=words))
     return parser

@@ -184,10 +184,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "causes": [
             _without_none(
                 **{"rank": c.rank, "cause": c.cause, "seconds_per_step": c.seconds},
-                **{
-                    "layer": _known(c.layer),
-                    "layer_share": c.layer_share if c.layer != NONE else None,
-                },
+                **{"layer": _known(c.layer), "layer_share": c.layer_share or None},
                 **{"detail": c.detail or None, "late_rank": _known(c.late_rank)},
             )
             for c in analysis.causes

@@ -2,8 +2,8 @@
 
 A GPU is idle while it computes nothing: no forward, no backward, no update. What ran next waited
 for the last of its dependencies to finish, that one for the last of its own, and so on back to when
-the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time; where
-there is nothing that proves a cause it is unresolved.
+the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time;
+where there is nothing that proves a cause it is unresolved.
 """
 
 from __future__ import annotations

@@ -21,32 +21,11 @@ from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.ours import nanoseconds
 from hytrain.tools.trace.spans import NONE, Span
 
-CATEGORIES: Final = frozenset(
-    [
-        "kernel",
-        "gpu_memcpy",
-        "gpu_memset",
-        "cuda_runtime",
-        "cuda_driver",
-        "cpu_op",
-        "user_annotation",
-        "python_function",
-    ]
-)
-_WAITING: Final = frozenset(
-    [
-        "cudaStreamSynchronize",
-        "cudaDeviceSynchronize",
-        "cudaEventSynchronize",
-        "cudaMemcpy",
-        "cuStreamSynchronize",
-        "cuCtxSynchronize",
-        "cuEventSynchronize",
-        "hipStreamSynchronize",
-        "hipDeviceSynchronize",
-        "hipEventSynchronize",
-        "hipMemcpy",
-    ]
+_ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS: Final = ("cuda_runtime", "cuda_driver")
+CATEGORIES: Final = frozenset((*_ON_GPU, *_CALLS, "cpu_op", "user_annotation", "python_function"))
+_WAITING: Final = re.compile(
+    r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy|cu(Stream|Ctx|Event)Synchronize"
 )
 _COLLECTIVES: Final = (
     ("allgather", "all_gather"),
@@ -93,13 +72,13 @@ class KinetoEvents:
         span = Span(begin, begin + nanoseconds(event["dur"]), event["name"], lane=thread)
         args: Mapping[str, Any] = event.get("args", {})
         category = event["cat"]
-        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if category in _ON_GPU:
             self._add_gpu(category, span, args)
-        elif category in ("cuda_runtime", "cuda_driver"):
+        elif category in _CALLS:
             correlation = args.get("correlation")
             if isinstance(correlation, int):
                 self.launches[correlation] = (begin, thread)
-            if span.name in _WAITING:
+            if _WAITING.fullmatch(span.name):
                 self._add_host(kinds.SYNC, span)
         elif category == "python_function":
             self._add_host(kinds.PYTHON, span)
@@ -150,6 +129,11 @@ class KinetoEvents:
                 self.forward_sequence.append((sequence, span.begin, span.lane))
             if category == "cpu_op":
                 self.operators.append(span)
+
+    def launcher(self) -> int:
+        """The thread that launched most; NONE where none did."""
+        threads = [thread for _, thread in self.launches.values()]
+        return max(set(threads), key=threads.count, default=NONE)
 
     def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
         """Spans by what they occupy.

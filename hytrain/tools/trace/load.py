@@ -54,6 +54,8 @@ class _Rank:
         default_factory=dict[str, list[tuple[int, float]]]
     )
     kineto: KinetoEvents = field(default_factory=KinetoEvents)
+    threads: dict[int, str] = field(default_factory=dict[int, str])
+    """Lane -> name."""
 
 
 def _ranks_of(trace: TraceFile, next_rank: int) -> list[RankTrace]:
@@ -82,7 +84,7 @@ def _gather(
     lanes: dict[tuple[Any, Any], int] = {}
     for event in trace.events:
         phase = event["ph"]
-        if phase not in ("X", "C"):
+        if phase not in ("X", "C", "M"):
             continue
         rank = event.get("pid") if only is None else only
         if not isinstance(rank, int) or rank not in gathered:
@@ -90,11 +92,15 @@ def _gather(
         into = gathered[rank]
         header = headers[rank]
         offset = base if header is None else ours.nanoseconds(header.clock_offset_us)
-        if phase == "C":
-            _add_counter(into, event, offset)
-            continue
         key = (event.get("pid"), event.get("tid"))
-        _add_span(into, event, lanes.setdefault(key, len(lanes)), offset)
+        lane = lanes.setdefault(key, len(lanes))
+        if phase == "M":
+            if event.get("name") == "thread_name":
+                into.threads[lane] = str(event.get("args", {}).get("name", ""))
+        elif phase == "C":
+            _add_counter(into, event, offset)
+        else:
+            _add_span(into, event, lane, offset)
 
 
 def _add_counter(into: _Rank, event: Mapping[str, Any], offset: int) -> None:
@@ -153,8 +159,15 @@ def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _
         header=header,
         counters={name: _counter(samples) for name, samples in gathered.counters.items()},
         unknown=tuple(unknown),
+        launcher=_launcher(gathered, rows),
         are_kernels=are_kernels,
     )
+
+
+def _launcher(gathered: _Rank, rows: Mapping[str, list[Span]]) -> str:
+    phases = rows.get(kinds.PHASE, [])
+    lane = phases[0].lane if gathered.rows.get(kinds.PHASE) else gathered.kineto.launcher()
+    return gathered.threads.get(lane, "").removeprefix(f"{names.PYTHON}: ")
 
 
 def _merged(

@@ -157,6 +157,8 @@ class RankTrace:
     counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
     unknown: tuple[str, ...] = ()
     """Sentences about what this trace cannot tell."""
+    launcher: str = ""
+    """The thread that launches, by name; empty if unknown."""
     are_kernels: bool = False
     """Compute is kernels, not layers timed by events."""
 
