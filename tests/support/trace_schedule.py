@@ -54,7 +54,9 @@ class Schedule:
     peaks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     power: float | None = None
 
-    def fault(self, what: str, more: int, rank: int = -1, step: int = -1, layer: int = -1) -> Schedule:
+    def fault(
+        self, what: str, more: int, rank: int = -1, step: int = -1, layer: int = -1
+    ) -> Schedule:
         """The run with something that takes longer."""
         return replace(self, faults={**self.faults, (what, rank, step, layer): more})
 
@@ -230,19 +232,21 @@ def _finish(rank: Rank, step: int) -> None:
     rank.span(names.PYTHON, rank.schedule.user_function, begin, rank.host)
 
 
-def write(folder: Path, schedule: Schedule, **header: Any) -> list[Path]:
-    """The run's traces, a file a rank."""
+def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> list[Path]:
+    """The run's traces, a file a rank, recorded from the begin of a step on."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for rank in simulate(schedule):
         values: dict[str, Any] = {
             **{"format": 1, "rank": rank.rank, "world_size": schedule.ranks},
-            **{"steps": [1, schedule.steps], "layers": schedule.layers, "device": "simulated"},
+            **{"steps": [first, schedule.steps], "layers": schedule.layers, "device": "simulated"},
             **{"gpu_layers": list(schedule.gpu_layers), "peaks": dict(schedule.peaks)},
             "gpu_fraction": len(schedule.gpu_layers) / schedule.layers,
             "gradient_clipping": 1.0 if schedule.clipped else None,
         }
-        events = [*_metadata(rank.rank), *rank.events]
+        begin = next(one["ts"] for one in rank.events if one["name"] == f"step {first}")
+        events = [one for one in rank.events if one["ts"] >= begin]
+        events = [*_metadata(rank.rank), *events]
         if schedule.power is not None:
             events += [_power(rank.rank, time, schedule.power) for time in (START, rank.host)]
         path = folder / f"trace_rank{rank.rank}.json"

@@ -314,8 +314,11 @@ class Blockers:
                 detail = host.line_of_sync(state.row)
             elif state.resource == kinds.PYTHON and not host.has_phases:
                 cause, detail = LAUNCH, host.function_in(state.begin, state.end) or ""
-            elif state.resource == kinds.PYTHON:
+            elif state.resource in (kinds.PYTHON, kinds.DATA):
                 detail = host.function_in(state.begin, state.end) or ""
+                if sync is not None and (detail or state.resource == kinds.DATA):
+                    after = f"after the synchronization of {host.line_of_sync(sync)}"
+                    detail = f"{detail}, {after}" if detail else after
             is_unnamed = cause == LAUNCH or (cause == HOST_CODE and not detail)
             if is_unnamed and sync is not None:
                 # The synchronization drained the queue: the GPU waits until it is filled again.

@@ -11,7 +11,7 @@ import numpy as np
 
 from hytrain.tools.pictures import picture
 from hytrain.tools.trace.analysis import Analysis
-from hytrain.tools.trace.lanes import Row, rows_of, with_levels
+from hytrain.tools.trace.lanes import IDLE, Row, rows_of, with_levels
 from hytrain.tools.trace.palette import COLOURS, DARK, LEGEND, LIGHT, Theme
 from hytrain.tools.trace.viewer import middle_step
 
@@ -82,7 +82,7 @@ def _draw(
 ) -> None:
     step = _middle(run)
     for number, row in enumerate(rows):
-        _draw_row(axes, row, number, step, longest)
+        _draw_row(axes, row, number, step, longest, theme)
     for one in run.steps[run.slowest]:
         at = (one.step.end - step.begin) * 1e-6
         if -_MARGIN * longest <= at <= (1 + _MARGIN) * longest:
@@ -103,7 +103,7 @@ def _draw(
         spine.set_visible(False)
 
 
-def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float) -> None:
+def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float, theme: Theme) -> None:
     begins = (row.bars.begin - step.begin) * 1e-6
     lengths = (row.bars.end - row.bars.begin) * 1e-6
     if row.levels:
@@ -115,8 +115,13 @@ def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float) -> No
         spans = list(zip(begins[chosen], lengths[chosen], strict=True))
         alpha = None if alphas is None else alphas[chosen]
         axes.broken_barh(
-            spans, (number - 0.4, 0.8), facecolors=COLOURS[LEGEND[one]], alpha=alpha, linewidth=0
+            *(spans, (number - 0.4, 0.8)),
+            **{"facecolors": COLOURS[LEGEND[one]], "alpha": alpha},
+            **{"edgecolors": theme.background, "linewidth": 0.0 if row.levels else 0.4},
         )
+    if row.label == IDLE:
+        _name_causes(axes, row, step, longest, theme)
+        return
     if row.levels:
         return
     for begin, length, name, layer in zip(
@@ -126,10 +131,34 @@ def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float) -> No
             text = str(name) if len(str(name)) * 0.0085 * longest < length else ""
             text = text or (str(layer) if layer >= 0 else "")
             axes.text(
-                *(begin + length / 2, number, text),
+                begin + length / 2,
+                number,
+                text,
                 **{"fontsize": 7.5, "color": "white", "ha": "center", "va": "center"},
                 clip_on=True,
             )
+
+
+def _name_causes(axes: Any, row: Row, step: Any, longest: float, theme: Theme) -> None:
+    """Words beside idle intervals that are long enough: the longest cause of each."""
+    bars = row.bars
+    firsts = np.flatnonzero(np.concatenate([[True], bars.begin[1:] > bars.end[:-1]]))
+    lasts = np.concatenate([firsts[1:], [len(bars)]])
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        begin, end = (int(bars.begin[first]) - step.begin, int(bars.end[last - 1]) - step.begin)
+        if (end - begin) * 1e-6 < _LEAST_LABEL / 2 * longest:
+            continue
+        most = first + int(np.argmax((bars.end - bars.begin)[first:last]))
+        layer = f", layer {bars.layer[most]}" if bars.layer[most] >= 0 else ""
+        is_left = begin * 1e-6 > 0.2 * longest
+        place = begin * 1e-6 - 0.005 * longest if is_left else end * 1e-6 + 0.005 * longest
+        axes.text(
+            place,
+            0,
+            f"{bars.name[most]}{layer}",
+            **{"fontsize": 8, "color": theme.text, "va": "center", "clip_on": True},
+            ha="right" if is_left else "left",
+        )
 
 
 def _bins(row: Row, step: Any) -> tuple[Any, Any, Any, Any]:

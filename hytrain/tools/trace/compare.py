@@ -91,14 +91,17 @@ def compare_text(comparison: Comparison) -> str:
     """To be folded to a terminal's width."""
     rows = [("part, ms a step", "A", "B", "B - A")]
     for row in (*comparison.parts, comparison.step):
-        values = (row.before, row.after)
-        cells = [f"{value * 1e3:.2f}" for value in values]
-        rows.append((row.name, *cells, f"{row.difference * 1e3:+.2f}"))
+        one, other = f"{row.before * 1e3:.2f}", f"{row.after * 1e3:.2f}"
+        rows.append((row.name, one, other, f"{row.difference * 1e3:+.2f}"))
     hidden = [("hidden under the GPU's compute", "A", "B")]
     for name, one, other in comparison.activities:
-        hidden.append((name, *("none" if v < 0.0 else percent(v) for v in (one, other))))
+        hidden.append((name, _share(one), _share(other)))
     blocks = ["\n".join(comparison.sentences), "\n".join(align(rows)), "\n".join(align(hidden))]
     return "\n\n".join(blocks)
+
+
+def _share(share: float) -> str:
+    return "none" if share < 0.0 else percent(share)
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from hytrain.tools.trace.intervals import Intervals
 from hytrain.tools.trace.palette import LEGEND, legend_of, legend_of_cause
 from hytrain.tools.trace.spans import RankTrace, Span, Spans, table
 
+IDLE: Final = "GPU waits for"
 MOST_BARS: Final = 1_000_000
 """Of a page; above it the shortest functions are left out."""
 _FEW: Final = 4096
@@ -88,23 +89,25 @@ def _idle_row(steps: Sequence[StepAccount]) -> Row:
         for b in one.idle
     ]
     colour = np.array([LEGEND.index(legend_of_cause(b.cause)) for b in blames], np.uint8)
-    return Row("GPU waits for", table(names), colour, np.full(len(names), 255, np.uint8))
+    return Row(IDLE, table(names), colour, np.full(len(names), 255, np.uint8))
 
 
 def _hidden(spans: Spans, busy: Intervals) -> NDArray[np.uint8]:
-    covered = _covered_before(busy.begin, busy.end)
-    under = covered(spans.end) - covered(spans.begin)
+    first, last = (_covered_before(busy.begin, busy.end, t) for t in (spans.begin, spans.end))
+    under = last - first
     return np.round(100 * under / np.maximum(spans.end - spans.begin, 1)).astype(np.uint8)
 
 
-def _covered_before(begin: NDArray[np.int64], end: NDArray[np.int64]):
-    """A function of time: how much of disjoint intervals lies before it."""
+def _covered_before(
+    begin: NDArray[np.int64], end: NDArray[np.int64], wanted: NDArray[Any]
+) -> NDArray[np.float64]:
+    """At each time how much of disjoint intervals lies before it."""
     if not len(begin):
-        return lambda times: np.zeros(len(times))
+        return np.zeros(len(wanted))
     times = np.column_stack([begin, end]).ravel()
     total = np.cumsum(end - begin)
     before = np.column_stack([total - (end - begin), total]).ravel()
-    return lambda wanted: np.interp(wanted, times, before)
+    return np.interp(wanted, times, before)
 
 
 def _without_overlap(spans: Spans) -> Iterator[NDArray[np.intp]]:
@@ -148,7 +151,7 @@ def _level(row: Row, begin: int, end: int, bins: int) -> Level:
     colour = np.zeros(bins, np.uint8)
     for one in np.unique(row.colour):
         bars = row.bars.select(row.colour == one)
-        covered = np.diff(_covered_before(bars.begin, bars.end)(edges))
+        covered = np.diff(_covered_before(bars.begin, bars.end, edges))
         whole += covered
         colour[covered > most] = one
         most = np.maximum(most, covered)

@@ -32,7 +32,8 @@ COLOURS: Final[Mapping[str, str]] = {
     "gradient D2H": "#e6a532",
     "weights H2D": "#d9772b",
     "update on the CPU": "#58a945",
-    "host": "#a9b4c2",
+    "host": "#8695a8",
+    "host waits": "#b9a48c",
     "GPU idle: the chain": "#e5383b",
     "GPU idle: the host": "#f277a6",
     "GPU idle: unresolved": "#8a8f98",
@@ -50,8 +51,8 @@ _RESOURCES: Final = {
     kinds.D2H: "gradient D2H",
     kinds.H2D: "weights H2D",
     kinds.CPU_UPDATE: "update on the CPU",
-    kinds.WAIT: "GPU idle: the chain",
-    kinds.SYNC: "GPU idle: the host",
+    kinds.WAIT: "host waits",
+    kinds.SYNC: "host waits",
 }
 
 

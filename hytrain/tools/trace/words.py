@@ -138,7 +138,7 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
             words += f" by thread {thread}" if thread else ""
         elif cause.layer != NONE and cause.cause not in _OF_HOST:
             mostly = "mostly " if cause.layer_share < 0.995 else ""
-            words += f", {mostly}of layer {cause.layer}"
+            words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
     if len(analysis.ranks) > 1:
         words += f", on rank {cause.rank}"
     return words
@@ -234,7 +234,8 @@ def _activities(steps: Sequence[StepAccount]) -> str:
         if found.total:
             numbers = (found.total, found.hidden, found.exposed, found.blocking)
             share = percent(found.hidden / found.total)
-            rows.append((activity, *(_ns(value / number) for value in numbers), share))
+            total, hid, exposed, blocking = (_ns(value / number) for value in numbers)
+            rows.append((activity, total, hid, exposed, blocking, share))
     return "\n".join(align(rows))
 
 
@@ -298,8 +299,8 @@ def _rates(rates: Sequence[Rate]) -> str:
     rows = [("rate while it runs", "achieved", "measured peak", "of peak", "runs")]
     for rate in rates:
         share = "unknown" if rate.share is None else percent(rate.share)
-        values = [_quantity(value, rate.unit) for value in (rate.achieved, rate.peak)]
-        rows.append((rate.name, *values, share, percent(rate.busy_share)))
+        achieved, peak = _quantity(rate.achieved, rate.unit), _quantity(rate.peak, rate.unit)
+        rows.append((rate.name, achieved, peak, share, percent(rate.busy_share)))
     return "\n".join(align(rows)) if len(rows) > 1 else ""
 
 
