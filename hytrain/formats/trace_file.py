@@ -107,7 +107,7 @@ ARG_LINE: Final = "line"
 ARG_THREADS: Final = "threads"
 """Of CPU Adam: how many threads worked on it, where one lane stands for all."""
 ARG_LAUNCHED: Final = "launched"
-"""Of GPU spans: when the host began to launch it, in the microseconds of "ts"."""
+"""Of GPU spans: when the host had launched it, in the microseconds of "ts": it begins no sooner."""
 
 PASSES: Final = ("forward", "backward", "recompute")
 TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")

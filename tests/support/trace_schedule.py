@@ -99,13 +99,12 @@ class Rank:
 
     def compute(self, what: str, step: int, layer: int, ready: int = START) -> int:
         """Launches a layer's pass or update; returns its end."""
-        launched = self.host
         self.host += self.takes(LAUNCH, step, layer)
         begin = max(self.gpu, self.host, ready)
         self.gpu = begin + self.takes(what, step, layer)
         lane = names.GPU_UPDATE if what == UPDATE else names.GPU_COMPUTE
         name = f"update layer {layer}" if what == UPDATE else f"{what} layer {layer}"
-        known = float(launched) if self.schedule.with_launches else None
+        known = float(self.host) if self.schedule.with_launches else None
         passes = None if what == UPDATE else what
         self.span(
             *(lane, name, begin, self.gpu),

@@ -72,7 +72,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     _check_outputs(arguments, [("A", paths[0]), ("B", paths[1])])
     runs = [(name, analyse(load([path]))) for name, path in zip("AB", paths, strict=True)]
     comparison = compare(runs[0][1], runs[1][1])
-    titled = [(f"{name}: {path.name}", run) for (name, run), path in zip(runs, paths, strict=True)]
+    # Files of two runs are mostly called the same: their folders tell them apart.
+    is_same = paths[0].name == paths[1].name
+    shown = [path.absolute().parent.name if is_same else path.name for path in paths]
+    titled = [(f"{name}: {title}", run) for (name, run), title in zip(runs, shown, strict=True)]
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 

@@ -243,7 +243,11 @@ class Blockers:
             cause = "update on the GPU" if node.resource == kinds.GPU_UPDATE else cause
         if node.is_barred and node.resource == kinds.CPU_UPDATE:
             cause = CLIPPING
-        return self._of_rank(node, Blame(begin, end, cause, evidence, node.number, node.layer))
+        blame = Blame(
+            *(begin, end, cause, evidence, node.number, node.layer),
+            detail=node.detail if cause == COMMUNICATION else "",
+        )
+        return self._of_rank(node, blame)
 
     def _hand_over(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
         blame = Blame(begin, end, HAND_OVER, evidence, node.number, node.layer)

@@ -91,7 +91,7 @@ def _draw(
             axes.text(at, -0.62, words, fontsize=8, ha="right", va="bottom", color=theme.text)
     axes.set_ylim(len(rows) - 0.4, -1.2)
     axes.set_xlim(-0.03 * longest, (1 + _MARGIN) * longest)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows], color=theme.text)
+    axes.set_yticks(range(len(rows)), labels=[row.label for row in rows], color=theme.text)
     ranks = f", rank {run.slowest}" if len(run.ranks) > 1 else ""
     title = f"{title or run.ranks[0].path.name}{ranks}, step {step.number}"
     axes.set_title(title, fontsize=10, loc="left", color=theme.text)
@@ -146,7 +146,7 @@ def _name_causes(axes: Any, row: Row, step: Any, longest: float, theme: Theme) -
     lasts = np.concatenate([firsts[1:], [len(bars)]])
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         begin, end = (int(bars.begin[first]) - step.begin, int(bars.end[last - 1]) - step.begin)
-        if (end - begin) * 1e-6 < _LEAST_LABEL / 2 * longest:
+        if end <= 0 or (end - begin) * 1e-6 < _LEAST_LABEL / 2 * longest:
             continue
         most = first + int(np.argmax((bars.end - bars.begin)[first:last]))
         layer = f", layer {bars.layer[most]}" if bars.layer[most] >= 0 else ""

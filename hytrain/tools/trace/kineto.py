@@ -50,8 +50,10 @@ class KinetoEvents:
     gpu: list[tuple[Span, int]] = field(default_factory=list[tuple[Span, int]])
     """With the correlation of each; the resource is in ``resources``."""
     resources: list[str] = field(default_factory=list[str])
-    launches: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Correlation -> (begin, thread) of the host's call."""
+    launches: dict[int, tuple[int, int, int]] = field(
+        default_factory=dict[int, tuple[int, int, int]]
+    )
+    """Correlation -> (begin, end, thread) of the host's call."""
     steps: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     host: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
     operators: list[Span] = field(default_factory=list[Span])
@@ -77,7 +79,7 @@ class KinetoEvents:
         elif category in _CALLS:
             correlation = args.get("correlation")
             if isinstance(correlation, int):
-                self.launches[correlation] = (begin, thread)
+                self.launches[correlation] = (begin, span.end, thread)
             if _WAITING.fullmatch(span.name):
                 self._add_host(kinds.SYNC, span)
         elif category == "python_function":
@@ -132,7 +134,7 @@ class KinetoEvents:
 
     def launcher(self) -> int:
         """The thread that launched most; NONE where none did."""
-        threads = [thread for _, thread in self.launches.values()]
+        threads = [thread for *_, thread in self.launches.values()]
         return max(set(threads), key=threads.count, default=NONE)
 
     def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
@@ -155,13 +157,15 @@ class KinetoEvents:
         return rows
 
     def _gpu_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
-        found = [self.launches.get(correlation, (NONE, NONE)) for _, correlation in self.gpu]
-        times = np.array([begin for begin, _ in found], np.int64)
-        threads = np.array([thread for _, thread in found], np.int64)
+        unknown = (NONE, NONE, NONE)
+        found = [self.launches.get(correlation, unknown) for _, correlation in self.gpu]
+        times, ends, threads = np.array(found, np.int64).reshape(-1, 3).T
         layers = self._layers(times, threads)
         passes = self._passes(times, steps)
         for number, ((span, _), resource) in enumerate(zip(self.gpu, self.resources, strict=True)):
-            row = replace(span, launched=int(times[number]), layer=int(layers[number]))
+            # A kernel may begin before its launch has returned.
+            launched = min(int(ends[number]), span.begin)
+            row = replace(span, launched=launched, layer=int(layers[number]))
             if resource == kinds.COMPUTE:
                 row = replace(row, detail=passes[number])
                 if passes[number] == kinds.GPU_UPDATE:

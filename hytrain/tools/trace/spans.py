@@ -67,7 +67,7 @@ class Span:
     detail: str = ""
     """Pass of compute, task of an update, collective, Python line of a synchronization."""
     launched: int = NONE
-    """When the host's call that launched it began."""
+    """When the host had launched it: its begin at the latest."""
 
 
 @dataclass(frozen=True, slots=True)
