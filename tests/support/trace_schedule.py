@@ -81,7 +81,7 @@ class Rank:
         """Layer -> when its new weights are on the GPU."""
         self.issued: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
-        self.backward_end = START
+        self.step_ends: dict[int, int] = {}
 
     def span(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None:
         args = {key: value for key, value in args.items() if value is not None}
@@ -170,6 +170,8 @@ def simulate(schedule: Schedule) -> list[Rank]:
 
 
 def _load(rank: Rank, step: int) -> None:
+    # A queue of launches is finite: the host is two steps ahead at most.
+    rank.host = max(rank.host, rank.step_ends.get(step - 2, START))
     begin, rank.host = rank.host, rank.host + rank.takes(DATA, step)
     rank.span(names.PYTHON, names.PHASE_DATA, begin, rank.host)
 
@@ -208,7 +210,6 @@ def _backward(schedule: Schedule, ranks: list[Rank], step: int) -> None:
             if layer not in schedule.gpu_layers:
                 rank.gradient(step, layer, time)
     for rank, begin in zip(ranks, begins, strict=True):
-        rank.backward_end = rank.gpu
         rank.span(names.PYTHON, names.PHASE_BACKWARD, begin, rank.host)
     if step in schedule.clipped:
         _meet(ranks, NORM, step, None, [rank.gpu for rank in ranks])
@@ -222,6 +223,7 @@ def _finish(rank: Rank, step: int) -> None:
     begin = rank.host
     for layer in rank.schedule.gpu_layers:
         rank.weights[layer] = rank.compute(UPDATE, step, layer)
+    rank.step_ends[step] = rank.gpu
     rank.span(names.PYTHON, names.PHASE_OPTIMIZER, begin, rank.host)
     if rank.schedule.sync_line:
         begin, rank.host = rank.host, max(rank.host, rank.gpu) + rank.takes(SYNC, step)

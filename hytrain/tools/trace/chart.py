@@ -93,7 +93,7 @@ def _draw(
     axes.set_xlim(-0.03 * longest, (1 + _MARGIN) * longest)
     axes.set_yticks(range(len(rows)), labels=[row.label for row in rows], color=theme.text)
     ranks = f", rank {run.slowest}" if len(run.ranks) > 1 else ""
-    title = f"{title or run.ranks[0].path.name}{ranks}, step {step.number}"
+    title = f"{title or next(iter(run.ranks)).path.name}{ranks}, step {step.number}"
     axes.set_title(title, fontsize=10, loc="left", color=theme.text)
     axes.set_facecolor(theme.background)
     axes.tick_params(colors=theme.text, length=0)

@@ -204,6 +204,8 @@ def _host(
     the step without any of its lateness, or the step less what the fix takes from the host."""
     prompt = replay.seconds_per_step(Change(without=HOST_CAUSES | {causes.KERNEL_GAPS}))
     found: list[tuple[str, float, str]] = []
+    # What drained the queue lets other work of the host show.
+    has_syncs = any(len(rank[kinds.SYNC]) for rank in graph.ranks.values())
     lost = {
         cause: sum(one.parts[cause] for of_rank in steps.values() for one in of_rank)
         for cause in HOST_CAUSES
@@ -219,7 +221,8 @@ def _host(
         ),
     }
     for cause, (name, limit, words) in limits.items():
-        if not lost[cause]:
+        synchronizes = cause == causes.SYNCHRONIZATION and has_syncs and any(lost.values())
+        if not lost[cause] and not synchronizes:
             continue
         seconds = prompt
         if limit is not None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.blockers import Blame
-from hytrain.tools.trace.graph import Graph, Node
+from hytrain.tools.trace.graph import Edge, Graph, Node
 from hytrain.tools.trace.spans import NONE
 
 _COMPUTES: Final = (kinds.COMPUTE, kinds.GPU_UPDATE)
@@ -49,6 +49,13 @@ class Change:
 
 
 UNCHANGED: Final = Change()
+
+
+class _Run(NamedTuple):
+    """Nodes' times that are known already."""
+
+    begins: list[int | None]
+    ends: list[int | None]
 
 
 class Replay:
@@ -110,26 +117,21 @@ class Replay:
 
     def run(self, change: Change = UNCHANGED) -> tuple[list[int], list[int]]:
         """Begin and end of every node."""
-        begins: list[int] = []
-        ends: list[int | None] = []
-        for node in self._graph.nodes:
-            begin = self._begin(node, change, begins, ends)
-            begins.append(begin)
-            ends.append(None if node.partners else begin + self._duration(node, change))
-        self._graph_ends(change, begins, ends)
-        return begins, [end for end in ends if end is not None]
+        nodes = self._graph.nodes
+        run = _Run([None] * len(nodes), [None] * len(nodes))
+        begins = [self._begin(node, change, run) for node in nodes]
+        return begins, [self._end(node, change, run) for node in nodes]
 
-    def _graph_ends(self, change: Change, begins: list[int], ends: list[int | None]) -> None:
-        for node in self._graph.nodes:
-            self._end(node, change, begins, ends)
-
-    def _end(self, node: Node, change: Change, begins: list[int], ends: list[int | None]) -> int:
-        """A collective's needs all its ranks' begins, which are known when something follows."""
-        end = ends[node.number]
+    def _end(self, node: Node, change: Change, run: _Run) -> int:
+        """A collective ends so long after the last of its ranks has come."""
+        end = run.ends[node.number]
         if end is None:
-            partners = (node.number,) if change.without_ranks else node.partners
-            arrived = max(begins[number] for number in partners)
-            end = ends[node.number] = arrived + self._duration(node, change)
+            alone = change.without_ranks or not node.partners
+            partners = (node.number,) if alone else node.partners
+            nodes = self._graph.nodes
+            # Spans of no length may stand before what they wait for: begins are made as needed.
+            arrived = max(self._begin(nodes[number], change, run) for number in partners)
+            end = run.ends[node.number] = arrived + self._duration(node, change)
         return end
 
     def _duration(self, node: Node, change: Change) -> int:
@@ -139,27 +141,29 @@ class Replay:
             duration -= node.launch_gaps
         return round(duration * change.duration(node))
 
-    def _begin(self, node: Node, change: Change, begins: list[int], ends: list[int | None]) -> int:
-        nodes = self._graph.nodes
-        ready: int | None = None
-        for edge in node.edges:
-            if edge.is_barrier and change.without_barrier:
-                continue
-            before = nodes[edge.before]
-            if before.end <= node.begin:
-                time = self._end(before, change, begins, ends)
-            else:  # it streams: so much after the other began
-                lag = (node.begin - before.begin) * change.duration(before)
-                time = begins[before.number] + round(lag)
-            ready = time if ready is None else max(ready, time)
-        anchor = self._anchor[node.number]
-        if anchor is not None:
-            other, lag = anchor
-            ready = max(begins[other] + lag, ready or 0)
-        if ready is None:
-            return node.begin
-        later = change.begins_later.get(node.number, 0)
-        return ready + self._slack_with(node, change) + later
+    def _begin(self, node: Node, change: Change, run: _Run) -> int:
+        begin = run.begins[node.number]
+        if begin is None:
+            ready = [
+                self._ready(edge, node, change, run)
+                for edge in node.edges
+                if not (edge.is_barrier and change.without_barrier)
+            ]
+            anchor = self._anchor[node.number]
+            if anchor is not None:
+                ready.append(self._begin(self._graph.nodes[anchor[0]], change, run) + anchor[1])
+            later = self._slack_with(node, change) + change.begins_later.get(node.number, 0)
+            begin = run.begins[node.number] = max(ready) + later if ready else node.begin
+        return begin
+
+    def _ready(self, edge: Edge, node: Node, change: Change, run: _Run) -> int:
+        """When what an edge leads to lets the node begin."""
+        before = self._graph.nodes[edge.before]
+        if before.end <= node.begin:
+            return self._end(before, change, run)
+        # It streams: so much after the other began.
+        lag = (node.begin - before.begin) * change.duration(before)
+        return self._begin(before, change, run) + round(lag)
 
     def _slack_with(self, node: Node, change: Change) -> int:
         if self._anchor[node.number] is not None:
