@@ -67,6 +67,7 @@ _LATE: Final = {
 _HOST_CAUSE: Final = {
     kinds.DATA: DATA_LOADING,
     kinds.SYNC: SYNCHRONIZATION,
+    kinds.CPU_UPDATE: CPU_ADAM,
     kinds.PHASE: LAUNCH,
     kinds.PYTHON: HOST_CODE,
 }
@@ -307,12 +308,13 @@ class Blockers:
         layer = NONE if node is None else node.layer
         states = host.states(begin, end)
         proved = launched != NONE or _changes_within(states)
-        sync = host.ended_between(kinds.SYNC, begin - HAND_OVER_MOST, end)
         found: list[Blame] = []
         for state in states:
             if state.resource == kinds.WAIT:
                 found += self._waited(rank, state)
                 continue
+            # What was launched before has run dry in a synchronization: the queue is to be filled.
+            sync = host.ended_between(kinds.SYNC, begin - HAND_OVER_MOST, state.begin)
             cause, detail, evidence = _HOST_CAUSE[state.resource], "", "host"
             if state.resource == kinds.SYNC:
                 detail = host.line_of_sync(state.row)
@@ -325,7 +327,6 @@ class Blockers:
                     detail = f"{detail}, {after}" if detail else after
             is_unnamed = cause == LAUNCH or (cause == HOST_CODE and not detail)
             if is_unnamed and sync is not None:
-                # The synchronization drained the queue: the GPU waits until it is filled again.
                 cause, detail = SYNCHRONIZATION, host.line_of_sync(sync)
             elif cause == LAUNCH and launched != NONE:
                 evidence = "launch"

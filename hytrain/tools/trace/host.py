@@ -24,7 +24,8 @@ class HostState(NamedTuple):
     begin: int
     end: int
     resource: str
-    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), PYTHON (in none of them)."""
+    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), of a foreign trace CPU_UPDATE; PYTHON
+    in none of them."""
     row: int
     """Of the rank's spans of that resource; NONE in no span."""
 
@@ -35,8 +36,11 @@ class HostView:
     def __init__(self, rank: RankTrace) -> None:
         """Takes what the rank recorded of its host."""
         self._rank = rank
+        # A foreign optimizer's update on the CPU is the host's own work, and not a worker's.
+        updates = (kinds.CPU_UPDATE,) if rank.header is None else ()
+        self._resources = (kinds.SYNC, kinds.WAIT, kinds.DATA, *updates, kinds.PHASE)
         self._covered: dict[str, Intervals] = {
-            name: rank[name].covered() for name in (kinds.DATA, kinds.SYNC, kinds.WAIT, kinds.PHASE)
+            name: rank[name].covered() for name in self._resources
         }
         self._lines: dict[int, str] = {}
 
@@ -49,7 +53,7 @@ class HostView:
         """The interval in parts, without holes; a wait comes before the phase around it."""
         states: list[HostState] = []
         rest = [(begin, end)]
-        for resource in (kinds.SYNC, kinds.WAIT, kinds.DATA, kinds.PHASE):
+        for resource in self._resources:
             left: list[tuple[int, int]] = []
             for low, high in rest:
                 inside = self._covered[resource].within(low, high)
