@@ -24,8 +24,8 @@ class HostState(NamedTuple):
     begin: int
     end: int
     resource: str
-    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), of a foreign trace CPU_UPDATE; PYTHON
-    in none of them."""
+    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), PYTHON (in none of them); of a
+    foreign trace CPU_UPDATE."""
     row: int
     """Of the rank's spans of that resource; NONE in no span."""
 

@@ -71,7 +71,8 @@ def rows_of(rank: RankTrace, steps: Sequence[StepAccount], begin: int, end: int)
         spans = rank[resource]
         spans = spans.select((spans.end > begin) & (spans.begin < end))
         details = spans.detail.tolist()
-        colour = np.array([LEGEND.index(legend_of(resource, d)) for d in details], np.uint8)
+        colours = {one: LEGEND.index(legend_of(resource, one)) for one in set(details)}
+        colour = np.array([colours[one] for one in details], np.uint8)
         hidden = np.full(len(spans), 255, np.uint8)
         if resource in _HIDES:
             hidden = _hidden(spans, busy)

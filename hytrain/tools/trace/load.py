@@ -269,7 +269,7 @@ def _steps(
         np.array([s.begin for s in steps], np.int64), np.array([s.end for s in steps], np.int64)
     )
     if not len(whole & spans[kinds.COMPUTE].covered()):
-        raise TraceError(f"the trace {path}: no compute lies in its steps")
+        raise TraceError(f"the trace {path}: no compute lies in its steps: record whole steps")
     ends = [other.begin for other in steps[1:]] + [steps[-1].end]
     return tuple(
         Step(step.number, step.begin, min(step.end, end))

@@ -49,7 +49,7 @@ class _Block:
         return place
 
     def encoded(self) -> str:
-        return base64.b64encode(gzip.compress(b"".join(self._parts), 6)).decode()
+        return base64.b64encode(gzip.compress(b"".join(self._parts), 3)).decode()
 
 
 class _Names:

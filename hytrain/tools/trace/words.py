@@ -19,9 +19,9 @@ _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
 
 _WAITS_FOR: Final = {
-    causes.GRADIENT_COPY: "copies of gradients to the host (D2H)",
+    causes.GRADIENT_COPY: "copies to the host (D2H)",
     causes.CPU_ADAM: "CPU Adam",
-    causes.WEIGHT_COPY: "copies of weights to the GPU (H2D)",
+    causes.WEIGHT_COPY: "copies to the GPU (H2D)",
     causes.COMMUNICATION: "communication",
     causes.CLIPPING: "updates repeated because of clipping",
     causes.LATE_GRADIENT_COPY: "gradient copies that began late",
@@ -135,7 +135,7 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
             words += f", {cause.detail}"
         elif cause.cause == causes.LAUNCH:
             thread = next(r.launcher for r in analysis.ranks if r.rank == cause.rank)
-            words += f" by thread {thread}" if thread else ""
+            words += f" by {_thread(thread)}" if thread else ""
         elif cause.layer != NONE and cause.cause not in _OF_HOST:
             mostly = "mostly " if cause.layer_share < 0.995 else ""
             words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
@@ -150,6 +150,10 @@ _OF_HOST: Final = (
     causes.SYNCHRONIZATION,
     causes.KERNEL_GAPS,
 )
+
+
+def _thread(name: str) -> str:
+    return name if name.startswith("thread") else f"thread {name}"
 
 
 def _slow_words(analysis: Analysis, rank: int) -> str:
