@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.spans import NONE, RankTrace, Spans
@@ -58,8 +57,8 @@ class Node:
     """Work that waits for all of backward because of clipping."""
     partners: tuple[int, ...] = ()
     """The same collective on all ranks, this node among them."""
-    launch_gaps: int = 0
-    """Nanoseconds inside in which the GPU waited for launches."""
+    gaps: int = 0
+    """Nanoseconds between its kernels."""
     edges: list[Edge] = field(default_factory=list)
 
 
@@ -197,10 +196,11 @@ def _nodes(rank: RankTrace) -> list[Node]:
         if not (rank.are_kernels and is_gpu):
             nodes += [_node(rank.rank, resource, spans, n, n) for n in range(len(spans))]
             continue
-        late = _late_launches(spans)
+        gaps = np.zeros(len(spans), np.int64)
+        gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
         for first, last in _groups(spans):
             node = _node(rank.rank, resource, spans, first, last)
-            node.launch_gaps = int(late[first + 1 : last + 1].sum())
+            node.gaps = int(gaps[first + 1 : last + 1].sum())
             nodes.append(node)
     return nodes
 
@@ -220,14 +220,6 @@ def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node
         detail=spans.detail[first],
         launched=int(spans.launched[first]),
     )
-
-
-def _late_launches(spans: Spans) -> NDArray[np.int64]:
-    """Nanoseconds before each kernel in which its stream waited for its launch."""
-    gaps = np.zeros(len(spans), np.int64)
-    gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
-    gaps[1:][spans.launched[1:] < spans.end[:-1]] = 0
-    return gaps
 
 
 def _groups(spans: Spans) -> list[tuple[int, int]]:

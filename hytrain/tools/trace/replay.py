@@ -137,8 +137,8 @@ class Replay:
     def _duration(self, node: Node, change: Change) -> int:
         begin = self._graph.arrival(node).begin
         duration = node.end - begin
-        if causes.LAUNCH in change.without:
-            duration -= node.launch_gaps
+        if causes.KERNEL_GAPS in change.without:
+            duration -= node.gaps
         return round(duration * change.duration(node))
 
     def _begin(self, node: Node, change: Change, run: _Run) -> int:
