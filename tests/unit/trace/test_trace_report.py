@@ -72,12 +72,13 @@ def test_every_number_of_a_step_worked_out_by_hand(tmp_path: Path) -> None:
 
 
 def test_exposed_is_not_blocking(tmp_path: Path) -> None:
-    """Layer 3's copy runs on beside the chain of layer 0, which alone is waited for."""
-    schedule = Schedule(steps=5).fault(H2D, 5700, step=3, layer=1)
-    schedule = replace(schedule, gpu_layers=(0,)).fault("gpu_update", 1, layer=0)
-    steps = run(tmp_path, schedule).steps[0][2:]
-    copies = [one.activities["weights H2D"] for one in steps]
-    assert sum(o.exposed for o in copies) > sum(o.blocking for o in copies) > 0
+    """The GPU waits for data; a copy that runs meanwhile is exposed, and nobody waits for it."""
+    schedule = Schedule(steps=5, gpu_layers=(0,), sync_line="a.py:1").taking(**{DATA: 2000})
+    one = run(tmp_path, schedule.fault(D2H, 2300, layer=1)).steps[0][2]
+    copies = one.activities["gradient D2H"]
+    # 2.5 ms, of which 2 are under backward of layer 0 and 0.1 under the update on the GPU.
+    assert (copies.exposed, copies.blocking) == (400 * US, 0)
+    assert one.parts["data loading"] == 2000 * US
 
 
 def test_spans_are_united_and_not_summed(tmp_path: Path) -> None:
