@@ -25,7 +25,7 @@ def test_the_check_sees_imports() -> None:
     assert imported_roots("import torch.nn\nfrom deepspeed import comm") == IMPURE
 
 
-PURE = ("tools/planner", "tools/uneven", "tools/explain", "formats")
+PURE = ("tools/planner", "tools/uneven", "tools/explain", "tools/trace", "formats")
 DECISIONS = ("closed_form", "costs", "memory", "prediction", "records", "solve")
 """Of placement/: what decides; the rest measures and moves."""
 

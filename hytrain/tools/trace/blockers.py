@@ -337,10 +337,12 @@ class Blockers:
 
     def _waited(self, rank: int, state: HostState) -> list[Blame]:
         """The host waited for a layer's weights: their chain, in order."""
-        layer = int(self.graph.ranks[rank][kinds.WAIT].layer[state.row])
+        waits = self.graph.ranks[rank][kinds.WAIT]
+        layer = int(waits.layer[state.row])
         last = self.graph.last_copy(rank, layer, state.end + HAND_OVER_MOST)
         if last is None or last.end < state.begin:
-            words = "a wait for weights of which no copy was recorded"
+            what = waits.detail[state.row] or "weights of which no copy was recorded"
+            words = f"forward waited for {what}"
             return [Blame(state.begin, state.end, UNRESOLVED, "", NONE, layer, detail=words)]
         cursor, blames = _Cursor(state.end, state.begin), list[Blame]()
         if last.begin < state.end:

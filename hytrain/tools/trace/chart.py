@@ -178,7 +178,7 @@ def _draw_legend(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     used = sorted({int(one) for row in rows for one in np.unique(row.colour)})
     patches = [Patch(color=COLOURS[LEGEND[one]], label=LEGEND[one]) for one in used]
     legend = figure.legend(
-        handles=patches, loc="outside lower center", ncols=6, fontsize=8, frameon=False
+        handles=patches, loc="outside lower center", ncols=7, fontsize=8, frameon=False
     )
     for text in legend.get_texts():
         text.set_color(theme.text)

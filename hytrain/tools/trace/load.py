@@ -144,6 +144,8 @@ def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _
         unknown.append(
             "no GPU was recorded: the host's forward and backward, less their waits, stand for it"
         )
+    elif header is not None and header.device == "cpu":
+        unknown.append("there was no GPU: the CPU's forward and backward by layer stand for it")
     elif not are_kernels:
         unknown.append(
             "the GPU was recorded by layer, not by kernel: gaps inside of a layer count as compute"

@@ -60,7 +60,7 @@ def steps(kineto: Kineto, *, forward_launch: float = 10.0) -> Kineto:
         for layer in range(2):
             name = f"nn.Module: LlamaDecoderLayer_{layer}"
             kineto.span("python_function", name, called, called + 20, MAIN)
-            sequence = {"Sequence number": 10 * number + layer, "Fwd thread id": 0}
+            sequence: dict[str, Any] = {"Sequence number": 10 * number + layer, "Fwd thread id": 0}
             kineto.span("cpu_op", "aten::linear", called + 1, called + 19, MAIN, **sequence)
             kineto.launch("gemm", called + 5, gpu, gpu + 100)
             called, gpu = called + 30, gpu + 100
@@ -112,7 +112,7 @@ def cli_report(path: Path) -> str:
 def test_a_kernel_that_waited_for_a_collective_on_another_stream(tmp_path: Path) -> None:
     """It was launched in time, and began when the collective ended: said to be by timing."""
     kineto = steps(Kineto())
-    args = {"In msg nelems": 500, "Out msg nelems": 1000, "dtype": "BFloat16"}
+    args: dict[str, Any] = {"In msg nelems": 500, "Out msg nelems": 1000, "dtype": "BFloat16"}
     kineto.launch("ncclDevKernel_AllGather_RING_LL", 1500, 1700, 2000, stream=NCCL, **args)
     kineto.launch("gemm", 1510, 2002, 2100)
     one = run(tmp_path, kineto).steps[0][0]
@@ -141,7 +141,7 @@ def test_plain_deepspeed_updates_on_the_host(tmp_path: Path) -> None:
     name = "Optimizer.step#DeepSpeedCPUAdam.step"
     for at in (1000, 3000):
         memcpy: dict[str, Any] = {"cat": "gpu_memcpy", "stream": COPIES}
-        copied = memcpy | {"bytes": 900_000}
+        copied: dict[str, Any] = memcpy | {"bytes": 900_000}
         kineto.launch("Memcpy DtoH (Device -> Pinned)", at + 700, at + 710, at + 800, **copied)
         kineto.span("user_annotation", name, at + 800, at + 1600, MAIN)
         kineto.launch(

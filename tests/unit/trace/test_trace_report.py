@@ -126,6 +126,57 @@ def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) ->
     assert f"{joules:.1f} J a step on the GPU" in text
 
 
+def test_several_ranks_in_one_file(tmp_path: Path) -> None:
+    """What `hytrain trace merge` writes reads as the files of which it was made."""
+    paths = write(tmp_path, Schedule(steps=4, ranks=2).fault(CPU, 900, rank=1), first=2)
+    files = [json.loads(path.read_text()) for path in paths]
+    merged = tmp_path / "merged.json"
+    events = [event for one in files for event in one["traceEvents"]]
+    headers = [one["hytrain"] for one in files]
+    merged.write_text(json.dumps({"traceEvents": events, "hytrain": headers}))
+    apart, together = analyse(load(paths)), analyse(load([merged]))
+    assert together.causes == apart.causes
+    assert together.fixes == apart.fixes
+
+
+def test_clocks_are_brought_together(tmp_path: Path) -> None:
+    """A rank whose clock is 7 ms behind: its file says so."""
+    paths = write(tmp_path, Schedule(steps=4, ranks=2).fault(CPU, 900, rank=1), first=2)
+    apart = analyse(load(paths))
+    values = json.loads(paths[1].read_text())
+    for event in values["traceEvents"]:
+        for key in {"ts"} & event.keys():
+            event[key] -= 7000.0
+        if "launched" in event.get("args", {}):
+            event["args"]["launched"] -= 7000.0
+    values["hytrain"]["clock_offset_us"] = 7000.0
+    paths[1].write_text(json.dumps(values))
+    assert analyse(load(paths)).causes == apart.causes
+
+
+def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
+    """Four kernels a layer, 5 us apart: the gaps are told, the chain stays what it was."""
+    (path,) = write(tmp_path, Schedule(steps=5), first=2)
+    values = json.loads(path.read_text())
+    events: list[dict[str, Any]] = []
+    for event in values["traceEvents"]:
+        if event.get("cat") != "gpu":
+            events.append(event)
+            continue
+        length = event["dur"] / 4
+        for n in range(4):
+            begin = event["ts"] + n * length
+            short = 0.0 if n == 3 else 5.0
+            events.append(event | {"name": "gemm", "ts": begin, "dur": length - short})
+    (tmp_path / "kernels.json").write_text(json.dumps(values | {"traceEvents": events}))
+    layers, kernels = (analyse(load([p])).steps[0][2] for p in (path, tmp_path / "kernels.json"))
+    # 8 passes of 3 gaps.
+    assert kernels.parts[causes.KERNEL_GAPS] == 8 * 3 * 5 * US
+    assert kernels.busy == layers.busy - 8 * 3 * 5 * US
+    for cause in (causes.CPU_ADAM, causes.GRADIENT_COPY, causes.WEIGHT_COPY):
+        assert kernels.parts[cause] == layers.parts[cause] > 0
+
+
 # -- properties --------------------------------------------------------------------------------
 
 _TIME = st.integers(0, 3000)
