@@ -258,9 +258,11 @@ def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> li
 
 
 def _metadata(rank: int) -> list[dict[str, Any]]:
-    events = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    ]
     for number, lane in enumerate(names.LANES):
-        common = {"ph": "M", "pid": rank, "tid": number}
+        common: dict[str, Any] = {"ph": "M", "pid": rank, "tid": number}
         events.append(common | {"name": "thread_name", "args": {"name": lane}})
         events.append(common | {"name": "thread_sort_index", "args": {"sort_index": number}})
     return events

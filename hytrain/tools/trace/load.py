@@ -41,7 +41,18 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
                 f"{one.path} and {other.path} are both of rank {one.rank}: give the files of one "
                 "run, one a rank (`hytrain trace compare` is for two runs)"
             )
-    return tuple(ranks)
+    return tuple(_with_missing_ranks(rank, len(ranks)) for rank in ranks)
+
+
+def _with_missing_ranks(rank: RankTrace, given: int) -> RankTrace:
+    world_size = rank.world_size
+    if world_size <= given or not len(rank[kinds.COMMUNICATION]):
+        return rank
+    words = (
+        f"traces of {given} of {world_size} ranks were given: a collective that waits for a late "
+        "rank and one that is slow cannot be told apart"
+    )
+    return replace(rank, unknown=(*rank.unknown, words))
 
 
 @dataclass(slots=True)
@@ -159,11 +170,20 @@ def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _
         steps=_steps(trace.path, marks, spans, unknown),
         spans=spans,
         header=header,
+        world_size=_world_size(trace, header),
         counters={name: _counter(samples) for name, samples in gathered.counters.items()},
         unknown=tuple(unknown),
         launcher=_launcher(gathered, rows),
         are_kernels=are_kernels,
     )
+
+
+def _world_size(trace: TraceFile, header: TraceHeader | None) -> int:
+    if header is not None:
+        return header.world_size
+    info = trace.top.get("distributedInfo")
+    size = info.get("world_size") if isinstance(info, dict) else None
+    return size if isinstance(size, int) else 1
 
 
 def _launcher(gathered: _Rank, rows: Mapping[str, list[Span]]) -> str:

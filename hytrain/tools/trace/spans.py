@@ -154,6 +154,8 @@ class RankTrace:
     """Of every one of RESOURCES."""
     header: TraceHeader | None = None
     """None for a foreign trace."""
+    world_size: int = 1
+    """Of the run, as far as the trace says."""
     counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
     unknown: tuple[str, ...] = ()
     """Sentences about what this trace cannot tell."""

@@ -139,6 +139,13 @@ def test_several_ranks_in_one_file(tmp_path: Path) -> None:
     assert together.fixes == apart.fixes
 
 
+def test_ranks_that_are_missing_are_told(tmp_path: Path) -> None:
+    paths = write(tmp_path, Schedule(steps=3, ranks=2))
+    (alone,) = load(paths[:1])
+    assert "traces of 1 of 2 ranks were given" in alone.unknown[-1]
+    assert not any("were given" in words for rank in load(paths) for words in rank.unknown)
+
+
 def test_clocks_are_brought_together(tmp_path: Path) -> None:
     """A rank whose clock is 7 ms behind: its file says so."""
     paths = write(tmp_path, Schedule(steps=4, ranks=2).fault(CPU, 900, rank=1), first=2)
