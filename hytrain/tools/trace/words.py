@@ -174,7 +174,11 @@ def _and(parts: Sequence[str]) -> str:
 
 
 def _total(steps: Sequence[StepAccount], activity: str) -> accounts.Overlap:
-    rows = [one.activities[activity] for one in steps if activity in one.activities]
+    return _sum([one.activities.get(activity) for one in steps])
+
+
+def _sum(overlaps: Sequence[accounts.Overlap | None]) -> accounts.Overlap:
+    rows = [one for one in overlaps if one is not None]
     return accounts.Overlap(
         *(sum(row.total for row in rows), sum(row.hidden for row in rows)),
         *(sum(row.exposed for row in rows), sum(row.blocking for row in rows)),
@@ -286,11 +290,7 @@ _SHORT: Final = {
 
 
 def _total_of_layer(steps: Sequence[StepAccount], layer: int, activity: str) -> accounts.Overlap:
-    rows = [found for one in steps if (found := one.layers.get(layer, {}).get(activity))]
-    return accounts.Overlap(
-        *(sum(row.total for row in rows), sum(row.hidden for row in rows)),
-        *(sum(row.exposed for row in rows), sum(row.blocking for row in rows)),
-    )
+    return _sum([one.layers.get(layer, {}).get(activity) for one in steps])
 
 
 def _critical(analysis: Analysis, rank: int) -> str:

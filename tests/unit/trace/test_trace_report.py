@@ -256,6 +256,7 @@ def test_intervals_are_sets_of_points(
         assert _points(found) == expected
         assert found.length == len(expected)
         assert (np.diff(found.begin) > 0).all()
+        assert (found.end > found.begin).all()
 
 
 # -- the command -------------------------------------------------------------------------------
