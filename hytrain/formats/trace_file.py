@@ -238,7 +238,8 @@ def _parse(path: Path, content: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise TraceError(f"the trace {path} is not JSON: {error}") from None
     except json.JSONDecodeError as error:
-        is_cut = not error.doc.rstrip().endswith(("]", "}"))
+        text = error.doc.strip()
+        is_cut = text.startswith(("[", "{")) and not text.endswith(("]", "}"))
         cut = "; it ends in the middle: its writer was stopped" if is_cut else ""
         raise TraceError(f"the trace {path} is not JSON: {error}{cut}") from None
 

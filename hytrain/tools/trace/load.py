@@ -148,13 +148,16 @@ def _add_span(into: _Rank, event: dict[str, Any], lane: int, offset: int) -> Non
 def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _Rank) -> RankTrace:
     unknown: list[str] = []
     marks = sorted(set(gathered.steps or gathered.kineto.steps), key=lambda mark: mark[1])
-    foreign = gathered.kineto.rows([(begin, end) for _, begin, end in marks])
+    # Without marks all of it is one step.
+    foreign = gathered.kineto.rows([mark[1:] for mark in marks] or [(0, 2**62)])
     rows, are_kernels = _merged(gathered.rows, foreign, bool(gathered.kineto.gpu))
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
         unknown.append(
             "no GPU was recorded: the host's forward and backward, less their waits, stand for it"
         )
+    elif header is None and not are_kernels:
+        unknown.append("no GPU was recorded: operators of the CPU stand for it")
     elif header is not None and header.device == "cpu":
         unknown.append("there was no GPU: the CPU's forward and backward by layer stand for it")
     elif not are_kernels:

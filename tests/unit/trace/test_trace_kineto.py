@@ -194,6 +194,10 @@ def test_a_profile_of_torch_without_a_gpu(
     assert cli.main(["trace", "report", str(path)]) == 0
     text = capsys.readouterr().out
     assert "backward" in text
+    assert "operators of the CPU stand for it" in " ".join(text.split())
+    (rank,) = load([path])
+    assert {"forward", "backward"} <= set(rank["compute"].detail)
+    assert len(rank["phase"]) == 3
     assert "layers are not named" in " ".join(text.split())
 
 
