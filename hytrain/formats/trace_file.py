@@ -107,7 +107,7 @@ ARG_LINE: Final = "line"
 ARG_THREADS: Final = "threads"
 """Of CPU Adam: how many threads worked on it, where one lane stands for all."""
 ARG_LAUNCHED: Final = "launched"
-"""Of GPU spans: when the host began to launch it, in the microseconds of "ts"."""
+"""Of GPU spans: when the host had launched it, in the microseconds of "ts": it begins no sooner."""
 
 PASSES: Final = ("forward", "backward", "recompute")
 TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")
@@ -238,7 +238,8 @@ def _parse(path: Path, content: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise TraceError(f"the trace {path} is not JSON: {error}") from None
     except json.JSONDecodeError as error:
-        is_cut = not error.doc.rstrip().endswith(("]", "}"))
+        text = error.doc.strip()
+        is_cut = text.startswith(("[", "{")) and not text.endswith(("]", "}"))
         cut = "; it ends in the middle: its writer was stopped" if is_cut else ""
         raise TraceError(f"the trace {path} is not JSON: {error}{cut}") from None
 

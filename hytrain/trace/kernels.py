@@ -99,7 +99,7 @@ def with_kernels(
     """
     found = list(found)
     launches = {
-        event["args"]["correlation"]: float(event["ts"]) + base_ns / 1e3
+        event["args"]["correlation"]: float(event["ts"]) + event.get("dur", 0.0) + base_ns / 1e3
         for event in found
         if event.get("cat") in _LAUNCHING and "correlation" in event.get("args", {})
     }
@@ -155,7 +155,8 @@ def _span(event: dict[str, Any], base_ns: float, launches: Mapping[Any, float]) 
     end_ns = begin_ns + float(event.get("dur", 0.0)) * 1e3
     args = {key: value for key, value in event.get("args", {}).items() if key in _KEPT}
     if is_of_device(event) and args.get("correlation") in launches:
-        args[names.ARG_LAUNCHED] = launches[args["correlation"]]
+        # A call may still be on its way back when the kernel begins.
+        args[names.ARG_LAUNCHED] = min(launches[args["correlation"]], begin_ns / 1e3)
     if lane == CUDA_CALLS:
         args[ARG_STREAM] = event.get("tid")  # calls of several threads may overlap
     return Span(lane, str(event["name"]), begin_ns, end_ns, args)

@@ -25,8 +25,11 @@ def test_the_check_sees_imports() -> None:
     assert imported_roots("import torch.nn\nfrom deepspeed import comm") == IMPURE
 
 
-PURE = ("tools/planner", "tools/hybrid", "tools/uneven", "tools/explain", "formats")
-DECISIONS = ("closed_form", "costs", "memory", "prediction", "records", "solve")
+PURE = ("tools/planner", "tools/hybrid", "tools/uneven", "tools/explain", "tools/trace", "formats")
+DECISIONS = (
+    "closed_form", "costs", "measured_steps", "memory", "prediction", "records", "refused_numbers",
+    "solve", "trials",
+)  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
 
 

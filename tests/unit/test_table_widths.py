@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.placement_runs import costs, decision, text_of, typical_run
 from support.plan_profiles import a_device, a_host, a_profile
+from support.trace_schedule import Schedule, write
 
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.formats.text_table import WIDTH, align, fold
@@ -28,6 +29,10 @@ from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.profiler.profile_report import profile_table
+from hytrain.tools.trace.analysis import analyse
+from hytrain.tools.trace.compare import compare, compare_text
+from hytrain.tools.trace.load import load
+from hytrain.tools.trace.words import report
 from hytrain.tools.uneven.cases import UnevenCase
 from hytrain.tools.uneven.report import cases_table, solve_cases
 from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
@@ -213,6 +218,24 @@ def test_what_memory_takes() -> None:
     limits = decision(0, 0, 0).limits
     limits = replace(limits, gpu=9999 * GIB, host=99999 * GIB)
     check_width(table(layers, limits, 999 * GIB, [0, 1000, 2000]))
+
+
+# -- trace -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1, 10**4])
+def test_trace(factor: int, tmp_path: Path) -> None:
+    schedule = Schedule(layers=12, ranks=2, steps=3, clipped=(2,), sync_line="a_module.py:1234")
+    schedule = schedule.taking(**{name: time * factor for name, time in schedule.times.items()})
+    schedule = replace(schedule, user_function="a function with a long name (module.py:99)")
+    runs = [
+        analyse(load(write(tmp_path / name, one, first=2, predicted_step_s=1.0)))
+        for name, one in (("a", schedule), ("b", schedule.fault("cpu", 900 * factor)))
+    ]
+    check_width(fold(report(runs[1])))
+    check_width(fold(compare_text(compare(*runs))))
+    tables = [line for line in report(runs[1]).splitlines() if line[:1].isdigit()]
+    check_width("\n".join(tables))
 
 
 # -- bench and uneven --------------------------------------------------------------------------

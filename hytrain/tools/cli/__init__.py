@@ -65,5 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     export.add(commands.add_parser("export", help=words))
     words = "which checkpoints there are, and are they whole"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
-    trace.add(commands.add_parser("trace", help="traces of recorded steps"))
+    words = "where the time of recorded steps goes, and what a change would win"
+    trace.add(commands.add_parser("trace", help=words))
     return parser

@@ -76,6 +76,7 @@ def test_foreign_traces(tmp_path: Path) -> None:
     [
         ("", "is not JSON"),
         ('{"traceEvents": [1,}', "is not JSON: [^;]*$"),
+        ("a script\n", "is not JSON: [^;]*$"),
         ('{"traceEvents": [{"ph": "X", "na', "ends in the middle"),
         ("3", "is no trace: it holds a int"),
         ('{"step": 1, "loss": 2}', 'an object with "step", "loss"'),

@@ -1,0 +1,181 @@
+"""Where a step's time goes: its parts, which sum to it, and what of every activity is hidden.
+
+Everything is a union of intervals. Of an activity's time (any of its spans runs) in a step
+
+- hidden is what lies under other compute of the GPU,
+- exposed is the rest: the GPU computes nothing else meanwhile,
+- blocking is that part of exposed in which the GPU is idle and the chain of what it waits for leads
+  to this activity (:mod:`blockers`). A copy beside another that is waited for is exposed, and not
+  blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.blockers import Blame, Blockers
+from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs
+from hytrain.tools.trace.spans import NONE, RankTrace, Spans, Step
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+GPU_UPDATE: Final = "update on the GPU"
+CPU_UPDATE: Final = "update on the CPU"
+D2H: Final = "gradient D2H"
+H2D: Final = "weights H2D"
+COMMUNICATION: Final = "communication"
+OTHER: Final = "other compute"
+RECOMPUTE: Final = "recompute"
+ACTIVITIES: Final = (FORWARD, BACKWARD, GPU_UPDATE, CPU_UPDATE, D2H, H2D, COMMUNICATION)
+"""Backward has what is computed again for it."""
+
+COMPUTE_PARTS: Final = (FORWARD, BACKWARD, RECOMPUTE, OTHER, GPU_UPDATE)
+PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)
+"""Of a step: at every moment one of them. Of compute that overlaps the first in this order."""
+
+_BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
+    CPU_UPDATE: (causes.CPU_ADAM, causes.CLIPPING),
+    D2H: (causes.GRADIENT_COPY,),
+    H2D: (causes.WEIGHT_COPY,),
+    COMMUNICATION: (causes.COMMUNICATION, causes.SLOW_RANK),
+}
+_COMPUTE: Final = (FORWARD, BACKWARD, GPU_UPDATE)
+_OF_RESOURCE: Final = {
+    GPU_UPDATE: kinds.GPU_UPDATE,
+    CPU_UPDATE: kinds.CPU_UPDATE,
+    D2H: kinds.D2H,
+    H2D: kinds.H2D,
+    COMMUNICATION: kinds.COMMUNICATION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Nanoseconds of an activity; total is hidden + exposed, blocking a part of exposed."""
+
+    total: int
+    hidden: int
+    exposed: int
+    blocking: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepAccount:
+    """A step of a rank."""
+
+    rank: int
+    step: Step
+    parts: Mapping[str, int]
+    """Nanoseconds of each of PARTS; they sum to the step."""
+    activities: Mapping[str, Overlap]
+    """Of ACTIVITIES those that the step has."""
+    layers: Mapping[int, Mapping[str, Overlap]]
+    """Layer -> activities."""
+    idle: tuple[Blame, ...]
+    """Every idle interval's causes, in order."""
+
+    @property
+    def busy(self) -> int:
+        """Nanoseconds in which the GPU computes."""
+        return sum(self.parts[part] for part in COMPUTE_PARTS)
+
+
+def activity_spans(rank: RankTrace, activity: str) -> Spans:
+    """The spans of one of ACTIVITIES."""
+    if activity in _OF_RESOURCE:
+        return rank[_OF_RESOURCE[activity]]
+    compute = rank[kinds.COMPUTE]
+    if activity == FORWARD:
+        return compute.select(compute.detail == kinds.FORWARD)
+    return compute.select((compute.detail == kinds.BACKWARD) | (compute.detail == kinds.RECOMPUTE))
+
+
+def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
+    """All steps of a rank."""
+    computes = _compute_parts(rank)
+    spans = {activity: activity_spans(rank, activity) for activity in ACTIVITIES}
+    layers = sorted({n for rows in spans.values() for n in set(rows.layer.tolist())} - {NONE})
+    covered = {activity: rows.covered() for activity, rows in spans.items()}
+    by_layer = {
+        layer: {
+            activity: rows.select(rows.layer == layer).covered() for activity, rows in spans.items()
+        }
+        for layer in layers
+    }
+    whole = rank.busy()
+    # What hides an activity: other compute than its own.
+    others = {
+        activity: _except(computes, activity) if activity in _COMPUTE else whole
+        for activity in ACTIVITIES
+    }
+    accounts: list[StepAccount] = []
+    for step in rank.steps:
+        idle = tuple(blockers.idle(step.begin, step.end))
+        blocked = {name: _blocked(idle, name) for name in _BLOCKS}
+        accounts.append(
+            StepAccount(
+                rank=rank.rank,
+                step=step,
+                parts=_parts(computes, idle, step),
+                activities=_overlaps(covered, others, blocked, step),
+                layers={n: _overlaps(by_layer[n], others, blocked, step) for n in layers},
+                idle=idle,
+            )
+        )
+    return tuple(accounts)
+
+
+def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
+    """Of all compute what belongs to each part, disjoint."""
+    names = {FORWARD: kinds.FORWARD, BACKWARD: kinds.BACKWARD, RECOMPUTE: kinds.RECOMPUTE}
+    parts = {part: rank.compute_by_pass(name).covered() for part, name in names.items()}
+    parts[OTHER] = rank[kinds.COMPUTE].covered()
+    parts[GPU_UPDATE] = rank[kinds.GPU_UPDATE].covered()
+    taken = EMPTY
+    for part in COMPUTE_PARTS:
+        mine = parts[part]
+        parts[part] = mine - taken
+        taken = taken | mine
+    return parts
+
+
+def _except(computes: Mapping[str, Intervals], activity: str) -> Intervals:
+    own = (BACKWARD, RECOMPUTE) if activity == BACKWARD else (activity,)
+    rest = EMPTY
+    for part, intervals in computes.items():
+        if part not in own:
+            rest = rest | intervals
+    return rest
+
+
+def _parts(computes: Mapping[str, Intervals], idle: Sequence[Blame], step: Step) -> dict[str, int]:
+    parts = {part: computes[part].within(step.begin, step.end).length for part in COMPUTE_PARTS}
+    for cause in causes.CAUSES:
+        parts[cause] = sum(blame.length for blame in idle if blame.cause == cause)
+    assert sum(parts.values()) == step.length, "parts of a step must sum to it"
+    return parts
+
+
+def _blocked(idle: Sequence[Blame], activity: str) -> Intervals:
+    return of_pairs((b.begin, b.end) for b in idle if b.cause in _BLOCKS[activity])
+
+
+def _overlaps(
+    covered: Mapping[str, Intervals],
+    others: Mapping[str, Intervals],
+    blocked: Mapping[str, Intervals],
+    step: Step,
+) -> dict[str, Overlap]:
+    found: dict[str, Overlap] = {}
+    for activity, intervals in covered.items():
+        own = intervals.within(step.begin, step.end)
+        if not len(own):
+            continue
+        hidden = (own & others[activity]).length
+        blocking = (own & blocked[activity]).length if activity in blocked else 0
+        found[activity] = Overlap(own.length, hidden, own.length - hidden, blocking)
+    return found

@@ -1,0 +1,274 @@
+"""All that the report says, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hytrain.tools.trace import accounts
+from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace.accounts import StepAccount, account
+from hytrain.tools.trace.blockers import Blockers
+from hytrain.tools.trace.fixes import Fix, fixes
+from hytrain.tools.trace.graph import Graph
+from hytrain.tools.trace.rates import Energy, Rate, energy, rates
+from hytrain.tools.trace.replay import Replay
+from hytrain.tools.trace.spans import NONE, RankTrace
+
+_SLOW: Final = 1.5
+"""A layer is slow that takes so many times the median of all."""
+_SLOW_LEAST: Final = 0.01
+"""And so much of a step more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What a rank's GPU waited for, all steps together."""
+
+    rank: int
+    cause: str
+    seconds: float
+    """A step, the mean."""
+    layer: int
+    """That had most of it; NONE for none."""
+    layer_share: float
+    detail: str
+    """The Python line, the function or what the late rank did that had most of it."""
+    late_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLayer:
+    """A layer whose compute takes longer than that of others, or of other ranks."""
+
+    rank: int
+    layer: int
+    activity: str
+    seconds: float
+    """A step, the mean."""
+    usual: float
+    """Of the other layers, or of the same layer on other ranks."""
+    is_beside_ranks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """Of one run's traces."""
+
+    ranks: tuple[RankTrace, ...]
+    steps: Mapping[int, tuple[StepAccount, ...]]
+    """By rank."""
+    critical: Mapping[int, Mapping[str, float]]
+    """Rank -> seconds of the mean step's critical path, by what is on it; they sum to the step."""
+    causes: tuple[Cause, ...]
+    """The longest first."""
+    slow_layers: tuple[SlowLayer, ...]
+    fixes: tuple[Fix, ...]
+    rates: Mapping[int, tuple[Rate, ...]]
+    energy: Mapping[int, Energy | None]
+
+    def step_seconds(self, rank: int) -> float:
+        """The mean of a rank's steps."""
+        return float(np.mean([one.step.length for one in self.steps[rank]])) * 1e-9
+
+    @property
+    def slowest(self) -> int:
+        """The rank that computes longest a step: the others wait for it."""
+        return max(self.steps, key=lambda rank: sum(one.busy for one in self.steps[rank]))
+
+    def mean_parts(self, rank: int) -> dict[str, float]:
+        """Seconds a step of every part."""
+        steps = self.steps[rank]
+        return {
+            part: sum(one.parts[part] for one in steps) / len(steps) * 1e-9
+            for part in accounts.PARTS
+        }
+
+
+def analyse(ranks: Sequence[RankTrace]) -> Analysis:
+    """Of the traces of one run, a trace a rank."""
+    graph = Graph(ranks)
+    walkers = {rank.rank: Blockers(graph, rank.rank) for rank in ranks}
+    steps = {rank.rank: account(rank, walkers[rank.rank]) for rank in ranks}
+    idle = {number: [b for one in of_rank for b in one.idle] for number, of_rank in steps.items()}
+    replay = Replay(graph, idle)
+    return Analysis(
+        ranks=tuple(ranks),
+        steps=steps,
+        critical={rank.rank: _critical(rank, walkers[rank.rank]) for rank in ranks},
+        causes=_causes(steps),
+        slow_layers=_slow_layers(steps),
+        fixes=fixes(graph, replay, steps),
+        rates={rank.rank: rates(rank) for rank in ranks},
+        energy={rank.rank: energy(rank) for rank in ranks},
+    )
+
+
+def _critical(rank: RankTrace, walker: Blockers) -> dict[str, float]:
+    found: dict[str, int] = {}
+    for step in rank.steps:
+        for blame in walker.critical_path(step.begin, step.end):
+            found[blame.cause] = found.get(blame.cause, 0) + blame.length
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return {cause: length / len(rank.steps) * 1e-9 for cause, length in ordered}
+
+
+def _causes(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[Cause, ...]:
+    found: list[Cause] = []
+    for rank, of_rank in steps.items():
+        for cause in causes.CAUSES:
+            blames = [b for one in of_rank for b in one.idle if b.cause == cause]
+            if not (total := sum(blame.length for blame in blames)):
+                continue
+            by_layer = _sums((b.layer, b.length) for b in blames if b.layer != NONE)
+            by_detail = _sums((b.detail, b.length) for b in blames if b.detail)
+            by_rank = _sums((b.rank, b.length) for b in blames if b.rank != NONE)
+            layer = _largest(by_layer, NONE)
+            share = by_layer.get(layer, 0) / total
+            seconds = total / len(of_rank) * 1e-9
+            detail, late = _largest(by_detail, ""), _largest(by_rank, NONE)
+            found.append(Cause(rank, cause, seconds, layer, share, detail, late))
+    return tuple(sorted(found, key=lambda one: -one.seconds))
+
+
+def _sums(pairs: Any) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for key, length in pairs:
+        found[key] = found.get(key, 0) + length
+    return found
+
+
+def _largest(sums: Mapping[Any, int], otherwise: Any) -> Any:
+    return max(sums, key=lambda key: sums[key], default=otherwise)
+
+
+def _slow_layers(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[SlowLayer, ...]:
+    """By comparison with the median of layers, and of ranks."""
+    found: list[SlowLayer] = []
+    for activity in (accounts.FORWARD, accounts.BACKWARD, accounts.CPU_UPDATE, accounts.GPU_UPDATE):
+        means = {rank: _layer_means(of_rank, activity) for rank, of_rank in steps.items()}
+        for rank, of_layers in means.items():
+            least = _SLOW_LEAST * float(np.mean([one.step.length for one in steps[rank]])) * 1e-9
+            for layer, seconds in of_layers.items():
+                others = [s for n, s in of_layers.items() if n != layer]
+                beside = [of[layer] for other, of in means.items() if other != rank and layer in of]
+                for compared, is_ranks in ((beside, True), (others, False)):
+                    usual = float(np.median(compared)) if compared else seconds
+                    if seconds > _SLOW * usual and seconds - usual > least:
+                        row = SlowLayer(rank, layer, activity, seconds, usual, is_ranks)
+                        found.append(row)
+                        break
+    return tuple(sorted(found, key=lambda row: row.usual - row.seconds))
+
+
+def _layer_means(steps: Sequence[StepAccount], activity: str) -> dict[int, float]:
+    totals: dict[int, list[int]] = {}
+    for one in steps:
+        for layer, activities in one.layers.items():
+            if activity in activities:
+                totals.setdefault(layer, []).append(activities[activity].total)
+    return {layer: float(np.median(values)) * 1e-9 for layer, values in totals.items()}
+
+
+# -- as JSON -----------------------------------------------------------------------------------
+
+
+def as_json(analysis: Analysis) -> dict[str, Any]:
+    """The analysis; times in seconds, of a step in nanoseconds, so that they sum exactly."""
+    return {
+        "ranks": [_rank_json(analysis, rank) for rank in analysis.ranks],
+        "slowest_rank": analysis.slowest,
+        "causes": [
+            _without_none(
+                **{"rank": c.rank, "cause": c.cause, "seconds_per_step": c.seconds},
+                **{"layer": _known(c.layer), "layer_share": c.layer_share or None},
+                **{"detail": c.detail or None, "late_rank": _known(c.late_rank)},
+            )
+            for c in analysis.causes
+        ],
+        "slow_layers": [
+            {
+                **{"rank": s.rank, "layer": s.layer, "activity": s.activity, "seconds": s.seconds},
+                **{"usual_seconds": s.usual, "beside": "ranks" if s.is_beside_ranks else "layers"},
+            }
+            for s in analysis.slow_layers
+        ],
+        "fixes": [
+            {"fix": f.name, "step_seconds": f.step_seconds, "gain_at_most": f.gain, "if": f.words}
+            for f in analysis.fixes
+        ],
+    }
+
+
+def _known(number: int) -> int | None:
+    return None if number == NONE else number
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _rank_json(analysis: Analysis, rank: RankTrace) -> dict[str, Any]:
+    header, power = rank.header, analysis.energy[rank.rank]
+    return {
+        "rank": rank.rank,
+        "file": str(rank.path),
+        "recorder": "hytrain" if header is not None else "foreign",
+        "compute": "kernels" if rank.are_kernels else "layers",
+        "unknown": list(rank.unknown),
+        "step_seconds": analysis.step_seconds(rank.rank),
+        "predicted_step_seconds": header.predicted_step_s if header else None,
+        "unprofiled_step_seconds": header.unprofiled_step_s if header else None,
+        "recording_overhead": header.recording_overhead if header else None,
+        "overwritten": bool(header and header.overwritten),
+        "dropped_spans": header.dropped_spans if header else 0,
+        "critical_path_seconds": dict(analysis.critical[rank.rank]),
+        "rates": [
+            {
+                **{"name": r.name, "unit": r.unit, "achieved": r.achieved, "peak": r.peak},
+                **{"share_of_peak": r.share, "busy_share": r.busy_share},
+            }
+            for r in analysis.rates[rank.rank]
+        ],
+        "energy": None
+        if power is None
+        else {
+            **{"gpu_joules_per_step": power.gpu, "cpu_joules_per_step": power.cpu},
+            "tokens_per_joule": power.tokens_per_joule,
+        },
+        "steps": [_step_json(one) for one in analysis.steps[rank.rank]],
+    }
+
+
+def _step_json(one: StepAccount) -> dict[str, Any]:
+    return {
+        "step": one.step.number,
+        "begin_ns": one.step.begin,
+        "length_ns": one.step.length,
+        "gpu_busy_ns": one.busy,
+        "parts_ns": {part: length for part, length in one.parts.items() if length},
+        "activities_ns": {name: _overlap_json(o) for name, o in one.activities.items()},
+        "layers": [
+            {"layer": layer, **{name: _overlap_json(o) for name, o in activities.items()}}
+            for layer, activities in one.layers.items()
+            if activities
+        ],
+        "idle": [
+            _without_none(
+                **{"begin_ns": b.begin - one.step.begin, "length_ns": b.length, "cause": b.cause},
+                **{"evidence": b.evidence or None, "layer": _known(b.layer)},
+                **{"rank": _known(b.rank), "detail": b.detail or None},
+            )
+            for b in one.idle
+        ],
+    }
+
+
+def _overlap_json(overlap: accounts.Overlap) -> dict[str, int]:
+    return {
+        **{"total": overlap.total, "hidden": overlap.hidden},
+        **{"exposed": overlap.exposed, "blocking": overlap.blocking},
+    }

@@ -1,0 +1,359 @@
+"""The cause of every idle interval of a GPU: the chain is walked back from what ran next.
+
+A GPU is idle while it computes nothing: no forward, no backward, no update. What ran next waited
+for the last of its dependencies to finish, that one for the last of its own, and so on back to when
+the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time;
+where there is nothing that proves a cause it is unresolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.graph import CLOSE, Graph, Node
+from hytrain.tools.trace.host import HostState, HostView
+from hytrain.tools.trace.intervals import Intervals
+from hytrain.tools.trace.spans import NONE
+
+# -- causes ------------------------------------------------------------------------------------
+
+GRADIENT_COPY: Final = "gradient D2H"
+CPU_ADAM: Final = "CPU Adam"
+WEIGHT_COPY: Final = "weights H2D"
+COMMUNICATION: Final = "communication"
+SLOW_RANK: Final = "slow rank"
+CLIPPING: Final = "clipping"
+LATE_GRADIENT_COPY: Final = "late D2H"
+LATE_WEIGHT_COPY: Final = "late H2D"
+STARVED_CPU: Final = "starved CPU Adam"
+LATE_COLLECTIVE: Final = "late collective"
+LAUNCH: Final = "launch-bound"
+DATA_LOADING: Final = "data loading"
+SYNCHRONIZATION: Final = "synchronization"
+HOST_CODE: Final = "host code"
+HAND_OVER: Final = "hand-over"
+KERNEL_GAPS: Final = "between kernels"
+UNRESOLVED: Final = "unresolved"
+COMPUTE: Final = "compute"
+"""On a critical path only; in the chain of an idle interval it is another rank's."""
+
+CAUSES: Final = (
+    *(GRADIENT_COPY, CPU_ADAM, WEIGHT_COPY, COMMUNICATION, SLOW_RANK, CLIPPING),
+    *(LATE_GRADIENT_COPY, LATE_WEIGHT_COPY, STARVED_CPU, LATE_COLLECTIVE),
+    *(LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE, HAND_OVER, KERNEL_GAPS, UNRESOLVED),
+)
+
+_BY_RESOURCE: Final = {
+    kinds.COMPUTE: COMPUTE,
+    kinds.GPU_UPDATE: COMPUTE,
+    kinds.COMMUNICATION: COMMUNICATION,
+    kinds.D2H: GRADIENT_COPY,
+    kinds.H2D: WEIGHT_COPY,
+    kinds.CPU_UPDATE: CPU_ADAM,
+}
+_COMPUTE_CAUSE: Final = {kinds.FORWARD: "forward", kinds.BACKWARD: "backward"} | {
+    kinds.RECOMPUTE: "recompute"
+}
+_LATE: Final = {
+    kinds.D2H: LATE_GRADIENT_COPY,
+    kinds.H2D: LATE_WEIGHT_COPY,
+    kinds.CPU_UPDATE: STARVED_CPU,
+    kinds.COMMUNICATION: LATE_COLLECTIVE,
+}
+_HOST_CAUSE: Final = {
+    kinds.DATA: DATA_LOADING,
+    kinds.SYNC: SYNCHRONIZATION,
+    kinds.CPU_UPDATE: CPU_ADAM,
+    kinds.PHASE: LAUNCH,
+    kinds.PYTHON: HOST_CODE,
+}
+_COMPUTES: Final = frozenset((kinds.COMPUTE, kinds.GPU_UPDATE))
+HAND_OVER_MOST: Final = 50_000
+"""Nanoseconds between a dependency and what waited for it that need no cause of their own."""
+_TIMING: Final = 20_000
+"""Nanoseconds within which a copy or collective has ended before what waited for its event."""
+_LONGEST_CHAIN: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What the chain leads to in [begin, end)."""
+
+    begin: int
+    end: int
+    cause: str
+    evidence: str
+    """What proves it: "dependency", "launch" (its time), "host" (its state), "timing" or ""."""
+    node: int = NONE
+    """Of the graph."""
+    layer: int = NONE
+    rank: int = NONE
+    """Where the chain is at that time, if not on the rank that waits."""
+    detail: str = ""
+    """A Python line or function, what a late rank did."""
+
+    @property
+    def length(self) -> int:
+        """In nanoseconds."""
+        return self.end - self.begin
+
+    def cut(self, begin: int, end: int) -> Blame | None:
+        """The part in [begin, end)."""
+        low, high = max(self.begin, begin), min(self.end, end)
+        if low >= high:
+            return None
+        if (low, high) == (self.begin, self.end):
+            return self
+        return Blame(
+            *(low, high, self.cause, self.evidence, self.node, self.layer, self.rank, self.detail)
+        )
+
+
+class _Cursor(NamedTuple):
+    """How far a walk has come back."""
+
+    time: int
+    limit: int
+
+
+class Blockers:
+    """Walks chains of one rank."""
+
+    def __init__(self, graph: Graph, rank: int) -> None:
+        """Prepares for a rank of the graph."""
+        self.graph = graph
+        self.rank = rank
+        self._trace = graph.ranks[rank]
+        self._hosts = {number: HostView(trace) for number, trace in graph.ranks.items()}
+        self._computes = graph.computes(rank)
+        self._begins = np.array([node.begin for node in self._computes], np.int64)
+        self._others = [
+            node
+            for node in graph.nodes
+            if node.rank == rank and node.resource in (kinds.D2H, kinds.H2D, kinds.COMMUNICATION)
+        ]
+        self._others.sort(key=lambda node: node.end)
+        self._other_ends = np.array([node.end for node in self._others], np.int64)
+
+    def next_compute(self, time: int) -> Node | None:
+        """What the GPU begins at a time or after it."""
+        index = int(np.searchsorted(self._begins, time))
+        return self._computes[index] if index < len(self._computes) else None
+
+    def idle(self, begin: int, end: int) -> list[Blame]:
+        """The causes of all idle time in [begin, end), in order; they sum to it."""
+        gaps = self._trace.busy().gaps(begin, end)
+        long = gaps.end - gaps.begin > CLOSE
+        if not self._trace.are_kernels:
+            long[:] = True
+        blames = self._short_gaps(Intervals(gaps.begin[~long], gaps.end[~long]))
+        for low, high in Intervals(gaps.begin[long], gaps.end[long]).pairs():
+            blames += self.explain(low, high)
+        return sorted(blames, key=lambda blame: blame.begin)
+
+    def _short_gaps(self, gaps: Intervals) -> list[Blame]:
+        """Between kernels of a node: launched after the GPU fell idle, or before."""
+        spans = self._trace[kinds.COMPUTE]
+        if not len(gaps) or not len(spans):
+            return [Blame(*gap, KERNEL_GAPS, "") for gap in gaps.pairs()]
+        following = np.minimum(np.searchsorted(spans.begin, gaps.end), len(spans) - 1)
+        is_late = spans.launched[following] >= gaps.begin
+        layers = spans.layer[following].tolist()
+        return [
+            Blame(*gap, LAUNCH if late else KERNEL_GAPS, "launch" if late else "", layer=layer)
+            for gap, late, layer in zip(gaps.pairs(), is_late.tolist(), layers, strict=True)
+        ]
+
+    def explain(self, begin: int, end: int) -> list[Blame]:
+        """The causes of an idle interval, in order."""
+        node = self.next_compute(end)
+        if node is None or (node.begin > end and node.begin - end > CLOSE):
+            following = "nothing follows in the trace" if node is None else ""
+            return self._host_blames(None, self.rank, begin, end, following)
+        blames = list(self.walk_wait(node, _Cursor(end, begin)))
+        blames.reverse()
+        return blames
+
+    def critical_path(self, begin: int, end: int) -> list[Blame]:
+        """The chain that ends at a time, back to another, latest first; it sums to the whole."""
+        cursor = _Cursor(end, begin)
+        index = int(np.searchsorted(self._begins, end)) - 1
+        node = self._computes[index] if index >= 0 else None
+        if node is not None and node.end >= end:
+            node, cursor, found = self._through(node, cursor, [])
+            return found + self.walk_wait(node, cursor)
+        last = begin if node is None else max(begin, node.end)
+        found = [part for b in self.explain(last, end) if (part := b.cut(begin, end)) is not None]
+        found.reverse()
+        following = self.next_compute(end)
+        if following is not None:
+            # What came next is waited for beyond the idle time as well.
+            whole = self.walk_wait(following, _Cursor(following.begin, begin))
+            return [part for blame in whole if (part := blame.cut(begin, end)) is not None]
+        if node is None or last <= begin:
+            return found
+        node, cursor, found = self._through(node, _Cursor(last, begin), found)
+        return found + self.walk_wait(node, cursor)
+
+    def walk_wait(self, node: Node, cursor: _Cursor) -> list[Blame]:
+        """From a node's begin back to the limit, latest first."""
+        found: list[Blame] = []
+        for _ in range(_LONGEST_CHAIN):
+            if cursor.time <= cursor.limit:
+                break
+            node, cursor, steps = self._step_back(node, cursor)
+            found += steps
+        return found
+
+    def _step_back(self, node: Node, cursor: _Cursor) -> tuple[Node, _Cursor, list[Blame]]:
+        """From a node's begin to the begin of what it waited for."""
+        edge = self.graph.binding(node)
+        before = None if edge is None else self.graph.nodes[edge.before]
+        finished = cursor.limit if edge is None else self.graph.finished(edge, node)
+        finished = min(max(finished, cursor.limit), cursor.time)
+        found: list[Blame] = []
+        if finished < cursor.time:
+            if (near := self._ended_near(node, finished, cursor.time)) is not None:
+                if near.end < cursor.time:
+                    found.append(self._hand_over(near, near.end, cursor.time, "timing"))
+                return self._through(near, _Cursor(near.end, cursor.limit), found, "timing")
+            found += self._slack(node, before, finished, cursor.time)
+        if before is None or finished <= cursor.limit:
+            return node, _Cursor(cursor.limit, cursor.limit), found
+        return self._through(before, _Cursor(finished, cursor.limit), found)
+
+    def _through(
+        self, node: Node, cursor: _Cursor, found: list[Blame], evidence: str = "dependency"
+    ) -> tuple[Node, _Cursor, list[Blame]]:
+        """From a time inside of a node, or its end, to its begin, or that on the last rank."""
+        late = self.graph.arrival(node)
+        start = late.begin if late.begin > node.begin else node.begin
+        low = min(max(start, cursor.limit), cursor.time)
+        if low < cursor.time:
+            found.append(self._blame(node, low, cursor.time, evidence))
+        return (late if start > node.begin else node), _Cursor(low, cursor.limit), found
+
+    def _blame(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
+        cause = _BY_RESOURCE[node.resource]
+        if cause == COMPUTE:
+            cause = _COMPUTE_CAUSE.get(node.detail, COMPUTE)
+            cause = "update on the GPU" if node.resource == kinds.GPU_UPDATE else cause
+        if node.is_barred and node.resource == kinds.CPU_UPDATE:
+            cause = CLIPPING
+        blame = Blame(
+            *(begin, end, cause, evidence, node.number, node.layer),
+            detail=node.detail if cause == COMMUNICATION else "",
+        )
+        return self._of_rank(node, blame)
+
+    def _hand_over(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
+        blame = Blame(begin, end, HAND_OVER, evidence, node.number, node.layer)
+        return self._of_rank(node, blame)
+
+    def _of_rank(self, node: Node, blame: Blame) -> Blame:
+        """What another rank did is a slow rank to this one."""
+        if node.rank == self.rank:
+            return blame
+        did = blame.cause
+        words = f"{did} layer {blame.layer}" if blame.layer != NONE else did
+        return Blame(
+            *(blame.begin, blame.end, SLOW_RANK, blame.evidence, blame.node, blame.layer),
+            rank=node.rank,
+            detail=f"{words}, {blame.detail}" if blame.detail else words,
+        )
+
+    # -- time between a dependency's end and the begin of what waited for it ---------------------
+
+    def _slack(self, node: Node, before: Node | None, begin: int, end: int) -> list[Blame]:
+        """Causes of [begin, end), latest first."""
+        resources = {node.resource, before.resource} if before is not None else set[str]()
+        if end - begin <= HAND_OVER_MOST and resources - _COMPUTES and before is not None:
+            return [self._hand_over(node, begin, end, "dependency")]
+        if node.resource not in _COMPUTES:
+            # Began late, although all that it needs was there.
+            has_data = any(edge.is_data for edge in node.edges)
+            cause, evidence = (_LATE[node.resource], "dependency") if has_data else (UNRESOLVED, "")
+            blame = Blame(begin, end, cause, evidence, node.number, node.layer)
+            return [self._of_rank(node, blame)]
+        if node.launched != NONE and node.launched <= begin:
+            cause = KERNEL_GAPS if end - begin <= CLOSE else UNRESOLVED
+            blame = Blame(begin, end, cause, "", node.number, node.layer)
+            return [self._of_rank(node, blame)]
+        blames = self._host_blames(node, node.rank, begin, end)
+        return [self._of_rank(node, blame) for blame in reversed(blames)]
+
+    def _ended_near(self, node: Node, begin: int, end: int) -> Node | None:
+        """What a kernel that was launched in time waited for, by timing: the copy or collective
+        that ended just before it, on another stream, while the GPU was idle."""
+        is_computing = node.resource in _COMPUTES and node.rank == self.rank
+        if not is_computing or node.launched == NONE or node.launched > begin:
+            return None
+        index = int(np.searchsorted(self._other_ends, end, side="right")) - 1
+        while index >= 0 and self._other_ends[index] > max(begin, end - _TIMING):
+            if self._others[index].lane != node.lane:
+                return self._others[index]
+            index -= 1
+        return None
+
+    def _host_blames(
+        self, node: Node | None, rank: int, begin: int, end: int, unresolved: str = ""
+    ) -> list[Blame]:
+        """What the host did in a time in which nothing else held the GPU back, in order."""
+        host = self._hosts[rank]
+        launched = NONE if node is None else node.launched
+        layer = NONE if node is None else node.layer
+        states = host.states(begin, end)
+        proved = launched != NONE or _changes_within(states)
+        found: list[Blame] = []
+        for state in states:
+            if state.resource == kinds.WAIT:
+                found += self._waited(rank, state)
+                continue
+            # What was launched before has run dry in a synchronization: the queue is to be filled.
+            sync = host.ended_between(kinds.SYNC, begin - HAND_OVER_MOST, state.begin)
+            cause, detail, evidence = _HOST_CAUSE[state.resource], "", "host"
+            if state.resource == kinds.SYNC:
+                detail = host.line_of_sync(state.row)
+            elif state.resource == kinds.PYTHON and not host.has_phases:
+                cause, detail = LAUNCH, host.function_in(state.begin, state.end) or ""
+            elif state.resource in (kinds.PYTHON, kinds.DATA):
+                detail = host.function_in(state.begin, state.end) or ""
+                if sync is not None and (detail or state.resource == kinds.DATA):
+                    after = f"after the synchronization of {host.line_of_sync(sync)}"
+                    detail = f"{detail}, {after}" if detail else after
+            is_unnamed = cause == LAUNCH or (cause == HOST_CODE and not detail)
+            if is_unnamed and sync is not None:
+                cause, detail = SYNCHRONIZATION, host.line_of_sync(sync)
+            elif cause == LAUNCH and launched != NONE:
+                evidence = "launch"
+            if cause in (LAUNCH, HOST_CODE) and not (proved or detail):
+                cause, evidence, detail = UNRESOLVED, "", unresolved
+            found.append(Blame(state.begin, state.end, cause, evidence, NONE, layer, detail=detail))
+        return found
+
+    def _waited(self, rank: int, state: HostState) -> list[Blame]:
+        """The host waited for a layer's weights: their chain, in order."""
+        waits = self.graph.ranks[rank][kinds.WAIT]
+        layer = int(waits.layer[state.row])
+        last = self.graph.last_copy(rank, layer, state.end + HAND_OVER_MOST)
+        if last is None or last.end < state.begin:
+            what = waits.detail[state.row] or "weights of which no copy was recorded"
+            words = f"forward waited for {what}"
+            return [Blame(state.begin, state.end, UNRESOLVED, "", NONE, layer, detail=words)]
+        cursor, blames = _Cursor(state.end, state.begin), list[Blame]()
+        if last.begin < state.end:
+            # Else the wait ended when the copy was issued, by its update.
+            if last.end < state.end:
+                blames.append(self._hand_over(last, last.end, state.end, "dependency"))
+            cursor = _Cursor(min(last.end, state.end), state.begin)
+            last, cursor, blames = self._through(last, cursor, blames)
+        return list(reversed(blames + self.walk_wait(last, cursor)))
+
+
+def _changes_within(states: list[HostState]) -> bool:
+    """Whether the host began or ended something: what it launched later it had not launched yet."""
+    return len(states) > 1

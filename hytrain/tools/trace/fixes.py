@@ -1,0 +1,250 @@
+"""What could be changed, and the ceiling of what each change wins, from replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hytrain.tools.trace import accounts
+from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.accounts import StepAccount
+from hytrain.tools.trace.graph import Graph, Node
+from hytrain.tools.trace.replay import HOST_CAUSES, UNCHANGED, Change, Replay
+from hytrain.tools.trace.spans import NONE, RankTrace
+
+GPU_LAYERS: Final = "more GPU layers"
+CORES: Final = "more cores"
+PCIE: Final = "faster PCIe"
+BATCH: Final = "larger batch"
+NO_CLIPPING: Final = "no clipping"
+GRAPHS: Final = "CUDA graphs"
+NO_SYNC: Final = "no synchronization"
+LOADING: Final = "faster data loading"
+USER_CODE: Final = "less host code"
+NETWORK: Final = "faster network"
+RANKS: Final = "equal ranks"
+_MOST_COUNTS: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change and its ceiling."""
+
+    name: str
+    step_seconds: float
+    """Of a step with it, at least; of a larger batch for the tokens of the recorded one."""
+    gain: float
+    """Share of the replayed step that it wins at most."""
+    words: str
+    """What was assumed."""
+
+
+def fixes(
+    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]]
+) -> tuple[Fix, ...]:
+    """The ceilings of all changes, the largest first.
+
+    Args:
+        graph: of all ranks.
+        replay: of it.
+        steps: rank -> its steps.
+    """
+    base = replay.seconds_per_step(UNCHANGED)
+    made: list[Fix] = []
+    if base <= 0.0:
+        return ()
+
+    def add(name: str, seconds: float, words: str) -> None:
+        gain = min(max(0.0, 1.0 - seconds / base), 1.0)
+        made.append(Fix(name, min(seconds, base), gain, words))
+
+    has_chain = any(len(rank[kinds.CPU_UPDATE]) for rank in graph.ranks.values())
+    if has_chain:
+        add(GPU_LAYERS, *_gpu_layers(graph, replay))
+        add(CORES, *_cores(graph, replay))
+    add(PCIE, replay.seconds_per_step(_faster(kinds.D2H, kinds.H2D)), "copies take no time")
+    add(BATCH, *_batch(steps))
+    if has_chain:
+        add(NO_CLIPPING, *_no_clipping(replay))
+    if any(len(rank[kinds.COMMUNICATION]) for rank in graph.ranks.values()):
+        network = replay.seconds_per_step(_faster(kinds.COMMUNICATION))
+        add(NETWORK, network, "collectives take no time once every rank has come")
+    if len(graph.ranks) > 1:
+        alone = Change(without_ranks=True, without=_CHAIN)
+        fastest = min(replay.seconds_per_step(alone, rank) for rank in graph.ranks)
+        add(RANKS, fastest, "every rank is as fast as the fastest is alone")
+    for name, seconds, words in _host(graph, replay, steps, base):
+        add(name, seconds, words)
+    return tuple(sorted(made, key=lambda fix: -fix.gain))
+
+
+_CHAIN: Final = frozenset((causes.SLOW_RANK, causes.COMMUNICATION, causes.LATE_COLLECTIVE))
+_CAUSE_OF: Final = {
+    kinds.D2H: (causes.GRADIENT_COPY,),
+    kinds.H2D: (causes.WEIGHT_COPY,),
+    kinds.COMMUNICATION: (causes.COMMUNICATION,),
+    kinds.CPU_UPDATE: (causes.CPU_ADAM, causes.CLIPPING, causes.STARVED_CPU),
+}
+
+
+def _faster(*resources: str, by: float = 0.0) -> Change:
+    """Spans of these resources take so much of their time."""
+
+    def duration(node: Node) -> float:
+        return by if node.resource in resources else 1.0
+
+    gone = frozenset(cause for resource in resources for cause in _CAUSE_OF[resource])
+    return Change(duration=duration, without=gone, is_of_chain=True)
+
+
+def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
+    """CPU Adam at the peak of DRAM, if that is known; else in no time."""
+    shares: list[float] = []
+    for rank in graph.ranks.values():
+        spans = rank[kinds.CPU_UPDATE]
+        peak = rank.header.peaks.dram_bytes_per_s if rank.header is not None else None
+        busy = spans.covered().length * 1e-9
+        if peak is not None and busy > 0.0 and spans.size.sum() > 0.0:
+            shares.append(min(1.0, float(spans.size.sum()) / busy / peak))
+    share = min(shares, default=0.0)
+    words = (
+        f"CPU Adam at DRAM's peak, {share:.0%} of its time"
+        if share
+        else ("CPU Adam takes no time: what DRAM allows was not measured")
+    )
+    return replay.seconds_per_step(_faster(kinds.CPU_UPDATE, by=share)), words
+
+
+def _batch(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[float, str]:
+    """Per token only forward and backward are left of a step, on the rank that takes longest."""
+    names = (accounts.FORWARD, accounts.BACKWARD, accounts.RECOMPUTE, accounts.OTHER)
+    computes = [
+        float(np.mean([sum(one.parts[name] for name in names) for one in _counted(of_rank)]))
+        for of_rank in steps.values()
+    ]
+    return max(computes) * 1e-9, "per token only forward and backward remain"
+
+
+def _counted(steps: Sequence[StepAccount]) -> Sequence[StepAccount]:
+    """Those that a replay counts: the first one's beginning was not recorded."""
+    return steps[1:] or steps
+
+
+def _no_clipping(replay: Replay) -> tuple[float, str]:
+    def duration(node: Node) -> float:
+        is_norm = node.resource == kinds.COMMUNICATION and node.layer == NONE
+        is_again = node.is_barred and node.resource == kinds.CPU_UPDATE
+        return 0.0 if is_again or (is_norm and node.detail == "all_reduce") else 1.0
+
+    gone = frozenset((causes.CLIPPING,))
+    change = Change(duration=duration, without=gone, is_of_chain=True, without_barrier=True)
+    return replay.seconds_per_step(change), "no layer is updated twice, nothing waits for the norm"
+
+
+def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
+    """The best number of further layers that are updated on the GPU, the first ones first."""
+    on_cpu = sorted(
+        {node.layer for node in graph.nodes if node.resource == kinds.CPU_UPDATE} - {NONE}
+    )
+    cost, found = _gpu_update_cost(graph, replay), (replay.seconds_per_step(), "none is better")
+    counts = sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}) if on_cpu else []
+    for count in counts:
+        seconds = replay.seconds_per_step(_moved(replay, graph, on_cpu[:count], cost))
+        if seconds < found[0]:
+            priced = "at the measured cost of an update" if cost else "whose update costs nothing"
+            found = (
+                seconds,
+                f"{count} more of {len(on_cpu)} on the CPU, {priced}; memory not checked",
+            )
+    return found
+
+
+def _moved(replay: Replay, graph: Graph, layers: Sequence[int], cost: int) -> Change:
+    moved = frozenset(layers)
+    resources = (kinds.CPU_UPDATE, kinds.D2H, kinds.H2D)
+
+    def duration(node: Node) -> float:
+        return 0.0 if node.resource in resources and node.layer in moved else 1.0
+
+    later: dict[int, int] = {}
+    for step in replay.steps[1:]:
+        seen: set[int] = set()
+        for number in step:
+            rank = graph.nodes[number].rank
+            if rank not in seen:
+                later[number] = cost * len(moved)
+                seen.add(rank)
+    gone = frozenset(cause for one in resources for cause in _CAUSE_OF[one])
+    return Change(duration=duration, without=gone, is_of_chain=True, begins_later=later)
+
+
+def _gpu_update_cost(graph: Graph, replay: Replay) -> int:
+    """Nanoseconds that the update of a layer on the GPU adds to a step; 0 if none was recorded."""
+    costs: list[float] = []
+    for rank in graph.ranks.values():
+        updates = rank[kinds.GPU_UPDATE]
+        layers = len(set(updates.layer.tolist()) - {NONE})
+        if layers:
+            exposed = (updates.covered() - rank[kinds.COMPUTE].covered()).length
+            costs.append(exposed / layers / max(1, len(replay.steps)))
+    return round(min(costs, default=0.0))
+
+
+# -- the host ----------------------------------------------------------------------------------
+
+
+def _host(
+    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]], base: float
+) -> list[tuple[str, float, str]]:
+    """Fixes of the host. A host that comes earlier hides what follows, launches too: a ceiling is
+    the step without any of its lateness, or the step less what the fix takes from the host."""
+    prompt = replay.seconds_per_step(Change(without=HOST_CAUSES | {causes.KERNEL_GAPS}))
+    found: list[tuple[str, float, str]] = []
+    # What drained the queue lets other work of the host show.
+    has_syncs = any(len(rank[kinds.SYNC]) for rank in graph.ranks.values())
+    lost = {
+        cause: sum(one.parts[cause] for of_rank in steps.values() for one in of_rank)
+        for cause in HOST_CAUSES
+    }
+    limits: Mapping[str, tuple[str, Callable[[RankTrace], int] | None, str]] = {
+        causes.LAUNCH: (GRAPHS, None, "launching takes no time"),
+        causes.SYNCHRONIZATION: (NO_SYNC, None, "the host never waits, and keeps ahead of the GPU"),
+        causes.DATA_LOADING: (LOADING, _loading, "batches are there when they are needed"),
+        causes.HOST_CODE: (
+            USER_CODE,
+            _outside_phases,
+            "code outside of forward, backward and step()",
+        ),
+    }
+    for cause, (name, limit, words) in limits.items():
+        synchronizes = cause == causes.SYNCHRONIZATION and has_syncs and any(lost.values())
+        if not lost[cause] and not synchronizes:
+            continue
+        seconds = prompt
+        if limit is not None:
+            most = max(limit(rank) / len(rank.steps) for rank in graph.ranks.values()) * 1e-9
+            seconds = max(prompt, base - most)
+        found.append((name, seconds, words))
+    return found
+
+
+def _loading(rank: RankTrace) -> int:
+    return _within_steps(rank, kinds.DATA)
+
+
+def _outside_phases(rank: RankTrace) -> int:
+    whole = rank.steps[-1].end - rank.steps[0].begin
+    inside = (kinds.PHASE, kinds.DATA, kinds.SYNC, kinds.WAIT)
+    covered = rank[inside[0]].covered()
+    for resource in inside[1:]:
+        covered = covered | rank[resource].covered()
+    return whole - covered.within(rank.steps[0].begin, rank.steps[-1].end).length
+
+
+def _within_steps(rank: RankTrace, resource: str) -> int:
+    covered = rank[resource].covered()
+    return covered.within(rank.steps[0].begin, rank.steps[-1].end).length

@@ -1,0 +1,268 @@
+"""Spans of torch.profiler (Kineto), whoever trained: plain DeepSpeed, FSDP2, anything.
+
+Kineto knows kernels, copies and the host's calls that launched them, and no optimizer's chain.
+What a kernel belongs to comes from where it was launched: inside of an autograd node it is
+backward, inside of "Optimizer.step#..." an update, else forward. Layers come from spans of the host
+that name one (modules, FSDP's annotations), in backward by the sequence number of the forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.intervals import Intervals, of_pairs
+from hytrain.tools.trace.ours import nanoseconds
+from hytrain.tools.trace.spans import NONE, Span
+
+_ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS: Final = ("cuda_runtime", "cuda_driver")
+CATEGORIES: Final = frozenset((*_ON_GPU, *_CALLS, "cpu_op", "user_annotation", "python_function"))
+_WAITING: Final = re.compile(
+    r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy|cu(Stream|Ctx|Event)Synchronize"
+)
+_COLLECTIVES: Final = (
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("broadcast", "broadcast"),
+    ("alltoall", "all_to_all"),
+    ("sendrecv", "send_recv"),
+    ("reduce", "reduce"),
+)
+_STEP: Final = re.compile(r"ProfilerStep#(\d+)")
+_LAYER: Final = re.compile(r"(?:\b(?:layers?|blocks?|h)\.|nn\.Module: \w*(?:Layer|Block)_)(\d+)\b")
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {
+    **{"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Byte": 1, "Char": 1, "Int": 4, "Long": 8}
+}
+
+
+@dataclass(slots=True)
+class KinetoEvents:
+    """Gathers a rank's events; :meth:`rows` makes spans of them."""
+
+    gpu: list[tuple[Span, int]] = field(default_factory=list[tuple[Span, int]])
+    """With the correlation of each; the resource is in ``resources``."""
+    resources: list[str] = field(default_factory=list[str])
+    launches: dict[int, tuple[int, int, int]] = field(
+        default_factory=dict[int, tuple[int, int, int]]
+    )
+    """Correlation -> (begin, end, thread) of the host's call."""
+    steps: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    host: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
+    operators: list[Span] = field(default_factory=list[Span])
+    backward: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    updates: list[Span] = field(default_factory=list[Span])
+    layers: dict[int, list[Span]] = field(default_factory=dict[int, list[Span]])
+    """Thread -> spans that name a layer."""
+    forward_sequence: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """(sequence number, begin, thread) of the forward's operators."""
+    backward_sequence: list[tuple[int, int, int, int]] = field(
+        default_factory=list[tuple[int, int, int, int]]
+    )
+    """(sequence number, begin, end, thread) of autograd's nodes."""
+
+    def add(self, event: Mapping[str, Any], thread: int, offset: int) -> None:
+        """Takes an event of one of CATEGORIES."""
+        begin = nanoseconds(event["ts"]) + offset
+        span = Span(begin, begin + nanoseconds(event["dur"]), event["name"], lane=thread)
+        args: Mapping[str, Any] = event.get("args", {})
+        category = event["cat"]
+        if category in _ON_GPU:
+            self._add_gpu(category, span, args)
+        elif category in _CALLS:
+            correlation = args.get("correlation")
+            if isinstance(correlation, int):
+                self.launches[correlation] = (begin, span.end, thread)
+            if _WAITING.fullmatch(span.name):
+                self._add_host(kinds.SYNC, span)
+        elif category == "python_function":
+            self._add_host(kinds.PYTHON, span)
+            self._note_layer(span)
+        else:
+            self._add_operator(category, span, args)
+
+    def _add_host(self, resource: str, span: Span) -> None:
+        self.host.setdefault(resource, []).append(span)
+
+    def _note_layer(self, span: Span) -> None:
+        if match := _LAYER.search(span.name):
+            self.layers.setdefault(span.lane, []).append(replace(span, layer=int(match[1])))
+
+    def _add_gpu(self, category: str, span: Span, args: Mapping[str, Any]) -> None:
+        name = span.name.lower()
+        resource, detail = kinds.COMPUTE, ""
+        size = _number(args.get("bytes"))
+        if category == "gpu_memcpy":
+            if "dtoh" in name:
+                resource = kinds.D2H
+            elif "htod" in name:
+                resource = kinds.H2D
+        elif name.startswith(("nccl", "rccl")):
+            resource, size = kinds.COMMUNICATION, _collective_bytes(args)
+            plain = name.replace("_", "")
+            detail = next((ours for theirs, ours in _COLLECTIVES if theirs in plain), "collective")
+        correlation = args.get("correlation", NONE)
+        self.gpu.append((replace(span, size=size, detail=detail), correlation))
+        self.resources.append(resource)
+
+    def _add_operator(self, category: str, span: Span, args: Mapping[str, Any]) -> None:
+        if match := _STEP.match(span.name):
+            self.steps.append((int(match[1]), span.begin, span.end))
+        elif span.name.startswith("enumerate(DataLoader)"):
+            self._add_host(kinds.DATA, span)
+        elif span.name.startswith("Optimizer.step#"):
+            self.updates.append(span)
+        else:
+            self._note_layer(span)
+            sequence = args.get("Sequence number")
+            if span.name.startswith("autograd::engine::evaluate_function"):
+                self.backward.append((span.begin, span.end))
+                if isinstance(sequence, int):
+                    row = (sequence, span.begin, span.end, span.lane)
+                    self.backward_sequence.append(row)
+            elif isinstance(sequence, int) and not args.get("Fwd thread id"):
+                self.forward_sequence.append((sequence, span.begin, span.lane))
+            if category == "cpu_op":
+                self.operators.append(span)
+
+    def launcher(self) -> int:
+        """The thread that launched most; NONE where none did."""
+        threads = [thread for *_, thread in self.launches.values()]
+        return max(set(threads), key=threads.count, default=NONE)
+
+    def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
+        """Spans by what they occupy.
+
+        Args:
+            steps: (begin, end), which tells kernels after the last backward from a forward's.
+        """
+        rows = {resource: list(spans) for resource, spans in self.host.items()}
+        rows[kinds.PHASE] = [replace(span, name="optimizer step") for span in self.updates]
+        rows[kinds.CPU_UPDATE] = [
+            replace(span, name=f"update ({span.name.removeprefix('Optimizer.step#')})")
+            for span in self.updates
+            if "cpu" in span.name.lower()
+        ]
+        if self.gpu:
+            self._gpu_rows(rows, steps)
+        else:
+            self._operator_rows(rows, steps)
+        return rows
+
+    def _gpu_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
+        unknown = (NONE, NONE, NONE)
+        found = [self.launches.get(correlation, unknown) for _, correlation in self.gpu]
+        times, ends, threads = np.array(found, np.int64).reshape(-1, 3).T
+        layers = self._layers(times, threads)
+        passes = self._passes(times, steps)
+        for number, ((span, _), resource) in enumerate(zip(self.gpu, self.resources, strict=True)):
+            # A kernel may begin before its launch has returned.
+            launched = min(int(ends[number]), span.begin)
+            row = replace(span, launched=launched, layer=int(layers[number]))
+            if resource == kinds.COMPUTE:
+                row = replace(row, detail=passes[number])
+                if passes[number] == kinds.GPU_UPDATE:
+                    resource = kinds.GPU_UPDATE
+            rows.setdefault(resource, []).append(row)
+
+    def _operator_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
+        """Without GPU events the operators of the CPU are the compute."""
+        begins = np.array([span.begin for span in self.operators], np.int64)
+        threads = np.array([span.lane for span in self.operators], np.int64)
+        passes, layers = self._passes(begins, steps), self._layers(begins, threads)
+        for number, span in enumerate(self.operators):
+            resource = kinds.CPU_UPDATE if passes[number] == kinds.GPU_UPDATE else kinds.COMPUTE
+            row = replace(span, detail=passes[number], layer=int(layers[number]))
+            rows.setdefault(resource, []).append(row)
+
+    def _passes(self, times: NDArray[np.int64], steps: list[tuple[int, int]]) -> list[str]:
+        """Of what the host launched at these times; NONE is a time that is not known."""
+        if not self.backward and not self.updates:
+            return [kinds.OTHER] * len(times)
+        backward = of_pairs(self.backward)
+        # DeepSpeed's CPU optimizer launches copies only: what is on the GPU is someone's else.
+        update = of_pairs((span.begin, span.end) for span in self.updates)
+        is_backward, is_update = _inside(backward, times), _inside(update, times)
+        is_forward = np.zeros(len(times), bool)
+        for begin, end in steps:
+            inside = backward.within(begin, end)
+            last = int(inside.end[-1]) if len(inside) else end
+            is_forward |= (times >= begin) & (times < last)
+        labels = np.select(
+            [times == NONE, is_backward, is_update, is_forward],
+            [kinds.OTHER, kinds.BACKWARD, kinds.GPU_UPDATE, kinds.FORWARD],
+            kinds.OTHER,
+        )
+        return labels.tolist()
+
+    def _layers(self, times: NDArray[np.int64], threads: NDArray[np.int64]) -> NDArray[np.int64]:
+        layers = np.full(len(times), NONE, np.int64)
+        if not self.layers:
+            return layers
+        for thread in set(threads.tolist()):
+            chosen = threads == thread
+            layers[chosen] = _enclosing(self.layers.get(thread, []), times[chosen])
+        named = self._layers_of_sequences()
+        by_thread: dict[int, list[Span]] = {}
+        for sequence, begin, end, thread in self.backward_sequence:
+            if sequence in named:
+                span = Span(begin, end, "", layer=named[sequence])
+                by_thread.setdefault(thread, []).append(span)
+        for thread, spans in by_thread.items():
+            chosen = (threads == thread) & (layers == NONE)
+            layers[chosen] = _enclosing(spans, times[chosen])
+        return layers
+
+    def _layers_of_sequences(self) -> dict[int, int]:
+        """Sequence number of autograd -> the layer whose forward made it."""
+        named: dict[int, int] = {}
+        for thread, spans in self.layers.items():
+            chosen = [
+                (number, begin) for number, begin, of in self.forward_sequence if of == thread
+            ]
+            layers = _enclosing(spans, np.array([begin for _, begin in chosen], np.int64))
+            for (number, _), layer in zip(chosen, layers.tolist(), strict=True):
+                if layer != NONE:
+                    named[number] = layer
+        return named
+
+
+def _enclosing(spans: list[Span], times: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The layer of the last span to begin before each time and to end after it."""
+    result = np.full(len(times), NONE, np.int64)
+    if not spans:
+        return result
+    ordered = sorted(spans, key=lambda span: span.begin)
+    begins = np.array([span.begin for span in ordered], np.int64)
+    ends = np.array([span.end for span in ordered], np.int64)
+    layers = np.array([span.layer for span in ordered], np.int64)
+    index = np.searchsorted(begins, times, side="right") - 1
+    # A module calls others: the innermost may have ended, and one around it not.
+    for back in range(8):
+        place = np.maximum(index - back, 0)
+        is_in = (index - back >= 0) & (ends[place] >= times) & (result == NONE)
+        result[is_in] = layers[place[is_in]]
+    return result
+
+
+def _inside(intervals: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+    if not len(intervals):
+        return np.zeros(len(times), bool)
+    index = np.searchsorted(intervals.begin, times, side="right") - 1
+    return (index >= 0) & (times < intervals.end[np.maximum(index, 0)])
+
+
+def _collective_bytes(args: Mapping[str, Any]) -> float:
+    elements = max(_number(args.get("In msg nelems")), _number(args.get("Out msg nelems")))
+    return elements * _ELEMENT_BYTES.get(str(args.get("dtype")), 0)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

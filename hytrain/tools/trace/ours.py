@@ -1,0 +1,98 @@
+"""Spans of hytrain's own recorder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hytrain.formats import trace_file as names
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.spans import NONE, Span
+
+_RESOURCE: Final[Mapping[str, str]] = {
+    names.CATEGORY[names.GPU_COMPUTE]: kinds.COMPUTE,
+    names.CATEGORY[names.GPU_COMMUNICATION]: kinds.COMMUNICATION,
+    names.CATEGORY[names.D2H]: kinds.D2H,
+    names.CATEGORY[names.H2D]: kinds.H2D,
+    names.CATEGORY[names.GPU_UPDATE]: kinds.GPU_UPDATE,
+    names.CATEGORY[names.CPU_ADAM]: kinds.CPU_UPDATE,
+    names.CATEGORY[names.WAITS_OF_FORWARD]: kinds.WAIT,
+    names.CATEGORY[names.HOST_WAITS]: kinds.SYNC,
+}
+CATEGORIES: Final = frozenset(names.CATEGORY.values())
+_DETAIL: Final[Mapping[str, str]] = {
+    kinds.COMPUTE: names.ARG_PASS,
+    kinds.COMMUNICATION: names.ARG_COLLECTIVE,
+    kinds.CPU_UPDATE: names.ARG_TASK,
+    kinds.WAIT: names.ARG_WHAT,
+    kinds.SYNC: names.ARG_LINE,
+}
+_PHASES: Final = (names.PHASE_FORWARD, names.PHASE_BACKWARD, names.PHASE_OPTIMIZER)
+_LAYER_PASS: Final = re.compile(r"(forward|backward|recompute) layer (\d+)\b")
+_STEP: Final = re.compile(r"step (\d+)")
+
+
+def nanoseconds(microseconds: float) -> int:
+    """A time or a duration of a file, as a whole number."""
+    return round(microseconds * 1000.0)
+
+
+def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span] | None:
+    """What an event of the recorder occupies, and its row.
+
+    Args:
+        event: of ph "X" and one of CATEGORIES, but no step.
+        lane: to tell threads and streams apart.
+        offset: nanoseconds to rank 0's clock.
+    """
+    args: Mapping[str, Any] = event.get("args", {})
+    name: str = event["name"]
+    resource = _RESOURCE.get(event["cat"])
+    if resource is None:
+        resource = kinds.PYTHON
+        if name in _PHASES:
+            resource = kinds.PHASE
+        elif name == names.PHASE_DATA:
+            resource = kinds.DATA
+    begin = nanoseconds(event["ts"]) + offset
+    launched = args.get(names.ARG_LAUNCHED)
+    detail = str(args.get(_DETAIL.get(resource, ""), ""))
+    layer = _whole(args.get(names.ARG_LAYER))
+    if resource == kinds.COMPUTE and (match := _LAYER_PASS.match(name)):
+        detail, layer = detail or match[1], int(match[2]) if layer == NONE else layer
+    span = Span(
+        begin=begin,
+        end=begin + nanoseconds(event["dur"]),
+        name=name,
+        layer=layer,
+        chunk=_whole(args.get(names.ARG_CHUNK)),
+        step=_whole(args.get(names.ARG_STEP)),
+        size=_number(args.get(names.ARG_BYTES)),
+        parameters=_number(args.get(names.ARG_PARAMETERS)),
+        threads=max(0, _whole(args.get(names.ARG_THREADS))),
+        lane=lane,
+        detail=detail or (kinds.OTHER if resource == kinds.COMPUTE else ""),
+        launched=NONE if launched is None else nanoseconds(_number(launched)) + offset,
+    )
+    return resource, span
+
+
+def is_layer_pass(span: Span) -> bool:
+    """Whether compute is a layer's whole pass, timed by CUDA events, and no kernel."""
+    return _LAYER_PASS.match(span.name) is not None
+
+
+def step_number(event: Mapping[str, Any]) -> int | None:
+    """Of a span on the lane "steps"; None where it has none."""
+    number = _whole(event.get("args", {}).get(names.ARG_STEP))
+    match = _STEP.search(event["name"])
+    return number if number != NONE else (int(match[1]) if match else None)
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else NONE
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,177 @@
+"""A rank's spans by what they occupy, as columns: what every trace is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hytrain.formats.trace_file import TraceHeader
+from hytrain.tools.trace.intervals import Intervals, union
+
+# -- what a span occupies ----------------------------------------------------------------------
+
+COMPUTE: Final = "compute"
+"""Kernels, or a layer's forward or backward where only CUDA events were recorded."""
+GPU_UPDATE: Final = "gpu_update"
+COMMUNICATION: Final = "communication"
+D2H: Final = "d2h"
+H2D: Final = "h2d"
+CPU_UPDATE: Final = "cpu_update"
+WAIT: Final = "wait"
+"""The host or the compute stream waits for the new weights of a layer."""
+SYNC: Final = "sync"
+"""The host waits for the GPU, in user code."""
+DATA: Final = "data_loading"
+PHASE: Final = "phase"
+"""Forward, backward and step(), on the host."""
+PYTHON: Final = "python"
+"""Functions, for names."""
+
+RESOURCES: Final = (
+    *(COMPUTE, GPU_UPDATE, COMMUNICATION, D2H, H2D, CPU_UPDATE),
+    *(WAIT, SYNC, DATA, PHASE, PYTHON),
+)
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+RECOMPUTE: Final = "recompute"
+OTHER: Final = "other"
+"""Passes of compute; the last where it is unknown which."""
+
+NONE: Final = -1
+"""Of a layer, chunk or step that a span does not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span, before it becomes a row; times in nanoseconds."""
+
+    begin: int
+    end: int
+    name: str
+    layer: int = NONE
+    chunk: int = NONE
+    step: int = NONE
+    size: float = 0.0
+    """Bytes moved; of an update those of DRAM; 0 if unknown."""
+    parameters: float = 0.0
+    threads: int = 0
+    """That worked on it; 0 if unknown."""
+    lane: int = 0
+    """The stream or thread, where a resource has several."""
+    detail: str = ""
+    """Pass of compute, task of an update, collective, Python line of a synchronization."""
+    launched: int = NONE
+    """When the host had launched it: its begin at the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Rows by ascending begin, then end; columns are arrays [n] named as in :class:`Span`."""
+
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    name: NDArray[np.object_]
+    layer: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    step: NDArray[np.int64]
+    size: NDArray[np.float64]
+    parameters: NDArray[np.float64]
+    threads: NDArray[np.int64]
+    lane: NDArray[np.int64]
+    detail: NDArray[np.object_]
+    launched: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def select(self, mask: NDArray[Any]) -> Spans:
+        """The rows that a mask or indices choose; indices must ascend."""
+        return Spans(*(getattr(self, column.name)[mask] for column in fields(self)))
+
+    def covered(self) -> Intervals:
+        """The time in which any of them runs."""
+        return union(self.begin, self.end)
+
+    def with_columns(self, **columns: NDArray[Any]) -> Spans:
+        """The same rows with other columns in place of theirs."""
+        values = {column.name: getattr(self, column.name) for column in fields(self)}
+        return Spans(**(values | columns))
+
+
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("begin", "end", "layer", "chunk", "step"), np.int64),
+    **dict.fromkeys(("threads", "lane", "launched"), np.int64),
+    **dict.fromkeys(("size", "parameters"), np.float64),
+    **dict.fromkeys(("name", "detail"), object),
+}
+
+
+def table(rows: Sequence[Span]) -> Spans:
+    """The rows as columns, sorted."""
+    columns = {
+        name: np.array([getattr(row, name) for row in rows], kind) for name, kind in _TYPES.items()
+    }
+    order = np.lexsort((columns["end"], columns["begin"]))
+    return Spans(**{name: column[order] for name, column in columns.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From the end of the step before to the end of this one."""
+
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """In nanoseconds."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Samples by ascending time."""
+
+    times: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank did, on the clock of rank 0."""
+
+    rank: int
+    path: Path
+    steps: tuple[Step, ...]
+    spans: Mapping[str, Spans]
+    """Of every one of RESOURCES."""
+    header: TraceHeader | None = None
+    """None for a foreign trace."""
+    world_size: int = 1
+    """Of the run, as far as the trace says."""
+    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
+    unknown: tuple[str, ...] = ()
+    """Sentences about what this trace cannot tell."""
+    launcher: str = ""
+    """The thread that launches, by name; empty if unknown."""
+    are_kernels: bool = False
+    """Compute is kernels, not layers timed by events."""
+
+    def __getitem__(self, resource: str) -> Spans:
+        return self.spans[resource]
+
+    def compute_by_pass(self, name: str) -> Spans:
+        """The compute of a pass."""
+        spans = self.spans[COMPUTE]
+        return spans.select(spans.detail == name)
+
+    def busy(self) -> Intervals:
+        """When the GPU computes: forward, backward, anything unknown, updates."""
+        return self.spans[COMPUTE].covered() | self.spans[GPU_UPDATE].covered()

@@ -1,0 +1,178 @@
+"""The picture as one HTML file that needs no network and no server.
+
+What is drawn is prepared here, levels of detail included; ``viewer.html`` has the page and its
+script. The bars travel as columns in one block of bytes, gzipped and in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hytrain.errors import ConfigError
+from hytrain.tools.trace import accounts
+from hytrain.tools.trace.analysis import Analysis
+from hytrain.tools.trace.lanes import MOST_BARS, Row, rows_of, thinned, with_levels
+from hytrain.tools.trace.palette import COLOURS, LEGEND, legend_of_cause
+from hytrain.tools.trace.spans import RankTrace, Step
+
+_TEMPLATE: Final = Path(__file__).with_name("viewer.html")
+_MOST_RANKS: Final = 8
+_COLUMNS: Final = (
+    *(("begin", "<u4"), ("length", "<u4"), ("name", "<u4"), ("detail", "<u4"), ("bytes", "<f4")),
+    *(("layer", "<i4"), ("step", "<i4"), ("colour", "u1"), ("hidden", "u1")),
+)
+
+
+class _Block:
+    """Bytes that a page reads as columns."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._length = 0
+
+    def add(self, column: NDArray[Any], kind: str) -> list[Any]:
+        """Where it is: [offset, number, kind]."""
+        content = np.ascontiguousarray(column, np.dtype(kind)).tobytes()
+        place = [self._length, len(column), kind.lstrip("<")]
+        content += b"\0" * (-len(content) % 8)  # typed arrays of the page begin at whole elements
+        self._parts.append(content)
+        self._length += len(content)
+        return place
+
+    def encoded(self) -> str:
+        return base64.b64encode(gzip.compress(b"".join(self._parts), 3)).decode()
+
+
+class _Names:
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {"": 0}
+
+    def of(self, values: NDArray[np.object_]) -> NDArray[np.uint32]:
+        numbers = self.numbers
+        found = [numbers.setdefault(value, len(numbers)) for value in values.tolist()]
+        return np.array(found, np.uint32)
+
+
+def middle_step(steps: Sequence[Step]) -> Step:
+    """The one of median length: what a picture of one step shows, and a page first."""
+    return sorted(steps, key=lambda step: (step.length, step.number))[(len(steps) - 1) // 2]
+
+
+def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence[str]) -> None:
+    """Writes the page.
+
+    Args:
+        path: the file; replaced.
+        runs: (title, run); several are drawn below each other, their middle steps at one time.
+        words: sentences at the top.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    block, names = _Block(), _Names()
+    content: dict[str, Any] = {
+        "words": list(words),
+        "legend": [[name, COLOURS[name]] for name in LEGEND],
+        "runs": [_run(title, run, block, names, MOST_BARS // len(runs)) for title, run in runs],
+    }
+    content["names"] = list(names.numbers)
+    # "</" would end the script element.
+    text = json.dumps(content, separators=(",", ":")).replace("</", "<\\/")
+    title = " | ".join(title for title, _ in runs if title) or runs[0][1].ranks[0].path.name
+    page = _TEMPLATE.read_text(encoding="utf-8")
+    for key, value in (
+        ("{{title}}", html.escape(title)),
+        ("{{content}}", text),
+        ("{{block}}", block.encoded()),
+    ):
+        page = page.replace(key, value, 1)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}): give --html another") from error
+
+
+def _run(title: str, run: Analysis, block: _Block, names: _Names, most: int) -> dict[str, Any]:
+    begin = min(rank.steps[0].begin for rank in run.ranks)
+    end = max(rank.steps[-1].end for rank in run.ranks)
+    # Whole nanoseconds, coarser where four bytes would not do.
+    unit = max(1, -(-(end - begin) // (2**32 - 2)))
+    rows: list[tuple[RankTrace, Row]] = []
+    shown = _shown(run)
+    for rank in shown:
+        of_rank = rows_of(rank, run.steps[rank.rank], begin, end)
+        rows += [(rank, with_levels(row, begin, end)) for row in of_rank]
+    kept, left_out = thinned([row for _, row in rows], most)
+    middle = middle_step(next(rank for rank in run.ranks if rank.rank == run.slowest).steps)
+    return {
+        "title": title,
+        "unit": unit,
+        "length": (end - begin) // unit,
+        "left_out": left_out,
+        "ranks_left_out": len(run.ranks) - len(shown),
+        "middle": [(middle.begin - begin) // unit, (middle.end - begin) // unit],
+        "steps": [
+            [rank.rank, step.number, (step.begin - begin) // unit, (step.end - begin) // unit]
+            for rank in shown
+            for step in rank.steps
+        ],
+        "parts": _parts(run),
+        "rows": [
+            {
+                **{"label": row.label, "rank": rank.rank},
+                **_columns(row, begin, unit, block, names),
+            }
+            for (rank, _), row in zip(rows, kept, strict=True)
+        ],
+    }
+
+
+def _shown(run: Analysis) -> list[RankTrace]:
+    """Ranks of a page: all, or the first ones with the slowest."""
+    if len(run.ranks) <= _MOST_RANKS:
+        return list(run.ranks)
+    first = [rank for rank in run.ranks if rank.rank != run.slowest][: _MOST_RANKS - 1]
+    slowest = next(rank for rank in run.ranks if rank.rank == run.slowest)
+    return sorted([*first, slowest], key=lambda rank: rank.rank)
+
+
+def _parts(run: Analysis) -> list[list[Any]]:
+    """Of the slowest rank's mean step: [part, share, colour]."""
+    step, found = run.step_seconds(run.slowest), run.mean_parts(run.slowest)
+    parts: list[list[Any]] = []
+    for part, seconds in found.items():
+        if seconds > 0.0:
+            legend = part if part in accounts.COMPUTE_PARTS else legend_of_cause(part)
+            parts.append([part, seconds / step, LEGEND.index(legend), seconds])
+    return parts
+
+
+def _columns(row: Row, begin: int, unit: int, block: _Block, names: _Names) -> Mapping[str, Any]:
+    bars = row.bars
+    starts = np.maximum(bars.begin - begin, 0)
+    values = {
+        "begin": starts // unit,
+        "length": np.maximum(bars.end - begin - starts, 0) // unit,
+        "name": names.of(bars.name),
+        "detail": names.of(bars.detail),
+        "bytes": bars.size,
+        "layer": bars.layer,
+        "step": bars.step,
+        "colour": row.colour,
+        "hidden": row.hidden,
+    }
+    return {
+        "columns": {name: block.add(values[name], kind) for name, kind in _COLUMNS},
+        "levels": [
+            [block.add(level.covered, "u1"), block.add(level.colour, "u1")] for level in row.levels
+        ],
+    }

@@ -1,0 +1,364 @@
+"""The report in words and tables: three sentences first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hytrain.formats.text_table import align
+from hytrain.tools.trace import accounts
+from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace.accounts import StepAccount
+from hytrain.tools.trace.analysis import Analysis, Cause
+from hytrain.tools.trace.rates import Rate
+from hytrain.tools.trace.spans import NONE, RankTrace
+
+_WORTH: Final = 0.01
+"""Share of a step below which a cause or a fix is not worth a word."""
+_MOST_LAYERS: Final = 8
+_MOST_STEPS: Final = 20
+
+_WAITS_FOR: Final = {
+    causes.GRADIENT_COPY: "copies to the host (D2H)",
+    causes.CPU_ADAM: "CPU Adam",
+    causes.WEIGHT_COPY: "copies to the GPU (H2D)",
+    causes.COMMUNICATION: "communication",
+    causes.CLIPPING: "updates repeated because of clipping",
+    causes.LATE_GRADIENT_COPY: "gradient copies that began late",
+    causes.LATE_WEIGHT_COPY: "weight copies that began late",
+    causes.STARVED_CPU: "a CPU Adam thread that began late (starved)",
+    causes.LATE_COLLECTIVE: "a collective that was issued late",
+    causes.LAUNCH: "its launches (launch-bound)",
+    causes.DATA_LOADING: "data loading",
+    causes.SYNCHRONIZATION: "a synchronization in user code",
+    causes.HOST_CODE: "other code of the host",
+    causes.HAND_OVER: "hand-overs between threads and streams",
+    causes.KERNEL_GAPS: "the gaps between kernels",
+}
+_CHANGES: Final = {
+    "more GPU layers": "more GPU layers",
+    "more cores": "more or faster cores",
+    "faster PCIe": "a faster PCIe",
+    "larger batch": "a larger batch",
+    "no clipping": "no clipping",
+    "CUDA graphs": "CUDA graphs or fewer launches",
+    "no synchronization": "no synchronization in user code",
+    "faster data loading": "faster data loading",
+    "less host code": "less code between steps",
+    "faster network": "a faster network",
+    "equal ranks": "ranks of equal speed",
+}
+
+
+def percent(share: float) -> str:
+    """With a digit after the point.
+
+    >>> percent(0.1234)
+    '12.3 %'
+    """
+    return f"{share * 100:.1f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds < 1.0 else f"{seconds * 1e3:.0f}"
+
+
+def _ns(nanoseconds: float) -> str:
+    return _ms(nanoseconds * 1e-9)
+
+
+def sentences(analysis: Analysis) -> tuple[str, str, str]:
+    """How well it overlaps; what the GPU waits for; what to change."""
+    return _overlap_words(analysis), _wait_words(analysis), _change_words(analysis)
+
+
+def _overlap_words(analysis: Analysis) -> str:
+    rank = analysis.slowest
+    step, parts = analysis.step_seconds(rank), analysis.mean_parts(rank)
+    busy = sum(parts[part] for part in accounts.COMPUTE_PARTS)
+    who = "The GPU" if len(analysis.ranks) == 1 else f"The GPU of rank {rank}, the slowest,"
+    words = f"{who} computes {percent(busy / step)} of a step ({_ms(busy)} of {_ms(step)} ms)"
+    hidden: list[str] = []
+    for activity in accounts.ACTIVITIES[3:]:
+        found = _total(analysis.steps[rank], activity)
+        if found.total:
+            hidden.append(f"{percent(found.hidden / found.total)} of {_activity_words(activity)}")
+    return f"{words}, which hides {_and(hidden)}." if hidden else f"{words}."
+
+
+def _activity_words(activity: str) -> str:
+    return {
+        accounts.CPU_UPDATE: "the update on the CPU",
+        accounts.D2H: "the copies to the host (D2H)",
+        accounts.H2D: "the copies to the GPU (H2D)",
+    }.get(activity, f"the {activity}")
+
+
+def _wait_words(analysis: Analysis) -> str:
+    # The slowest rank waits for none of the others: each rank's largest causes come in.
+    shares = [
+        (cause.seconds / analysis.step_seconds(cause.rank), cause) for cause in analysis.causes
+    ]
+    idle = {
+        rank.rank: sum(share for share, cause in shares if cause.rank == rank.rank)
+        for rank in analysis.ranks
+    }
+    if max(idle.values(), default=0.0) < _WORTH:
+        return (
+            f"It waits for next to nothing: it is idle {percent(max(idle.values(), default=0.0))}."
+        )
+    named = [
+        f"{_cause_words(cause, analysis)} ({percent(share)})"
+        for share, cause in _distinct(shares)
+        if share >= _WORTH / 5 and cause.cause != causes.UNRESOLVED
+    ]
+    unresolved = max((s for s, cause in shares if cause.cause == causes.UNRESOLVED), default=0.0)
+    rest = f"{percent(unresolved)} of a step is unresolved"
+    return f"It waits for {_and(named[:4])}; {rest}." if named else f"It is idle, and {rest}."
+
+
+def _distinct(shares: Sequence[tuple[float, Cause]]) -> list[tuple[float, Cause]]:
+    """Of each cause the rank that has most of it, the largest first."""
+    found: dict[str, tuple[float, Cause]] = {}
+    for share, cause in sorted(shares, key=lambda pair: -pair[0]):
+        found.setdefault(cause.cause, (share, cause))
+    return list(found.values())
+
+
+def _cause_words(cause: Cause, analysis: Analysis) -> str:
+    if cause.cause == causes.SLOW_RANK:
+        words = f"rank {cause.late_rank}, which comes late (in {cause.detail})"
+        words += _slow_words(analysis, cause.late_rank)
+    else:
+        words = _WAITS_FOR[cause.cause]
+        if cause.detail:
+            words += f", {cause.detail}"
+        elif cause.cause == causes.LAUNCH:
+            thread = next(r.launcher for r in analysis.ranks if r.rank == cause.rank)
+            words += f" by {_thread(thread)}" if thread else ""
+        elif cause.layer != NONE and cause.cause not in _OF_HOST:
+            mostly = "mostly " if cause.layer_share < 0.995 else ""
+            words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
+    if len(analysis.ranks) > 1:
+        words += f", on rank {cause.rank}"
+    return words
+
+
+_OF_HOST: Final = (
+    causes.DATA_LOADING,
+    causes.HOST_CODE,
+    causes.SYNCHRONIZATION,
+    causes.KERNEL_GAPS,
+)
+
+
+def _thread(name: str) -> str:
+    return name if name.startswith("thread") else f"thread {name}"
+
+
+def _slow_words(analysis: Analysis, rank: int) -> str:
+    slow = [one for one in analysis.slow_layers if one.rank == rank and one.is_beside_ranks]
+    return f", whose {slow[0].activity} of layer {slow[0].layer} is slow" if slow else ""
+
+
+def _change_words(analysis: Analysis) -> str:
+    worth = [fix for fix in analysis.fixes if fix.gain >= _WORTH]
+    if not worth:
+        return "No change wins more than 1 %: what is left of the step is compute."
+    named = [f"{_CHANGES[fix.name]} {percent(fix.gain)}" for fix in worth[:3]]
+    return f"Of a step win at most: {_and(named)} (ceilings; each alone)."
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _total(steps: Sequence[StepAccount], activity: str) -> accounts.Overlap:
+    return _sum([one.activities.get(activity) for one in steps])
+
+
+def _sum(overlaps: Sequence[accounts.Overlap | None]) -> accounts.Overlap:
+    rows = [one for one in overlaps if one is not None]
+    return accounts.Overlap(
+        *(sum(row.total for row in rows), sum(row.hidden for row in rows)),
+        *(sum(row.exposed for row in rows), sum(row.blocking for row in rows)),
+    )
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def report(analysis: Analysis) -> str:
+    """All of it; to be folded to a terminal's width."""
+    blocks = ["\n".join(sentences(analysis)), _steps(analysis)]
+    for rank in analysis.ranks:
+        blocks += _rank(analysis, rank)
+    blocks += [_slow_layers(analysis), _fixes(analysis)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _steps(analysis: Analysis) -> str:
+    rows = [("rank", "step", "ms", "GPU busy", "forward", "backward", "update", "idle", "mostly")]
+    lines = [(rank.rank, one) for rank in analysis.ranks for one in analysis.steps[rank.rank]]
+    for rank, one in lines[:_MOST_STEPS]:
+        parts = one.parts
+        backward = parts[accounts.BACKWARD] + parts[accounts.RECOMPUTE]
+        idle = {cause: parts[cause] for cause in causes.CAUSES if parts[cause]}
+        most = max(idle, key=lambda cause: idle[cause], default="")
+        rows.append(
+            (
+                *(str(rank), str(one.step.number), _ns(one.step.length)),
+                percent(one.busy / one.step.length if one.step.length else 0.0),
+                *(_ns(parts[accounts.FORWARD]), _ns(backward), _ns(parts[accounts.GPU_UPDATE])),
+                *(_ns(sum(idle.values())), f"{most} {_ns(idle[most])}" if most else ""),
+            )
+        )
+    left = f"\n... and {len(lines) - _MOST_STEPS} more (--json)" if len(lines) > _MOST_STEPS else ""
+    return "Steps (ms)\n\n" + "\n".join(align(rows, left=(8,))) + left
+
+
+def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
+    steps = analysis.steps[rank.rank]
+    title = f"Rank {rank.rank}" + (", the slowest" if _is_slowest(analysis, rank.rank) else "")
+    source = "" if rank.header is not None else ", not hytrain's"
+    blocks = [f"{title}: {rank.path.name}{source}"]
+    blocks.append(_activities(steps))
+    blocks.append(_idle(analysis, rank.rank))
+    blocks += [_layers(steps), _critical(analysis, rank.rank)]
+    blocks += [_rates(analysis.rates[rank.rank]), _measured(analysis, rank)]
+    if rank.unknown:
+        blocks.append("Unknown: " + "; ".join(rank.unknown) + ".")
+    return blocks
+
+
+def _is_slowest(analysis: Analysis, rank: int) -> bool:
+    return len(analysis.ranks) > 1 and analysis.slowest == rank
+
+
+def _activities(steps: Sequence[StepAccount]) -> str:
+    rows = [("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")]
+    for activity in accounts.ACTIVITIES:
+        found, number = _total(steps, activity), len(steps)
+        if found.total:
+            numbers = (found.total, found.hidden, found.exposed, found.blocking)
+            share = percent(found.hidden / found.total)
+            total, hid, exposed, blocking = (_ns(value / number) for value in numbers)
+            rows.append((activity, total, hid, exposed, blocking, share))
+    return "\n".join(align(rows))
+
+
+def _idle(analysis: Analysis, rank: int) -> str:
+    rows = [("the GPU is idle because of", "ms a step", "share", "layer", "what")]
+    for cause in analysis.causes:
+        if cause.rank == rank:
+            layer = "" if cause.layer == NONE else str(cause.layer)
+            late = f"rank {cause.late_rank}: " if cause.late_rank != NONE else ""
+            share = percent(cause.seconds / analysis.step_seconds(rank))
+            rows.append((cause.cause, _ms(cause.seconds), share, layer, late + cause.detail))
+    return "\n".join(align(rows, left=(0, 4))) if len(rows) > 1 else "The GPU is never idle."
+
+
+def _layers(steps: Sequence[StepAccount]) -> str:
+    names = (accounts.CPU_UPDATE, accounts.D2H, accounts.H2D, accounts.COMMUNICATION)
+    layers = sorted({layer for one in steps for layer in one.layers})
+    if not layers:
+        return ""
+    heading = ("layer, ms a step", "forward", "backward", *(f"{_SHORT[n]} exposed" for n in names))
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for layer in layers:
+        totals = {
+            name: _total_of_layer(steps, layer, name)
+            for name in (accounts.FORWARD, accounts.BACKWARD, *names)
+        }
+        numbers = [totals[n].total for n in (accounts.FORWARD, accounts.BACKWARD)]
+        numbers += [totals[name].exposed for name in names]
+        blocking = sum(totals[name].blocking for name in names)
+        cells = (str(layer), *(_ns(n / len(steps)) for n in numbers), _ns(blocking / len(steps)))
+        rows.append((blocking + sum(totals[name].exposed for name in names) * 1e-6, cells))
+    chosen = sorted(rows, key=lambda row: -row[0])[:_MOST_LAYERS]
+    table = [(*heading, "blocking"), *(cells for _, cells in chosen)]
+    left = len(rows) - len(chosen)
+    return "\n".join(align(table)) + (f"\n... and {left} layers with less (--json)" if left else "")
+
+
+_SHORT: Final = {
+    accounts.CPU_UPDATE: "CPU",
+    accounts.D2H: "D2H",
+    accounts.H2D: "H2D",
+    accounts.COMMUNICATION: "comm.",
+}
+
+
+def _total_of_layer(steps: Sequence[StepAccount], layer: int, activity: str) -> accounts.Overlap:
+    return _sum([one.layers.get(layer, {}).get(activity) for one in steps])
+
+
+def _critical(analysis: Analysis, rank: int) -> str:
+    step = analysis.step_seconds(rank)
+    parts = [f"{name} {percent(s / step)}" for name, s in analysis.critical[rank].items() if s]
+    return "Critical path: " + ", ".join(parts) + "."
+
+
+def _rates(rates: Sequence[Rate]) -> str:
+    rows = [("rate while it runs", "achieved", "measured peak", "of peak", "runs")]
+    for rate in rates:
+        share = "unknown" if rate.share is None else percent(rate.share)
+        achieved, peak = _quantity(rate.achieved, rate.unit), _quantity(rate.peak, rate.unit)
+        rows.append((rate.name, achieved, peak, share, percent(rate.busy_share)))
+    return "\n".join(align(rows)) if len(rows) > 1 else ""
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return "unknown"
+    if unit == "cores":
+        return f"{value:.1f} cores"
+    return f"{value / 1e9:.2f} G{unit}"
+
+
+def _measured(analysis: Analysis, rank: RankTrace) -> str:
+    words = [f"Measured step {_ms(analysis.step_seconds(rank.rank))} ms"]
+    header, power = rank.header, analysis.energy[rank.rank]
+    if header is not None and header.predicted_step_s is not None:
+        error = analysis.step_seconds(rank.rank) / header.predicted_step_s - 1.0
+        words.append(f"predicted {_ms(header.predicted_step_s)} ms ({error:+.1%} measured)")
+    if header is not None and header.unprofiled_step_s is not None:
+        words.append(f"unprofiled steps {_ms(header.unprofiled_step_s)} ms")
+    if header is not None and header.recording_overhead is not None:
+        words.append(f"recording costs {percent(header.recording_overhead)}")
+    if power is not None:
+        parts = [("GPU", power.gpu), ("CPU", power.cpu)]
+        words += [
+            f"{value:.1f} J a step on the {name}" for name, value in parts if value is not None
+        ]
+        if power.tokens_per_joule is not None:
+            words.append(f"{power.tokens_per_joule:.2f} tokens a joule")
+    lost = (
+        ""
+        if header is None or not (header.overwritten or header.dropped_spans)
+        else (
+            f" The recorder's ring was full: {header.dropped_spans} spans are missing, "
+            "and what they would explain is unresolved."
+        )
+    )
+    return "; ".join(words) + "." + lost
+
+
+def _slow_layers(analysis: Analysis) -> str:
+    rows = [("slow layers, ms a step", "rank", "layer", "takes", "usual", "beside")]
+    for one in analysis.slow_layers[:_MOST_LAYERS]:
+        beside = "other ranks" if one.is_beside_ranks else "other layers"
+        rows.append(
+            (
+                *(one.activity, str(one.rank), str(one.layer), _ms(one.seconds), _ms(one.usual)),
+                beside,
+            )
+        )
+    return "\n".join(align(rows, left=(0, 5))) if len(rows) > 1 else ""
+
+
+def _fixes(analysis: Analysis) -> str:
+    rows = [("fix, each alone", "wins at most", "step, ms", "if")]
+    for fix in analysis.fixes:
+        rows.append((fix.name, percent(fix.gain), _ms(fix.step_seconds), fix.words))
+    return "\n".join(align(rows, left=(0, 3))) if len(rows) > 1 else ""

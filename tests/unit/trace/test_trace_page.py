@@ -1,0 +1,212 @@
+"""The page in a real browser: it renders, hover and search work, large traces leave it alive."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chromium import Page, chromium
+from support.trace_schedule import CPU, Schedule, write
+
+from hytrain.tools import cli
+from hytrain.tools.trace.analysis import analyse
+from hytrain.tools.trace.lanes import rows_of, thinned, with_levels
+from hytrain.tools.trace.load import load
+from hytrain.tools.trace.spans import COMPUTE, Span, table
+from hytrain.tools.trace.viewer import write_page
+
+SCHEDULE = Schedule(layers=6, steps=5).taking(**{CPU: 900})
+MOST_OPENING = 3.0
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Generator[Page]:
+    with chromium(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("trace"), SCHEDULE, first=2)[0]
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Page, trace: Path) -> Page:
+    out = trace.with_suffix(".html")
+    assert cli.main(["trace", "report", str(trace), "--html", str(out)]) == 0
+    browser.open(out)
+    return browser
+
+
+def test_it_renders_what_the_trace_has(opened: Page, trace: Path) -> None:
+    (rank,) = load([trace])
+    analysis = analyse([rank])
+    rows = rows_of(rank, analysis.steps[0], rank.steps[0].begin, rank.steps[-1].end)
+    assert int(opened.value("document.body.dataset.bars")) == sum(len(row.bars) for row in rows)
+    assert opened.value("rows.filter((r) => !r.heading).map((r) => r.label)") == [
+        row.label for row in rows
+    ]
+    assert int(opened.value("document.body.dataset.drawn")) > 30
+    assert "The GPU computes" in opened.value("document.querySelector('header p').textContent")
+    assert opened.value(INK) > 500, "something is painted"
+
+
+# Pixels in the colour of CPU Adam.
+INK = """(() => {
+  const pixels = paint.getImageData(0, 0, canvas.width, canvas.height).data;
+  let found = 0;
+  for (let i = 0; i < pixels.length; i += 4)
+    if (pixels[i] === 0x58 && pixels[i + 1] === 0xa9 && pixels[i + 2] === 0x45) found++;
+  return found;
+})()"""
+PLACE = """(() => {
+  const row = rows.find((one) => one.label === "CPU Adam"), box = canvas.getBoundingClientRect();
+  const index = firstAfter(row, view.begin + 0.6 * (view.end - view.begin));
+  const middle = (beginOf(row, index) + endOf(row, index)) / 2;
+  return [box.left + toX(middle), box.top + row.top + 8, row.layer[index]];
+})()"""
+
+
+def test_hovering_a_bar_tells_what_it_is(opened: Page) -> None:
+    x, y, layer = opened.value(PLACE)
+    opened.mouse("mouseMoved", x, y)
+    assert opened.value("hover.style.display") == "block"
+    text = opened.value("hover.innerText")
+    assert f"update layer {layer} chunk 0" in text
+    for words in (
+        "CPU Adam, rank 0: 900.0",
+        f"layer {layer}, step",
+        "30.00 MB",
+        "hidden under GPU",
+    ):
+        assert words in text
+    opened.mouse("mouseMoved", 5, 5)
+    assert opened.value("hover.style.display") == "none"
+
+
+def test_the_wheel_zooms_and_a_click_goes_to_a_bar(opened: Page) -> None:
+    opened.value("element('all').click()")
+    x, y, _ = opened.value(PLACE)
+    wide, at = opened.value("view.end - view.begin"), opened.value(f"toTime({x})")
+    opened.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
+    opened.value("1")  # the event is handled before what comes after it
+    assert opened.value("view.end - view.begin") < 0.7 * wide
+    assert opened.value(f"toTime({x})") == pytest.approx(at, abs=0.003 * wide)
+    for kind in ("mousePressed", "mouseReleased"):
+        opened.mouse(kind, x, y, button="left", clickCount=1)
+    assert opened.value("view.end - view.begin") == pytest.approx(900_000 * 1.1, rel=0.01)
+
+
+def test_search_finds_and_counts(opened: Page) -> None:
+    opened.value("(element('search').value = 'layer 3', search())")
+    found = opened.value("found.map(([row, index]) => row.layer[index])")
+    assert found
+    assert set(found) == {3}
+    assert opened.value("element('found').textContent").startswith(f"{len(found)} found, ")
+    opened.value("(element('search').value = '', search())")
+    assert opened.value("matches") is None
+
+
+def test_light_and_dark(opened: Page) -> None:
+    back = "getComputedStyle(document.body).backgroundColor"
+    before = opened.value(back)
+    opened.value("element('theme').click()")
+    assert opened.value(back) != before
+    opened.value("element('theme').click()")
+
+
+def test_the_page_asks_no_network(trace: Path) -> None:
+    page = trace.with_suffix(".html")
+    assert cli.main(["trace", "report", str(trace), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "src=" not in text
+
+
+def test_two_runs_are_drawn_below_each_other(browser: Page, trace: Path, tmp_path: Path) -> None:
+    (other,) = write(tmp_path, replace(SCHEDULE, gpu_layers=(0, 1, 2)), first=2)
+    page = tmp_path / "compare.html"
+    assert cli.main(["trace", "compare", str(trace), str(other), "--html", str(page)]) == 0
+    browser.open(page)
+    assert browser.value("data.runs.length") == 2
+    assert browser.value(
+        "data.runs.map((run) => run.rows.some((r) => r.label === 'GPU update'))"
+    ) == [*(False, True)]
+
+
+def test_names_from_a_trace_are_text(browser: Page, tmp_path: Path) -> None:
+    """Whatever they hold: they are neither markup nor script."""
+    name = "</script><script>document.title = 'broken'</script><b>"
+    (path,) = write(tmp_path, replace(SCHEDULE, user_function=name), first=2)
+    page = tmp_path / "page.html"
+    assert cli.main(["trace", "report", str(path), "--html", str(page)]) == 0
+    browser.open(page)
+    assert browser.value(f"data.names.includes({name!r})")
+    assert browser.value("document.title") != "broken"
+
+
+def kernels(trace: Path, number: int) -> Any:
+    """The run with so many kernels in place of its layers."""
+    (rank,) = load([trace])
+    begin, end = rank.steps[0].begin, rank.steps[-1].end
+    width = (end - begin) // number
+    rows = table([Span(begin, begin, f"gemm {kind}", detail="forward") for kind in range(50)])
+    rows = rows.select(np.arange(number) % 50)
+    starts = begin + width * np.arange(number)
+    compute = rows.with_columns(begin=starts, end=starts + width - width // 4)
+    analysis = analyse([rank])
+    many = replace(rank, spans={**rank.spans, COMPUTE: compute}, are_kernels=True)
+    return replace(analysis, ranks=(many,))
+
+
+def test_a_page_of_30_000_bars_opens_at_once(browser: Page, trace: Path, tmp_path: Path) -> None:
+    """About what a trace of 5 MB has."""
+    page = tmp_path / "page.html"
+    write_page(page, [("", kernels(trace, 30_000))], ["words"])
+    assert browser.open(page) < MOST_OPENING
+
+
+def test_a_page_of_a_million_bars_stays_alive(browser: Page, trace: Path, tmp_path: Path) -> None:
+    """More than a trace of 200 MB has. What is drawn is bounded by pixels, wherever one zooms."""
+    page = tmp_path / "page.html"
+    write_page(page, [("", kernels(trace, 1_000_000))], ["words"])
+    browser.open(page)
+    assert int(browser.value("document.body.dataset.bars")) > 990_000
+    browser.value("element('all').click()")
+    for _ in range(12):
+        assert int(browser.value("document.body.dataset.drawn")) < 40_000
+        browser.value("zoom(0.5, (view.begin + view.end) / 2)")
+    begin = browser.value("performance.now()")
+    browser.value("element('all').click()")
+    assert browser.value("performance.now()") - begin < 1000.0
+
+
+def test_levels_cover_what_the_bars_do(trace: Path) -> None:
+    many = kernels(trace, 20_000)
+    (rank,) = many.ranks
+    begin, end = rank.steps[0].begin, rank.steps[-1].end
+    row = next(r for r in rows_of(rank, many.steps[0], begin, end) if r.label == "GPU compute")
+    levels = with_levels(row, begin, end).levels
+    whole = (row.bars.end - row.bars.begin).sum() / (end - begin)
+    assert [len(level.covered) for level in levels] == [2048, 8192, 32768]
+    for level in levels:
+        # A bin's share is rounded up to 1/255.
+        assert whole <= level.covered.mean() / 255 <= whole + 1 / 255
+
+
+def test_the_longest_bars_stay_where_there_are_too_many(trace: Path) -> None:
+    many = kernels(trace, 20_000)
+    (rank,) = many.ranks
+    rows = rows_of(rank, many.steps[0], rank.steps[0].begin, rank.steps[-1].end)
+    kept, left_out = thinned(rows, 10_000)
+    assert sum(len(row.bars) for row in kept) + left_out == sum(len(row.bars) for row in rows)
+    by_label = {row.label: row for row in rows}
+    for row in kept:
+        assert (np.diff(row.bars.begin) > 0).all()
+        if len(row.bars) < len(by_label[row.label].bars):
+            assert row.label == "GPU compute"

@@ -1,0 +1,366 @@
+"""The report's numbers are exact on a schedule whose every span is known; what is printed fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trace_schedule import (
+    CPU,
+    D2H,
+    DATA,
+    FORWARD,
+    H2D,
+    LAUNCH,
+    USER,
+    Schedule,
+    simulate,
+    write,
+)
+
+from hytrain.tools import cli
+from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace.accounts import PARTS
+from hytrain.tools.trace.analysis import Analysis, analyse
+from hytrain.tools.trace.intervals import Intervals, of_pairs
+from hytrain.tools.trace.load import load
+from hytrain.tools.trace.words import sentences
+
+US = 1000
+"""Nanoseconds."""
+Capture = pytest.CaptureFixture[str]
+
+
+def run(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> Analysis:
+    return analyse(load(write(folder, schedule, first=first, **header)))
+
+
+# -- exact numbers -----------------------------------------------------------------------------
+
+
+def test_every_number_of_a_step_worked_out_by_hand(tmp_path: Path) -> None:
+    """4 layers of 1 ms and 2 ms. After backward of layer 0 come 200 us D2H, 300 us Adam, 200 us
+    H2D, then forward of layer 0: a step takes 12.7 ms."""
+    one = run(tmp_path, Schedule(steps=5)).steps[0][3]
+    assert one.step.length == 12_700 * US
+    expected = {
+        **{"forward": 4000, "backward": 8000, "gradient D2H": 200, "CPU Adam": 300},
+        "weights H2D": 200,
+    }
+    assert one.parts == dict.fromkeys(PARTS, 0) | {k: v * US for k, v in expected.items()}
+    by_name = {
+        name: (o.total // US, o.hidden // US, o.exposed // US, o.blocking // US)
+        for name, o in one.activities.items()
+    }
+    assert by_name == {
+        "forward": (4000, 0, 4000, 0),
+        "backward": (8000, 0, 8000, 0),
+        # Of 4 layers only layer 0's is not under backward.
+        "update on the CPU": (1200, 900, 300, 300),
+        "gradient D2H": (800, 600, 200, 200),
+        "weights H2D": (800, 600, 200, 200),
+    }
+    assert {n: o["update on the CPU"].blocking // US for n, o in one.layers.items()} == {
+        **{0: 300, 1: 0, 2: 0, 3: 0}
+    }
+
+
+def test_exposed_is_not_blocking(tmp_path: Path) -> None:
+    """The GPU waits for data; a copy that runs meanwhile is exposed, and nobody waits for it."""
+    schedule = Schedule(steps=5, gpu_layers=(0,), sync_line="a.py:1").taking(**{DATA: 2000})
+    one = run(tmp_path, schedule.fault(D2H, 2300, layer=1)).steps[0][2]
+    copies = one.activities["gradient D2H"]
+    # 2.5 ms, of which 2 are under backward of layer 0 and 0.1 under the update on the GPU.
+    assert (copies.exposed, copies.blocking) == (400 * US, 0)
+    assert one.parts["data loading"] == 2000 * US
+
+
+def test_spans_are_united_and_not_summed(tmp_path: Path) -> None:
+    """Two threads of CPU Adam beside each other take the time of one."""
+    (path,) = write(tmp_path, Schedule(steps=4))
+    values = json.loads(path.read_text())
+    updates = [e for e in values["traceEvents"] if e.get("cat") == "cpu_update"]
+    values["traceEvents"] += [event | {"tid": 99} for event in updates]
+    (path.parent / "two.json").write_text(json.dumps(values))
+    one, two = (analyse(load([p])).steps[0] for p in (path, path.parent / "two.json"))
+    for before, after in zip(one, two, strict=True):
+        assert before.parts == after.parts
+        assert before.activities == after.activities
+
+
+def test_the_critical_path_sums_to_the_step(tmp_path: Path) -> None:
+    for schedule in (Schedule(steps=5), Schedule(steps=5, ranks=2).taking(**{CPU: 2500})):
+        analysis = run(tmp_path, schedule)
+        for rank, parts in analysis.critical.items():
+            assert sum(parts.values()) == pytest.approx(analysis.step_seconds(rank), rel=1e-9)
+    # Bound by CPU Adam, which runs from the first gradient to the last.
+    assert analysis.critical[0]["CPU Adam"] > 0.5 * analysis.step_seconds(0)
+
+
+def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) -> None:
+    peaks = {"dram_bytes_per_s": 2e11, "d2h_bytes_per_s": 4e10, "cores": 16}
+    schedule = replace(Schedule(steps=4, peaks=peaks), power=500.0)
+    analysis = run(tmp_path, schedule, first=2, tokens_per_step=1000, predicted_step_s=0.01)
+    rates = {rate.name: rate for rate in analysis.rates[0]}
+    # 30 MB in 300 us; 2 MB in 200 us; 8 threads.
+    assert rates["DRAM, CPU Adam"].achieved == pytest.approx(1e11)
+    assert rates["DRAM, CPU Adam"].share == pytest.approx(0.5)
+    assert rates["PCIe, D2H"].achieved == pytest.approx(1e10)
+    assert rates["PCIe, H2D"].share is None
+    assert rates["cores, CPU Adam"].achieved == pytest.approx(8.0)
+    power = analysis.energy[0]
+    assert power is not None
+    joules = 500.0 * analysis.step_seconds(0)
+    assert (power.gpu, power.cpu) == (pytest.approx(joules), None)
+    assert power.tokens_per_joule == pytest.approx(1000 / joules)
+    assert cli.main(["trace", "report", str(tmp_path / "trace_rank0.json")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    error = analysis.step_seconds(0) / 0.01 - 1.0
+    assert f"predicted 10.00 ms ({error:+.1%} measured); " in text
+    assert f"{joules:.1f} J a step on the GPU" in text
+
+
+def test_several_ranks_in_one_file(tmp_path: Path) -> None:
+    """What `hytrain trace merge` writes reads as the files of which it was made."""
+    paths = write(tmp_path, Schedule(steps=4, ranks=2).fault(CPU, 900, rank=1), first=2)
+    files = [json.loads(path.read_text()) for path in paths]
+    merged = tmp_path / "merged.json"
+    events = [event for one in files for event in one["traceEvents"]]
+    headers = [one["hytrain"] for one in files]
+    merged.write_text(json.dumps({"traceEvents": events, "hytrain": headers}))
+    apart, together = analyse(load(paths)), analyse(load([merged]))
+    assert together.causes == apart.causes
+    assert together.fixes == apart.fixes
+
+
+def test_ranks_that_are_missing_are_told(tmp_path: Path) -> None:
+    paths = write(tmp_path, Schedule(steps=3, ranks=2))
+    (alone,) = load(paths[:1])
+    assert "traces of 1 of 2 ranks were given" in alone.unknown[-1]
+    assert not any("were given" in words for rank in load(paths) for words in rank.unknown)
+
+
+def test_clocks_are_brought_together(tmp_path: Path) -> None:
+    """A rank whose clock is 7 ms behind: its file says so."""
+    paths = write(tmp_path, Schedule(steps=4, ranks=2).fault(CPU, 900, rank=1), first=2)
+    apart = analyse(load(paths))
+    values = json.loads(paths[1].read_text())
+    for event in values["traceEvents"]:
+        for key in {"ts"} & event.keys():
+            event[key] -= 7000.0
+        if "launched" in event.get("args", {}):
+            event["args"]["launched"] -= 7000.0
+    values["hytrain"]["clock_offset_us"] = 7000.0
+    paths[1].write_text(json.dumps(values))
+    assert analyse(load(paths)).causes == apart.causes
+
+
+def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
+    """Four kernels a layer, 5 us apart: the gaps are told, the chain stays what it was."""
+    (path,) = write(tmp_path, Schedule(steps=5), first=2)
+    values = json.loads(path.read_text())
+    events: list[dict[str, Any]] = []
+    for event in values["traceEvents"]:
+        if event.get("cat") != "gpu":
+            events.append(event)
+            continue
+        length = event["dur"] / 4
+        for n in range(4):
+            begin = event["ts"] + n * length
+            short = 0.0 if n == 3 else 5.0
+            events.append(event | {"name": "gemm", "ts": begin, "dur": length - short})
+    (tmp_path / "kernels.json").write_text(json.dumps(values | {"traceEvents": events}))
+    layers, kernels = (analyse(load([p])).steps[0][2] for p in (path, tmp_path / "kernels.json"))
+    # 8 passes of 3 gaps.
+    assert kernels.parts[causes.KERNEL_GAPS] == 8 * 3 * 5 * US
+    assert kernels.busy == layers.busy - 8 * 3 * 5 * US
+    for cause in (causes.CPU_ADAM, causes.GRADIENT_COPY, causes.WEIGHT_COPY):
+        assert kernels.parts[cause] == layers.parts[cause] > 0
+
+
+# -- properties --------------------------------------------------------------------------------
+
+_TIME = st.integers(0, 3000)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    layers=st.integers(1, 5),
+    ranks=st.integers(1, 2),
+    on_gpu=st.integers(0, 5),
+    clipped=st.booleans(),
+    with_launches=st.booleans(),
+    times=st.fixed_dictionaries(
+        {name: _TIME for name in (CPU, D2H, H2D, DATA, LAUNCH, USER)}
+        | {FORWARD: st.integers(1, 3000)}
+    ),
+)
+def test_parts_sum_to_the_step(
+    tmp_path_factory: pytest.TempPathFactory, times: dict[str, int], **shape: Any
+) -> None:
+    schedule = Schedule(
+        layers=shape["layers"],
+        ranks=shape["ranks"],
+        steps=4,
+        gpu_layers=tuple(range(min(shape["on_gpu"], shape["layers"]))),
+        clipped=(2, 3) if shape["clipped"] else (),
+        with_launches=shape["with_launches"],
+    ).taking(**times)
+    folder = tmp_path_factory.mktemp("run")
+    if any(one["dur"] == 0 for one in simulate(schedule)[0].events if one["cat"] == "step"):
+        return
+    analysis = run(folder, schedule)
+    for steps in analysis.steps.values():
+        for one in steps:
+            assert sum(one.parts.values()) == one.step.length
+            reach = one.step.begin
+            for blame in one.idle:
+                assert reach <= blame.begin < blame.end <= one.step.end
+                reach = blame.end
+            for overlap in one.activities.values():
+                assert overlap.hidden + overlap.exposed == overlap.total
+                assert 0 <= overlap.blocking <= overlap.exposed
+    for fix in analysis.fixes:
+        assert 0.0 <= fix.gain <= 1.0
+    for rank, parts in analysis.critical.items():
+        assert sum(parts.values()) == pytest.approx(analysis.step_seconds(rank), rel=1e-9)
+
+
+_SETS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=12)
+
+
+def _points(intervals: Intervals) -> set[int]:
+    return {point for begin, end in intervals.pairs() for point in range(begin, end)}
+
+
+@given(one=_SETS, other=_SETS, low=st.integers(0, 40), length=st.integers(1, 40))
+def test_intervals_are_sets_of_points(
+    one: list[tuple[int, int]], other: list[tuple[int, int]], low: int, length: int
+) -> None:
+    a, b = (of_pairs((begin, begin + n) for begin, n in pairs) for pairs in (one, other))
+    theirs = _points(a), _points(b)
+    window = set(range(low, low + length))
+    for found, expected in (
+        (a & b, theirs[0] & theirs[1]),
+        (a | b, theirs[0] | theirs[1]),
+        (a - b, theirs[0] - theirs[1]),
+        (a.within(low, low + length), theirs[0] & window),
+        (a.gaps(low, low + length), window - theirs[0]),
+    ):
+        assert _points(found) == expected
+        assert found.length == len(expected)
+        assert (np.diff(found.begin) > 0).all()
+        assert (found.end > found.begin).all()
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def test_three_sentences_come_first(tmp_path: Path, capsys: Capture) -> None:
+    (path,) = write(tmp_path, Schedule(steps=5).taking(**{CPU: 900}), first=2)
+    assert cli.main(["trace", "report", str(path)]) == 0
+    text = capsys.readouterr().out
+    first = " ".join(text.split("\n\n")[0].split())
+    assert first.startswith("The GPU computes ")
+    assert "It waits for CPU Adam of layer 0 (6.8 %)" in first
+    assert "Of a step win at most: " in first
+    assert not [line for line in text.splitlines() if len(line) > 100]
+
+
+def test_json_sums_exactly(tmp_path: Path, capsys: Capture) -> None:
+    paths = write(tmp_path, Schedule(steps=5, ranks=2), first=2)
+    assert cli.main(["trace", "report", *map(str, paths), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        for step in rank["steps"]:
+            assert sum(step["parts_ns"].values()) == step["length_ns"]
+            idle = sum(part["length_ns"] for part in step["idle"])
+            assert idle == step["length_ns"] - step["gpu_busy_ns"]
+    assert set(found["sentences"]) == {"overlap", "waits", "change"}
+
+
+def test_the_slowest_rank_and_its_layer_are_named(tmp_path: Path) -> None:
+    schedule = Schedule(layers=6, steps=5, ranks=2, gpu_layers=(0, 1)).fault(
+        FORWARD, 4000, rank=1, layer=3
+    )
+    overlap, waits, _ = sentences(run(tmp_path, schedule, first=2))
+    assert "rank 1, the slowest" in overlap
+    assert "whose forward of layer 3 is slow" in waits
+
+
+def test_a_ring_that_was_full_is_told(tmp_path: Path, capsys: Capture) -> None:
+    (path,) = write(tmp_path, Schedule(steps=3), overwritten=True, dropped_spans=12)
+    assert cli.main(["trace", "report", str(path)]) == 0
+    assert "12 spans are missing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_compare_in_words_and_a_table(tmp_path: Path, capsys: Capture) -> None:
+    schedule = Schedule(layers=6, steps=5).taking(**{CPU: 2500})
+    (one,) = write(tmp_path / "a", schedule, first=2)
+    (other,) = write(tmp_path / "b", replace(schedule, gpu_layers=(0, 1, 2, 3, 4, 5)), first=2)
+    assert cli.main(["trace", "compare", str(one), str(other)]) == 0
+    text = capsys.readouterr().out
+    assert "shorter than one of A" in text
+    assert "CPU Adam -" in text
+    assert not [line for line in text.splitlines() if len(line) > 100]
+    assert cli.main(["trace", "compare", str(one), str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    differences = sum(part["difference"] for part in found["parts"].values())
+    assert differences == pytest.approx(found["step"]["difference"])
+
+
+@pytest.mark.parametrize("more", [[], ["--dark"]])
+def test_a_png_of_one_step(more: list[str], tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib.image")
+    (one,) = write(tmp_path / "a", Schedule(steps=4), first=2)
+    (two,) = write(tmp_path / "b", Schedule(steps=4, gpu_layers=(0,)), first=2)
+    for command in (["report", one], ["compare", one, two]):
+        out = tmp_path / "picture.png"
+        assert cli.main(["trace", *map(str, command), "--png", str(out), *more]) == 0
+        pixels = matplotlib.imread(out)
+        backgrounds = pixels[2, 2, :3].mean()
+        assert backgrounds < 0.2 if more else backgrounds > 0.9
+        blue = np.abs(pixels[..., :3] - np.array([0x2F, 0x6D, 0xB5]) / 255).max(axis=-1) < 0.02
+        assert blue.sum() > 1000, "backward is drawn"
+
+
+def _error(capsys: Capture, *arguments: object) -> str:
+    assert cli.main(["trace", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_errors_are_one_line(tmp_path: Path, capsys: Capture) -> None:
+    (path,) = write(tmp_path, Schedule(steps=3))
+    cut = tmp_path / "cut.json"
+    cut.write_text(path.read_text()[:-500])
+    assert "ends in the middle" in _error(capsys, "report", cut)
+    assert "no such file" in _error(capsys, "report", tmp_path / "none.json").lower()
+    assert "both of rank 0" in _error(capsys, "report", path, path)
+    assert "would replace the file of FILE" in _error(capsys, "report", path, "--html", path)
+    assert "a name that ends with .png" in _error(capsys, "report", path, "--png", "a.jpg")
+    assert "there is no folder" in _error(capsys, "report", path, "--html", "/none/a.html")
+    other = tmp_path / "other.json"
+    values = json.loads(path.read_text())
+    values["hytrain"]["format"] = 9
+    other.write_text(json.dumps(values))
+    assert "format 9, this hytrain reads 1" in _error(capsys, "compare", path, other)
+
+
+def test_hand_overs_have_their_own_name(tmp_path: Path) -> None:
+    """Up to 50 us between the end of one task and the begin of the next are no late copy."""
+    schedule = Schedule(steps=4).fault("late_h2d", 40).fault("starved", 50)
+    one = run(tmp_path, schedule).steps[0][2]
+    assert one.parts[causes.HAND_OVER] == 90 * US
+    assert one.parts[causes.LATE_WEIGHT_COPY] == one.parts[causes.STARVED_CPU] == 0
+    late = run(tmp_path, Schedule(steps=4).fault("late_h2d", 51)).steps[0][2]
+    assert late.parts[causes.LATE_WEIGHT_COPY] == 51 * US
