@@ -12,6 +12,7 @@ namespace {
 
 struct Vec {
     using Reg = __m512;
+    using Bits = __m512i;
     using DoubleReg = __m512d;
     static constexpr const char* kName = "avx512";
     static constexpr std::size_t kLanes = 16;
@@ -49,6 +50,42 @@ struct Vec {
         store_256<kStream>(address, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
     }
     static void fence() { _mm_sfence(); }
+
+    static Bits bits_of(Reg a) { return _mm512_castps_si512(a); }
+    static Reg from_bits(Bits a) { return _mm512_castsi512_ps(a); }
+    static Bits set_bits(std::uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
+    static Bits lanes() {
+        return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+    static Bits bits_add(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+    static Bits bits_mul(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
+    static Bits bits_xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
+    static Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+    static Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
+    static Bits bits_min(Bits a, Bits b) { return _mm512_min_epu32(a, b); }
+    static Bits bits_max(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
+    // Bits of a where the mask has ones, else of b.
+    static Bits pick(Bits mask, Bits a, Bits b) {
+        return _mm512_ternarylogic_epi32(mask, a, b, 0xCA);
+    }
+    template <int kCount>
+    static Bits shift_left(Bits a) {
+        return _mm512_slli_epi32(a, kCount);
+    }
+    template <int kCount>
+    static Bits shift_right(Bits a) {
+        return _mm512_srli_epi32(a, kCount);
+    }
+    static std::uint32_t largest_lane(Bits a) { return _mm512_reduce_max_epu32(a); }
+    static Bits load_i8(const void* address) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(address)));
+    }
+    static void store_low_byte(void* address, Bits a) {
+        _mm_storeu_si128(static_cast<__m128i*>(address), _mm512_cvtepi32_epi8(a));
+    }
+    static void store_upper_half(void* address, Bits a) {
+        store_256<false>(address, _mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16)));
+    }
 
     static DoubleReg zero_double() { return _mm512_setzero_pd(); }
     static void add_squares(Reg x, DoubleReg* sums) {
