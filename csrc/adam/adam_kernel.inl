@@ -204,7 +204,7 @@ struct PaddedMoments {
 // ---- commit -----------------------------------------------------------------------------------
 
 template <class G, class W, class M>
-inline void commit_unit(float* p, const MomentRange& r, const void* g, void* w, std::size_t i,
+[[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g, void* w, std::size_t i,
                         const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors], root[M::kVectors];
     M::load(r, i, m, v);
@@ -267,7 +267,7 @@ void commit(float* p, const MomentRange& moments, std::size_t n, const GradientR
 // ---- preview ----------------------------------------------------------------------------------
 
 template <class G, class W, class M>
-inline void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
+[[gnu::always_inline]] inline void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
                          std::size_t i, const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors];
     M::load(r, i, m, v);
@@ -318,7 +318,7 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
 // ---- commit_then_preview ----------------------------------------------------------------------
 
 template <class G, class W, class M>
-inline void both_unit(float* p, const MomentRange& r, const void* before, const void* now, void* w,
+[[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before, const void* now, void* w,
                       std::size_t i, const Constants& c_before, const Constants& c_now) {
     Reg new_p[M::kVectors], m[M::kVectors], v[M::kVectors], root[M::kVectors];
     M::load(r, i, m, v);

@@ -21,13 +21,13 @@ struct Fp32Moments {
     static constexpr std::size_t kUnit = kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_f32(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_f32(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             Vec::store_f32<false>(r.m + (i + j * kLanes) * kBytes, m[j]);
             Vec::store_f32<false>(r.v + (i + j * kLanes) * kBytes, v[j]);
@@ -39,7 +39,7 @@ struct Fp32Moments {
 
 // 32 bits for each element from i on: Chris Wellons's "lowbias32"
 // (github.com/skeeto/hash-prospector, 2018) of the element's index and the key of the step.
-inline Bits random_bits(const MomentRange& r, std::size_t i) {
+[[gnu::always_inline]] inline Bits random_bits(const MomentRange& r, std::size_t i) {
     const auto first = r.first_index + static_cast<std::uint32_t>(i);
     Bits h = Vec::bits_xor(Vec::bits_add(Vec::lanes(), Vec::set_bits(first)), Vec::set_bits(r.key));
     h = Vec::bits_xor(h, Vec::shift_right<16>(h));
@@ -58,13 +58,13 @@ struct Bf16Moments {
     static constexpr std::size_t kUnit = kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_bf16(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_bf16(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
         const Bits low = Vec::set_bits(0xFFFFU);
         for (std::size_t j = 0; j < kVectors; ++j) {
             const std::size_t at = i + j * kLanes;
@@ -78,7 +78,7 @@ struct Bf16Moments {
     // The magnitude goes up to the next bf16 as often as its lower half says. What is finite stays
     // below infinity, and what is not is left as it is: a NaN that an operation made is quiet, so
     // its upper half is a NaN too.
-    static inline Reg put(void* address, Reg value, Bits random) {
+    [[gnu::always_inline]] static inline Reg put(void* address, Reg value, Bits random) {
         const Bits bits = Vec::bits_of(value);
         const Bits magnitude = Vec::bits_and(bits, Vec::set_bits(~kSign));
         const Bits up = Vec::bits_min(Vec::bits_add(magnitude, random), Vec::set_bits(0x7F7FFFFFU));
@@ -161,7 +161,7 @@ struct EightBitMoments {
     static constexpr std::size_t kUnit = kMomentBlock;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         const BlockScale<MCode> m_scale(r.m_exponents[i / kMomentBlock]);
         const BlockScale<RootCode> v_scale(r.v_exponents[i / kMomentBlock]);
         for (std::size_t j = 0; j < kVectors; ++j) {
@@ -172,7 +172,7 @@ struct EightBitMoments {
         }
     }
 
-    static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg* root) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg* root) {
         const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
         const std::uint32_t v_exponent = RootCode::exponent_of(largest(root));
         r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
@@ -188,14 +188,14 @@ struct EightBitMoments {
     }
 
    private:
-    static inline Bits magnitude_bits(Reg x) {
+    [[gnu::always_inline]] static inline Bits magnitude_bits(Reg x) {
         return Vec::bits_and(Vec::bits_of(x), Vec::set_bits(~kSign));
     }
-    static inline Reg with_sign(Reg magnitude, Bits sign) {
+    [[gnu::always_inline]] static inline Reg with_sign(Reg magnitude, Bits sign) {
         return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), sign, Vec::bits_of(magnitude)));
     }
     // Bits of the largest magnitude; those of infinity and of a NaN are above all others.
-    static inline std::uint32_t largest(const Reg* x) {
+    [[gnu::always_inline]] static inline std::uint32_t largest(const Reg* x) {
         Bits most = magnitude_bits(x[0]);
         for (std::size_t j = 1; j < kVectors; ++j) {
             most = Vec::bits_max(most, magnitude_bits(x[j]));
@@ -203,7 +203,7 @@ struct EightBitMoments {
         return Vec::largest_lane(most);
     }
     // The upper random bits round m, the lower ones v; five bits are common to both.
-    static inline Reg put_m(void* address, Reg value, Bits random,
+    [[gnu::always_inline]] static inline Reg put_m(void* address, Reg value, Bits random,
                             const BlockRounding<MCode>& rounding) {
         const Bits bits = Vec::bits_of(value);
         const Bits y = rounding.raised(Vec::from_bits(magnitude_bits(value)),
@@ -215,7 +215,7 @@ struct EightBitMoments {
     }
     // A root that is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
     // that is small in its block must not lose its denominator.
-    static inline Reg put_v(void* address, Reg root, Bits random,
+    [[gnu::always_inline]] static inline Reg put_v(void* address, Reg root, Bits random,
                             const BlockRounding<RootCode>& rounding) {
         const Bits one = Vec::bits_min(Vec::bits_of(root), Vec::set_bits(RootCode::kUnit));
         const Bits least = Vec::bits_or(one, Vec::set_bits(RootCode::kOffset));
