@@ -81,16 +81,9 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
     }
-    static Bits load_i8(const void* address) {
-        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(address)));
-    }
-    static void store_low_byte(void* address, Bits a) {
-        const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(0xFF));
-        const __m128i packed = pack_halves(low);
-        _mm_storel_epi64(static_cast<__m128i*>(address), _mm_packus_epi16(packed, packed));
-    }
-    static void store_upper_half(void* address, Bits a) {
+    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
         store_128<false>(address, pack_halves(_mm256_srli_epi32(a, 16)));
+        store_128<false>(other_address, pack_halves(_mm256_srli_epi32(b, 16)));
     }
 
     static DoubleReg zero_double() { return _mm256_setzero_pd(); }

@@ -180,7 +180,7 @@ struct PaddedMoments {
     MomentRange range;
 
     PaddedMoments(const MomentRange& r, std::size_t i, std::size_t count)
-        : m(r.m, i, count, M::kBytes), v(r.v, i, count, M::kBytes), range(r) {
+        : m(r.m, i, M::stored(count), M::kBytes), v(r.v, i, M::stored(count), M::kBytes), range(r) {
         range.m = reinterpret_cast<char*>(m.data);
         range.v = reinterpret_cast<char*>(v.data);
         range.first_index += static_cast<std::uint32_t>(i);
@@ -192,8 +192,8 @@ struct PaddedMoments {
         range.v_exponents = &v_exponent;
     }
     void write(const MomentRange& r, std::size_t i, std::size_t count) const {
-        m.write(r.m, i, count, M::kBytes);
-        v.write(r.v, i, count, M::kBytes);
+        m.write(r.m, i, M::stored(count), M::kBytes);
+        v.write(r.v, i, M::stored(count), M::kBytes);
         if (r.kind == MomentKind::kEightBit) {
             r.m_exponents[i / kMomentBlock] = m_exponent;
             r.v_exponents[i / kMomentBlock] = v_exponent;
@@ -204,8 +204,8 @@ struct PaddedMoments {
 // ---- commit -----------------------------------------------------------------------------------
 
 template <class G, class W, class M>
-[[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g, void* w, std::size_t i,
-                        const Constants& c) {
+[[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g,
+                                               void* w, std::size_t i, const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors], root[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
@@ -267,8 +267,8 @@ void commit(float* p, const MomentRange& moments, std::size_t n, const GradientR
 // ---- preview ----------------------------------------------------------------------------------
 
 template <class G, class W, class M>
-[[gnu::always_inline]] inline void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
-                         std::size_t i, const Constants& c) {
+[[gnu::always_inline]] inline void preview_unit(const float* p, const MomentRange& r, const void* g,
+                                                void* w, std::size_t i, const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
@@ -318,8 +318,9 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
 // ---- commit_then_preview ----------------------------------------------------------------------
 
 template <class G, class W, class M>
-[[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before, const void* now, void* w,
-                      std::size_t i, const Constants& c_before, const Constants& c_now) {
+[[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before,
+                                             const void* now, void* w, std::size_t i,
+                                             const Constants& c_before, const Constants& c_now) {
     Reg new_p[M::kVectors], m[M::kVectors], v[M::kVectors], root[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {

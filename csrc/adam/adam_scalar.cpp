@@ -125,14 +125,9 @@ struct Vec {
         return a >> kCount;
     }
     static std::uint32_t largest_lane(Bits a) { return a; }
-    static Bits load_i8(const void* address) {
-        return static_cast<std::uint32_t>(std::int32_t{load_bits<std::int8_t>(address)});
-    }
-    static void store_low_byte(void* address, Bits a) {
-        store_bits(address, static_cast<std::uint8_t>(a));
-    }
-    static void store_upper_half(void* address, Bits a) {
+    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
         store_bits(address, static_cast<std::uint16_t>(a >> 16));
+        store_bits(other_address, static_cast<std::uint16_t>(b >> 16));
     }
 
     static DoubleReg zero_double() { return 0.0; }

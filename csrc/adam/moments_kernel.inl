@@ -3,6 +3,7 @@
 // A kind is a type with
 //   kBytes    of one element
 //   kUnit     elements that are loaded and stored together, a whole number of registers
+//   stored    elements whose memory belongs to the last `count` elements of a range
 //   load      both moments of the unit at element i, as fp32
 //   store     the reverse; m and v become what a later load will give; `root` is v's square root,
 //             which the step has computed
@@ -17,17 +18,20 @@ constexpr std::size_t kStep = kLanes > 16 ? kLanes : 16;
 // ---- fp32 -------------------------------------------------------------------------------------
 
 struct Fp32Moments {
+    static inline std::size_t stored(std::size_t count) { return count; }
     static constexpr std::size_t kBytes = 4;
     static constexpr std::size_t kUnit = kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
+                                                   Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_f32(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_f32(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
+                                                    Reg* v, const Reg*) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             Vec::store_f32<false>(r.m + (i + j * kLanes) * kBytes, m[j]);
             Vec::store_f32<false>(r.v + (i + j * kLanes) * kBytes, v[j]);
@@ -37,14 +41,22 @@ struct Fp32Moments {
 
 // ---- random bits ------------------------------------------------------------------------------
 
-// 32 bits for each element from i on: Chris Wellons's "lowbias32"
-// (github.com/skeeto/hash-prospector, 2018) of the element's index and the key of the step.
+// Chris Wellons's "lowbias32" (github.com/skeeto/hash-prospector, 2018).
+inline std::uint32_t mix(std::uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x7FEB352DU;
+    h = (h ^ (h >> 15)) * 0x846CA68BU;
+    return h ^ (h >> 16);
+}
+
+// 32 bits for each element from i on. Sixteen neighbours share the mixed key and upper index, which
+// costs no vector operation; golden-ratio steps and one more round tell them apart.
 [[gnu::always_inline]] inline Bits random_bits(const MomentRange& r, std::size_t i) {
-    const auto first = r.first_index + static_cast<std::uint32_t>(i);
-    Bits h = Vec::bits_xor(Vec::bits_add(Vec::lanes(), Vec::set_bits(first)), Vec::set_bits(r.key));
+    constexpr std::uint32_t kGolden = 0x9E3779B9U;
+    const std::uint32_t index = r.first_index + static_cast<std::uint32_t>(i);
+    const std::uint32_t start = mix((index >> 4) ^ r.key) + (index & 15U) * kGolden;
+    const Bits steps = Vec::bits_mul(Vec::lanes(), Vec::set_bits(kGolden));
+    Bits h = Vec::bits_add(steps, Vec::set_bits(start));
     h = Vec::bits_xor(h, Vec::shift_right<16>(h));
-    h = Vec::bits_mul(h, Vec::set_bits(0x7FEB352DU));
-    h = Vec::bits_xor(h, Vec::shift_right<15>(h));
     h = Vec::bits_mul(h, Vec::set_bits(0x846CA68BU));
     return Vec::bits_xor(h, Vec::shift_right<16>(h));
 }
@@ -54,37 +66,41 @@ constexpr std::uint32_t kSign = 0x80000000U;
 // ---- bf16 -------------------------------------------------------------------------------------
 
 struct Bf16Moments {
+    static inline std::size_t stored(std::size_t count) { return count; }
     static constexpr std::size_t kBytes = 2;
     static constexpr std::size_t kUnit = kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
+                                                   Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_bf16(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_bf16(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg*) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
+                                                    Reg* v, const Reg*) {
         const Bits low = Vec::set_bits(0xFFFFU);
         for (std::size_t j = 0; j < kVectors; ++j) {
             const std::size_t at = i + j * kLanes;
             const Bits random = random_bits(r, at);
-            m[j] = put(r.m + at * kBytes, m[j], Vec::bits_and(random, low));
-            v[j] = put(r.v + at * kBytes, v[j], Vec::shift_right<16>(random));
+            const Bits magnitude = Vec::bits_and(Vec::bits_of(m[j]), Vec::set_bits(~kSign));
+            const Bits m_bits = Vec::pick(Vec::set_bits(kSign), Vec::bits_of(m[j]),
+                                          rounded(magnitude, Vec::bits_and(random, low)));
+            const Bits v_bits = rounded(Vec::bits_of(v[j]), Vec::shift_right<16>(random));
+            Vec::store_upper_halves(r.m + at * kBytes, m_bits, r.v + at * kBytes, v_bits);
+            m[j] = Vec::from_bits(Vec::bits_and(m_bits, Vec::set_bits(~0xFFFFU)));
+            v[j] = Vec::from_bits(Vec::bits_and(v_bits, Vec::set_bits(~0xFFFFU)));
         }
     }
 
    private:
-    // The magnitude goes up to the next bf16 as often as its lower half says. What is finite stays
+    // A magnitude goes up to the next bf16 as often as its lower half says. What is finite stays
     // below infinity, and what is not is left as it is: a NaN that an operation made is quiet, so
     // its upper half is a NaN too.
-    [[gnu::always_inline]] static inline Reg put(void* address, Reg value, Bits random) {
-        const Bits bits = Vec::bits_of(value);
-        const Bits magnitude = Vec::bits_and(bits, Vec::set_bits(~kSign));
-        const Bits up = Vec::bits_min(Vec::bits_add(magnitude, random), Vec::set_bits(0x7F7FFFFFU));
-        const Bits rounded = Vec::pick(Vec::set_bits(kSign), bits, Vec::bits_max(up, magnitude));
-        Vec::store_upper_half(address, rounded);
-        return Vec::from_bits(Vec::bits_and(rounded, Vec::set_bits(0xFFFF0000U)));
+    static inline Bits rounded(Bits magnitude, Bits random) {
+        const Bits up = Vec::bits_add(magnitude, random);
+        return Vec::bits_max(Vec::bits_min(up, Vec::set_bits(0x7F7FFFFFU)), magnitude);
     }
 };
 
@@ -128,9 +144,10 @@ struct BlockScale {
 
     // Exact: the bits of y and of the offset are few, and what they differ by fits fp32.
     inline Reg magnitude(Bits y) const { return Vec::fma(Vec::from_bits(y), factor, minus_offset); }
+    // `code` has the code at bit kShift.
     inline Reg magnitude_of_code(Bits code) const {
-        return magnitude(Vec::pick(Vec::set_bits(C::kCodes << C::kShift),
-                                   Vec::shift_left<C::kShift>(code), Vec::set_bits(C::kOffset)));
+        return magnitude(
+            Vec::pick(Vec::set_bits(C::kCodes << C::kShift), code, Vec::set_bits(C::kOffset)));
     }
 };
 
@@ -144,7 +161,7 @@ struct BlockRounding : BlockScale<C> {
     explicit inline BlockRounding(std::uint32_t exponent) : BlockScale<C>(exponent) {
         const bool has_codes = exponent != 0U && exponent != 255U;
         inverse = Vec::from_bits(Vec::set_bits(has_codes ? (254U - exponent) << 23 : 0U));
-        codes = Vec::set_bits(has_codes ? 0xFFU : 0U);
+        codes = Vec::set_bits(has_codes ? ~0U : 0U);
     }
     // y of the magnitude, with random bits below those of its code added.
     inline Bits raised(Reg magnitude, Bits random) const {
@@ -156,76 +173,126 @@ struct BlockRounding : BlockScale<C> {
     }
 };
 
+// Shifts left by kCount, or right where that is negative.
+template <int kCount>
+inline Bits shift(Bits a) {
+    if constexpr (kCount > 0) {
+        return Vec::shift_left<kCount>(a);
+    } else if constexpr (kCount < 0) {
+        return Vec::shift_right<-kCount>(a);
+    } else {
+        return a;
+    }
+}
+
+// A block's codes are 16 words: byte b of word w is the code of element 16 b + w, so that a
+// register of words holds registers of codes, a shift away.
 struct EightBitMoments {
+    static inline std::size_t stored(std::size_t) { return kUnit; }  // a block, also if short
     static constexpr std::size_t kBytes = 1;
     static constexpr std::size_t kUnit = kMomentBlock;
     static constexpr std::size_t kVectors = kUnit / kLanes;
+    static constexpr std::size_t kWords = kVectors / 4;  // registers of words
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
+    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
+                                                   Reg* v) {
         const BlockScale<MCode> m_scale(r.m_exponents[i / kMomentBlock]);
         const BlockScale<RootCode> v_scale(r.v_exponents[i / kMomentBlock]);
-        for (std::size_t j = 0; j < kVectors; ++j) {
-            const Bits m_code = Vec::load_i8(r.m + i + j * kLanes);
-            m[j] = with_sign(m_scale.magnitude_of_code(m_code), m_code);
-            const Reg root = v_scale.magnitude_of_code(Vec::load_i8(r.v + i + j * kLanes));
-            v[j] = Vec::mul(root, root);
+        for (std::size_t w = 0; w < kWords; ++w) {
+            const Bits m_word = load_word(r.m + i, w);
+            const Bits v_word = load_word(r.v + i, w);
+            load_byte<0>(m_word, v_word, m_scale, v_scale, m + w, v + w);
+            load_byte<1>(m_word, v_word, m_scale, v_scale, m + w, v + w);
+            load_byte<2>(m_word, v_word, m_scale, v_scale, m + w, v + w);
+            load_byte<3>(m_word, v_word, m_scale, v_scale, m + w, v + w);
         }
     }
 
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m, Reg* v, const Reg* root) {
+    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
+                                                    Reg* v, const Reg* root) {
         const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
         const std::uint32_t v_exponent = RootCode::exponent_of(largest(root));
         r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
         r.v_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
         const BlockRounding<MCode> m_rounding(m_exponent);
         const BlockRounding<RootCode> v_rounding(v_exponent);
-        for (std::size_t j = 0; j < kVectors; ++j) {
-            const std::size_t at = i + j * kLanes;
-            const Bits random = random_bits(r, at);
-            m[j] = put_m(r.m + at, m[j], random, m_rounding);
-            v[j] = put_v(r.v + at, root[j], random, v_rounding);
+        for (std::size_t w = 0; w < kWords; ++w) {
+            const std::size_t at = i + w * kLanes;
+            Words words{Vec::set_bits(0), Vec::set_bits(0)};
+            put_byte<0>(words, random_bits(r, at), m_rounding, v_rounding, m + w, v + w, root + w);
+            put_byte<1>(words, random_bits(r, at + 16), m_rounding, v_rounding, m + w, v + w,
+                        root + w);
+            put_byte<2>(words, random_bits(r, at + 32), m_rounding, v_rounding, m + w, v + w,
+                        root + w);
+            put_byte<3>(words, random_bits(r, at + 48), m_rounding, v_rounding, m + w, v + w,
+                        root + w);
+            store_word(r.m + i, w, Vec::bits_and(words.m, m_rounding.codes));
+            store_word(r.v + i, w, Vec::bits_and(words.v, v_rounding.codes));
         }
     }
 
    private:
-    [[gnu::always_inline]] static inline Bits magnitude_bits(Reg x) {
+    struct Words {
+        Bits m, v;
+    };
+    static inline Bits load_word(const char* block, std::size_t w) {
+        return Vec::bits_of(Vec::load_f32(block + w * kLanes * sizeof(float)));
+    }
+    static inline void store_word(char* block, std::size_t w, Bits word) {
+        Vec::store_f32<false>(block + w * kLanes * sizeof(float), Vec::from_bits(word));
+    }
+    static inline Bits magnitude_bits(Reg x) {
         return Vec::bits_and(Vec::bits_of(x), Vec::set_bits(~kSign));
     }
-    [[gnu::always_inline]] static inline Reg with_sign(Reg magnitude, Bits sign) {
+    static inline Reg with_sign(Reg magnitude, Bits sign) {
         return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), sign, Vec::bits_of(magnitude)));
     }
     // Bits of the largest magnitude; those of infinity and of a NaN are above all others.
-    [[gnu::always_inline]] static inline std::uint32_t largest(const Reg* x) {
+    static inline std::uint32_t largest(const Reg* x) {
         Bits most = magnitude_bits(x[0]);
         for (std::size_t j = 1; j < kVectors; ++j) {
             most = Vec::bits_max(most, magnitude_bits(x[j]));
         }
         return Vec::largest_lane(most);
     }
-    // The upper random bits round m, the lower ones v; five bits are common to both.
-    [[gnu::always_inline]] static inline Reg put_m(void* address, Reg value, Bits random,
-                            const BlockRounding<MCode>& rounding) {
-        const Bits bits = Vec::bits_of(value);
-        const Bits y = rounding.raised(Vec::from_bits(magnitude_bits(value)),
-                                       Vec::shift_right<32 - MCode::kShift>(random));
-        const Bits code = Vec::pick(Vec::set_bits(0x80U), Vec::shift_right<24>(bits),
-                                    Vec::shift_right<MCode::kShift>(y));
-        Vec::store_low_byte(address, Vec::bits_and(code, rounding.codes));
-        return with_sign(rounding.rounded(y), bits);
+
+    template <int kByte>
+    static inline void load_byte(Bits m_word, Bits v_word, const BlockScale<MCode>& m_scale,
+                                 const BlockScale<RootCode>& v_scale, Reg* m, Reg* v) {
+        const Reg magnitude = m_scale.magnitude_of_code(shift<MCode::kShift - 8 * kByte>(m_word));
+        m[kByte * kWords] = with_sign(magnitude, shift<24 - 8 * kByte>(m_word));
+        const Reg root = v_scale.magnitude_of_code(shift<RootCode::kShift - 8 * kByte>(v_word));
+        v[kByte * kWords] = Vec::mul(root, root);
     }
+
+    // The upper random bits round m, the lower ones v; five bits are common to both.
+    template <int kByte>
+    static inline void put_byte(Words& words, Bits random, const BlockRounding<MCode>& m_rounding,
+                                const BlockRounding<RootCode>& v_rounding, Reg* m, Reg* v,
+                                const Reg* root) {
+        const Bits byte = Vec::set_bits(0xFFU << (8 * kByte));
+        const Bits m_bits = Vec::bits_of(m[kByte * kWords]);
+        const Bits m_y = m_rounding.raised(Vec::from_bits(magnitude_bits(m[kByte * kWords])),
+                                           Vec::shift_right<32 - MCode::kShift>(random));
+        const Bits m_top =
+            Vec::pick(Vec::set_bits(0x7F000000U), Vec::shift_left<24 - MCode::kShift>(m_y), m_bits);
+        words.m = Vec::pick(byte, shift<8 * kByte - 24>(m_top), words.m);
+        m[kByte * kWords] = with_sign(m_rounding.rounded(m_y), m_bits);
+
+        const Bits v_y = at_least_one(
+            v_rounding.raised(root[kByte * kWords],
+                              Vec::bits_and(random, Vec::set_bits(RootCode::kUnit - 1U))),
+            root[kByte * kWords]);
+        words.v = Vec::pick(byte, shift<8 * kByte - RootCode::kShift>(v_y), words.v);
+        const Reg rounded = v_rounding.rounded(v_y);
+        v[kByte * kWords] = Vec::mul(rounded, rounded);
+    }
+
     // A root that is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
     // that is small in its block must not lose its denominator.
-    [[gnu::always_inline]] static inline Reg put_v(void* address, Reg root, Bits random,
-                            const BlockRounding<RootCode>& rounding) {
+    static inline Bits at_least_one(Bits y, Reg root) {
         const Bits one = Vec::bits_min(Vec::bits_of(root), Vec::set_bits(RootCode::kUnit));
-        const Bits least = Vec::bits_or(one, Vec::set_bits(RootCode::kOffset));
-        const Bits raised =
-            rounding.raised(root, Vec::bits_and(random, Vec::set_bits(RootCode::kUnit - 1U)));
-        const Bits y = Vec::bits_max(raised, least);
-        const Bits code = Vec::shift_right<RootCode::kShift>(y);
-        Vec::store_low_byte(address, Vec::bits_and(code, rounding.codes));
-        const Reg rounded = rounding.rounded(y);
-        return Vec::mul(rounded, rounded);
+        return Vec::bits_max(y, Vec::bits_or(one, Vec::set_bits(RootCode::kOffset)));
     }
 };
 

@@ -21,10 +21,10 @@ from hytrain._C import active_isa, available_isas, set_isa
 from hytrain.errors import KernelArgumentError
 from hytrain.kernels.moments import (
     MOMENT_BLOCK,
+    EightBit,
     Moment,
     Rounding,
     check_moments,
-    moment_tensors,
     native_moments,
 )
 
@@ -262,7 +262,7 @@ def publish(
     p: torch.Tensor, *, out: torch.Tensor, num_threads: int = 1, non_temporal: bool = False
 ) -> None:
     """Writes ``p``, rounded to the dtype of ``out``, to ``out``; errors as for ``commit``."""
-    _check_buffers([("p", p, (torch.float32,), 1)], [], out, num_threads)
+    _check_buffers([("p", p, (torch.float32,), 0)], [], out, num_threads)
     _C.publish(p.data_ptr(), p.numel(), _native_out(out, non_temporal), num_threads)
 
 
@@ -286,16 +286,18 @@ def sum_of_squares(tensor: torch.Tensor, *, num_threads: int = 1) -> float:
 
 
 _Named = tuple[str, torch.Tensor]
-# Name, tensor, dtypes, elements of p that one of its own stands for.
+# Name, tensor, dtypes, and how many elements it has for each block, or 0: as many as p.
 _Part = tuple[str, torch.Tensor, tuple[torch.dtype, ...], int]
 
 
 def _state(p: torch.Tensor, m: Moment, v: Moment) -> list[_Part]:
-    parts: list[_Part] = [("p", p, (torch.float32,), 1)]
+    parts: list[_Part] = [("p", p, (torch.float32,), 0)]
     for name, moment in (("m", m), ("v", v)):
-        (whole, *exponents) = moment_tensors(name, moment)
-        parts.append((*whole, (torch.float32, torch.bfloat16, torch.uint8), 1))
-        parts.extend((*part, (torch.uint8,), MOMENT_BLOCK) for part in exponents)
+        if isinstance(moment, EightBit):
+            parts.append((f"codes of {name}", moment.codes, (torch.uint8,), MOMENT_BLOCK))
+            parts.append((f"exponents of {name}", moment.exponents, (torch.uint8,), 1))
+        else:
+            parts.append((name, moment, (torch.float32, torch.bfloat16), 0))
     return parts
 
 
@@ -313,16 +315,16 @@ def _check_buffers(
 ) -> None:
     """Refuses whatever the kernel could not run on; reads nothing but the tensors' headers."""
     outgoing = [] if out is None else [("out", out)]
-    others = [(*named, tuple(_NATIVE_DTYPES), 1) for named in (*gradients, *outgoing)]
+    others = [(*named, tuple(_NATIVE_DTYPES), 0) for named in (*gradients, *outgoing)]
     num_elements = state[0][1].numel()
     for name, tensor, dtypes, _ in (*state, *others):
         _check_tensor(name, tensor, dtypes)
-    for name, tensor, _, share in (*state, *others):
-        wanted = -(-num_elements // share)
+    for name, tensor, _, per_block in (*state, *others):
+        wanted = per_block * -(-num_elements // MOMENT_BLOCK) or num_elements
         if tensor.numel() != wanted:
+            remedy = f"it needs {wanted}" if per_block else "pass slices of equal length"
             raise KernelArgumentError(
-                f"{name} has {tensor.numel()} elements but p has {num_elements}"
-                + (": pass slices of equal length" if share == 1 else f": pass {wanted}")
+                f"{name} has {tensor.numel()} elements but p has {num_elements}: {remedy}"
             )
     # Two gradients are only read and may share memory; whatever is written may share none.
     written = [*((name, tensor) for name, tensor, _, _ in state), *outgoing]

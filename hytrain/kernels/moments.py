@@ -42,7 +42,8 @@ class EightBit(NamedTuple):
     """One moment in 8-bit codes.
 
     Attributes:
-        codes: n elements of uint8.
+        codes: uint8, ``MOMENT_BLOCK`` for each block, also for a short last one; of each block, the
+            code of element 16 b + w is at byte 4 w + b.
         exponents: uint8, one for each ``MOMENT_BLOCK`` elements or part of it.
     """
 
@@ -61,8 +62,8 @@ class Rounding:
     Attributes:
         seed: Of the whole run, in [0, 2**64).
         parameter: A number that no other parameter of the model has, in [0, 2**64).
-        first_index: Index of the run's first element in its parameter; with 8-bit codes a multiple
-            of ``MOMENT_BLOCK``.
+        first_index: Index of the run's first element in its parameter, a multiple of
+            ``MOMENT_BLOCK``.
 
     Raises:
         KernelArgumentError: A value is outside its range.
@@ -80,6 +81,11 @@ class Rounding:
         ):
             if not 0 <= value < _WORD:
                 raise KernelArgumentError(f"{name} is {value}; it must be in [0, 2**64)")
+        if self.first_index % MOMENT_BLOCK:
+            raise KernelArgumentError(
+                f"first_index is {self.first_index}; random bits and exponents are made for blocks: "
+                f"begin at a multiple of {MOMENT_BLOCK}"
+            )
 
 
 def moment_kind(moment: Moment) -> torch.dtype:
@@ -92,7 +98,8 @@ def zero_moment(kind: torch.dtype, n: int, device: torch.device | str = "cpu") -
     if kind != torch.uint8:
         return torch.zeros(n, dtype=kind, device=device)
     num_blocks = -(-n // MOMENT_BLOCK)
-    return EightBit(*(torch.zeros(k, dtype=kind, device=device) for k in (n, num_blocks)))
+    sizes = num_blocks * MOMENT_BLOCK, num_blocks
+    return EightBit(*(torch.zeros(size, dtype=kind, device=device) for size in sizes))
 
 
 def check_moments(m: Moment, v: Moment, rounding: Rounding | None, *, stores: bool) -> None:
@@ -117,45 +124,32 @@ def check_moments(m: Moment, v: Moment, rounding: Rounding | None, *, stores: bo
         raise KernelArgumentError(
             f"m is {kind} but v is {moment_kind(v)}: keep both moments in one kind"
         )
-    if kind == torch.float32:
-        return
-    if rounding is None:
-        if stores:
-            raise KernelArgumentError(
-                f"m is {kind}, which is rounded when it is stored: pass rounding="
-            )
-    elif kind == torch.uint8 and rounding.first_index % MOMENT_BLOCK:
+    if stores and rounding is None and kind != torch.float32:
         raise KernelArgumentError(
-            f"first_index is {rounding.first_index}; codes share exponents in blocks: "
-            f"begin at a multiple of {MOMENT_BLOCK}"
+            f"m is {kind}, which is rounded when it is stored: pass rounding="
         )
-
-
-def moment_tensors(name: str, moment: Moment) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a moment, each with a name for messages; that of n elements first."""
-    if isinstance(moment, EightBit):
-        return [(name, moment.codes), (f"exponents of {name}", moment.exponents)]
-    return [(name, moment)]
 
 
 def native_moments(m: Moment, v: Moment, rounding: Rounding | None) -> _C.Moments:
     """The same for the compiled extension; the tensors must outlive it."""
-    addresses = [
-        [tensor.data_ptr() for _, tensor in moment_tensors(name, moment)]
-        for name, moment in (("m", m), ("v", v))
-    ]
-    (m_at, *m_exponents), (v_at, *v_exponents) = addresses
+    (m_at, m_exponents), (v_at, v_exponents) = _addresses(m), _addresses(v)
     chosen = rounding or Rounding(0, 0)
     return _C.Moments(
         _KINDS[moment_kind(m)],
         m_at,
         v_at,
-        *(m_exponents or [0]),
-        *(v_exponents or [0]),
+        m_exponents,
+        v_exponents,
         chosen.seed,
         chosen.parameter,
         chosen.first_index,
     )
+
+
+def _addresses(moment: Moment) -> tuple[int, int]:
+    if isinstance(moment, EightBit):
+        return moment.codes.data_ptr(), moment.exponents.data_ptr()
+    return moment.data_ptr(), 0
 
 
 def rounding_key(rounding: Rounding, step: int, high: int = 0) -> int:

@@ -108,14 +108,20 @@ _M_CODE, _ROOT_CODE = _Code(4, 3), _Code(5, 3)
 
 
 def random_bits(rounding: Rounding, step: int, n: int) -> _Words:
-    """The 32 random bits of each of n elements: "lowbias32" of index and key (see the kernels)."""
+    """The 32 random bits of each of n elements, from its index and the key (see the kernels)."""
     index = np.arange(n, dtype=np.uint64) + np.uint64(rounding.first_index)
     high = (index >> np.uint64(32)).astype(np.int64)
     low = index.astype(np.uint32)
     keys = np.zeros(n, dtype=np.uint32)
     for value in np.unique(high):
         keys[high == value] = rounding_key(rounding, step, int(value))
-    h = low ^ keys
+    start = _lowbias32((low >> np.uint32(4)) ^ keys)
+    h = start + (low & np.uint32(15)) * np.uint32(0x9E3779B9)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x846CA68B)
+    return h ^ (h >> np.uint32(16))
+
+
+def _lowbias32(h: _Words) -> _Words:
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
     return h ^ (h >> np.uint32(16))
@@ -147,17 +153,20 @@ def stored_moments(
 
 
 def read_moments(m: Moment, v: Moment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments in fp32, as the next step reads them; exact, but for the square of v's root."""
+    """Both moments in fp32, as the next step reads them; of codes, whole blocks."""
     if not (isinstance(m, EightBit) and isinstance(v, EightBit)):
         assert not isinstance(m, EightBit) and not isinstance(v, EightBit)
         return m.float(), v.float()
-    magnitude = _from_codes(m.codes.numpy() & 0x7F, m.exponents.numpy(), _M_CODE)
-    negative = m.codes.numpy() >= 0x80
-    root = _from_codes(v.codes.numpy(), v.exponents.numpy(), _ROOT_CODE)
-    return (
-        torch.from_numpy(np.where(negative, -magnitude, magnitude)),
-        torch.from_numpy(root * root),
-    )
+    m_codes, root_codes = (_interleaved(moment.codes.numpy(), (16, 4)) for moment in (m, v))
+    magnitude = _from_codes(m_codes & 0x7F, m.exponents.numpy(), _M_CODE)
+    root = _from_codes(root_codes, v.exponents.numpy(), _ROOT_CODE)
+    signed = np.where(m_codes >= 0x80, -magnitude, magnitude)
+    return torch.from_numpy(signed), torch.from_numpy(root * root)
+
+
+def _interleaved(codes: NDArray[np.uint8], shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """The order of a block's elements from that of its bytes (16, 4), or the reverse (4, 16)."""
+    return codes.reshape(-1, *shape).transpose(0, 2, 1).reshape(-1)
 
 
 def _to_bf16(value: torch.Tensor, random: _Words) -> torch.Tensor:
@@ -188,9 +197,11 @@ def _to_codes(
     zero = int(np.float32(code.offset).view(np.uint32)) >> code.shift
     codes = ((y.astype(np.int64) + random) >> code.shift) - zero
     codes = np.where(magnitude > 0, np.maximum(codes, least), codes)
-    codes = np.where(has_codes, codes | sign, 0)
+    whole = np.zeros(padded.size, dtype=np.uint8)
+    whole[:n] = np.where(has_codes, codes | sign, 0)
     return EightBit(
-        torch.from_numpy(codes.astype(np.uint8)), torch.from_numpy(exponents.astype(np.uint8))
+        torch.from_numpy(_interleaved(whole, (4, 16))),
+        torch.from_numpy(exponents.astype(np.uint8)),
     )
 
 

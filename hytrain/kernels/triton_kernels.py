@@ -62,11 +62,19 @@ _OFFSET = tl.constexpr(0x3C000000)
 
 
 @triton.jit
-def random_bits(key, first, offsets):
-    """32 bits for each element: "lowbias32" of its index and the key."""
-    h = (offsets.to(tl.uint32) + first.to(tl.uint32)) ^ key.to(tl.uint32)
+def lowbias32(h):
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def random_bits(key, first, offsets):
+    """32 bits for each element, from its index and the key."""
+    index = offsets.to(tl.uint32) + first.to(tl.uint32)
+    h = lowbias32((index >> 4) ^ key.to(tl.uint32))
+    h += (index & 15) * tl.full((), 0x9E3779B9, tl.uint32)
+    h = (h ^ (h >> 16)) * tl.full((), 0x846CA68B, tl.uint32)
     return h ^ (h >> 16)
 
 
@@ -150,17 +158,20 @@ def adam_8bit_kernel(
     skip = tl.load(outcome_ptr + 1)
     if skip == 0.0:
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        offsets = rows * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        column = tl.arange(0, COLUMNS)[None, :]
+        offsets = rows * COLUMNS + column
+        # A block's codes are all there, also of a short one; element 16 b + w is at byte 4 w + b.
+        codes = rows * COLUMNS + (column % 16) * 4 + column // 16
         mask = offsets < n
         row_mask = rows * COLUMNS < n
         p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
         m_exponent = tl.load(m_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
         v_exponent = tl.load(v_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
-        code = tl.load(m_ptr + offsets, mask=mask, other=0).to(tl.uint32)
+        code = tl.load(m_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
         m = magnitude_of_code(code & 0x7F, m_exponent, _M_SHIFT)
         m = (m.to(tl.uint32, bitcast=True) & _MAGNITUDE) | ((code & 0x80) << 24)
         m = m.to(tl.float32, bitcast=True)
-        code = tl.load(v_ptr + offsets, mask=mask, other=0).to(tl.uint32)
+        code = tl.load(v_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
         root = magnitude_of_code(code, v_exponent, _ROOT_SHIFT)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
         p, m, _v, root = adam_step(
@@ -182,13 +193,13 @@ def adam_8bit_kernel(
         magnitude = (m_bits & _MAGNITUDE).to(tl.float32, bitcast=True)
         y, has_codes = raised(magnitude, m_exponent, random >> (32 - _M_SHIFT))
         code = ((y >> _M_SHIFT) & 0x7F) | ((m_bits >> 24) & 0x80)
-        tl.store(m_ptr + offsets, tl.where(has_codes, code, 0).to(tl.uint8), mask=mask)
+        tl.store(m_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
         # A root that is not zero has at least code 1.
-        y, has_codes = raised(root, v_exponent, random & ((1 << _ROOT_SHIFT) - 1))
+        y, has_codes = raised(root_bits.to(tl.float32, bitcast=True), v_exponent, random & ((1 << _ROOT_SHIFT) - 1))
         least = tl.minimum(root_bits, tl.full((), 1 << 18, tl.uint32)) | _OFFSET
         code = (tl.maximum(y, least.to(tl.uint32)) >> _ROOT_SHIFT) & 0xFF
-        tl.store(v_ptr + offsets, tl.where(has_codes, code, 0).to(tl.uint8), mask=mask)
+        tl.store(v_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
 
 @triton.jit

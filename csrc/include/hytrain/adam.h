@@ -65,13 +65,13 @@ constexpr std::size_t kMomentBlock = 64;
 // number of the step and the element's index in its parameter, and on nothing else.
 struct Moments {
     MomentKind kind = MomentKind::kFloat32;
-    void* m = nullptr;                    // n elements of float, bf16 or codes
-    void* v = nullptr;                    // likewise
+    void* m = nullptr;  // n elements of float or bf16; 8-bit: kMomentBlock bytes a block, also if
+    void* v = nullptr;  // it is short, the code of element 16 b + w at byte 4 w + b
     std::uint8_t* m_exponents = nullptr;  // 8-bit: one for each kMomentBlock elements or part of it
     std::uint8_t* v_exponents = nullptr;
     std::uint64_t seed = 0;
     std::uint64_t parameter = 0;    // a number that no other parameter of the model has
-    std::uint64_t first_index = 0;  // of the run, in its parameter; 8-bit: a multiple of the block
+    std::uint64_t first_index = 0;  // of the run, in its parameter: a multiple of kMomentBlock
 };
 
 // Only preview takes constant moments; it writes none.

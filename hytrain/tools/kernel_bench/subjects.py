@@ -93,8 +93,9 @@ class Arrays:
 
 
 def _ordinary_codes(n: int) -> EightBit:
-    codes = torch.randint(0, 256, (n,), dtype=torch.uint8)
-    return EightBit(codes, torch.full((-(-n // MOMENT_BLOCK),), 120, dtype=torch.uint8))
+    num_blocks = -(-n // MOMENT_BLOCK)
+    codes = torch.randint(0, 256, (num_blocks * MOMENT_BLOCK,), dtype=torch.uint8)
+    return EightBit(codes, torch.full((num_blocks,), 120, dtype=torch.uint8))
 
 
 def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
