@@ -59,6 +59,11 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _M_SHIFT = tl.constexpr(19)
 _ROOT_SHIFT = tl.constexpr(18)
 _OFFSET = tl.constexpr(0x3C000000)
+# What one code more adds to the bits, and what carries a largest magnitude without a code into the
+# next exponent.
+_ROOT_UNIT = tl.constexpr(1 << 18)
+_M_CARRY = tl.constexpr((1 << 19) + (1 << 16) - 1)
+_ROOT_CARRY = tl.constexpr((1 << 18) + (1 << 16) - 1)
 
 
 @triton.jit
@@ -129,11 +134,10 @@ def magnitude_of_code(code, exponent, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def exponent_of(magnitude_bits, SHIFT: tl.constexpr):
+def exponent_of(magnitude_bits, CARRY: tl.constexpr):
     """The exponent of each row: the least with which its largest magnitude has a code."""
     largest = tl.max(magnitude_bits.to(tl.int32), axis=1)
-    most: tl.constexpr = (1 << 23) - (1 << SHIFT) - (1 << 16)
-    exponent = (largest.to(tl.uint32) + ((1 << 23) - 1 - most)) >> 23
+    exponent = (largest.to(tl.uint32) + CARRY) >> 23
     return tl.where(exponent >= 254, 255, exponent).to(tl.uint32)[:, None]
 
 
@@ -185,19 +189,19 @@ def adam_8bit_kernel(
         # Elements after the end must not count for the largest magnitude.
         m_bits = tl.where(mask, m.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
         root_bits = tl.where(mask, root.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
-        m_exponent = exponent_of(m_bits & _MAGNITUDE, _M_SHIFT)
-        v_exponent = exponent_of(root_bits & _MAGNITUDE, _ROOT_SHIFT)
+        m_exponent = exponent_of(m_bits & _MAGNITUDE, _M_CARRY)
+        v_exponent = exponent_of(root_bits & _MAGNITUDE, _ROOT_CARRY)
         tl.store(m_exponents_ptr + rows, m_exponent.to(tl.uint8), mask=row_mask)
         tl.store(v_exponents_ptr + rows, v_exponent.to(tl.uint8), mask=row_mask)
 
         magnitude = (m_bits & _MAGNITUDE).to(tl.float32, bitcast=True)
-        y, has_codes = raised(magnitude, m_exponent, random >> (32 - _M_SHIFT))
+        y, has_codes = raised(magnitude, m_exponent, random >> 13)
         code = ((y >> _M_SHIFT) & 0x7F) | ((m_bits >> 24) & 0x80)
         tl.store(m_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
         # A root that is not zero has at least code 1.
-        y, has_codes = raised(root_bits.to(tl.float32, bitcast=True), v_exponent, random & ((1 << _ROOT_SHIFT) - 1))
-        least = tl.minimum(root_bits, tl.full((), 1 << 18, tl.uint32)) | _OFFSET
+        y, has_codes = raised(root_bits.to(tl.float32, bitcast=True), v_exponent, random & 0x3FFFF)
+        least = tl.minimum(root_bits, tl.full((), _ROOT_UNIT, tl.uint32)) | _OFFSET
         code = (tl.maximum(y, least.to(tl.uint32)) >> _ROOT_SHIFT) & 0xFF
         tl.store(v_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
