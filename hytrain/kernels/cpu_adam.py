@@ -242,7 +242,8 @@ def commit_then_preview(
 ) -> None:
     """``commit(previous)``, then ``preview(current)`` into ``out``, in one sweep over memory.
 
-    The preview sees the moments as they are stored. The two gradients may be the same memory. Other arguments and errors are those of ``commit``.
+    The preview sees the moments as they are stored. The two gradients may be the same memory. Other
+    arguments and errors are those of ``commit``.
     """
     check_moments(m, v, rounding, stores=True)
     gradients = [("previous gradient", previous.tensor), ("current gradient", current.tensor)]

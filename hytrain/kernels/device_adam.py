@@ -94,7 +94,7 @@ def cuda_adam(
     hyper: AdamHyper,
     rounding: Rounding | None,
 ) -> None:
-    """:func:`device_adam` by Triton, whose interpreter runs it on CPU tensors (TRITON_INTERPRET)."""
+    """:func:`device_adam` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
     if not _kernel_cache:
         # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
         from hytrain.kernels import triton_kernels

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MOMENT_BLOCK = _C.moment_block
-"""Elements that share an exponent, counted from a parameter's start; its last block may be short."""
+"""Elements that share an exponent, from a parameter's start on; its last block may be short."""
 
 _WORD = 2**64
 _KINDS = {
@@ -83,7 +83,7 @@ class Rounding:
                 raise KernelArgumentError(f"{name} is {value}; it must be in [0, 2**64)")
         if self.first_index % MOMENT_BLOCK:
             raise KernelArgumentError(
-                f"first_index is {self.first_index}; random bits and exponents are made for blocks: "
+                f"first_index is {self.first_index}; bits and exponents are made for blocks: "
                 f"begin at a multiple of {MOMENT_BLOCK}"
             )
 

@@ -90,7 +90,7 @@ def _adam_step(state: AdamState, gradient: Gradient, dtype: torch.dtype) -> Adam
 
 
 class _Code(NamedTuple):
-    """Codes of a magnitude: bits of the mantissa and of the exponent, as in ``moments_kernel.inl``."""
+    """Codes of a magnitude: bits of its mantissa and exponent (``moments_kernel.inl``)."""
 
     mantissa: int
     exponent: int
@@ -154,11 +154,12 @@ def stored_moments(
 
 def read_moments(m: Moment, v: Moment) -> tuple[torch.Tensor, torch.Tensor]:
     """Both moments in fp32, as the next step reads them; of codes, whole blocks."""
-    if not (isinstance(m, EightBit) and isinstance(v, EightBit)):
-        assert not isinstance(m, EightBit) and not isinstance(v, EightBit)
+    if isinstance(m, torch.Tensor) and isinstance(v, torch.Tensor):
         return m.float(), v.float()
+    if not (isinstance(m, EightBit) and isinstance(v, EightBit)):
+        raise TypeError("the moments differ in kind")
     m_codes, root_codes = (_interleaved(moment.codes.numpy(), (16, 4)) for moment in (m, v))
-    magnitude = _from_codes(m_codes & 0x7F, m.exponents.numpy(), _M_CODE)
+    magnitude = _from_codes(m_codes & np.uint8(0x7F), m.exponents.numpy(), _M_CODE)
     root = _from_codes(root_codes, v.exponents.numpy(), _ROOT_CODE)
     signed = np.where(m_codes >= 0x80, -magnitude, magnitude)
     return torch.from_numpy(signed), torch.from_numpy(root * root)

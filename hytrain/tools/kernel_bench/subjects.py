@@ -50,8 +50,8 @@ BASELINES = {
     "commit_then_preview_8bit": "read_write_8bit",
 }
 
-# What `Arrays` takes: p, m, v, an fp32 gradient; two bf16 gradients and the outgoing copy; the moments
-# in bf16 and in codes.
+# What `Arrays` takes: p, m, v, an fp32 gradient; two bf16 gradients and the outgoing copy;
+# the moments in bf16 and in codes.
 ARRAY_BYTES_PER_PARAM = 4 * 4 + 3 * 2 + 2 * 2 + 2 + 2 / MOMENT_BLOCK
 
 # Small enough that a thousand steps leave the values ordinary.
@@ -118,8 +118,8 @@ def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
             f"commit{suffix}": lambda threads, moments=moments: _C.commit(
                 p, moments, n, current, out, threads
             ),
-            f"commit_then_preview{suffix}": lambda threads, moments=moments: (
-                _C.commit_then_preview(p, moments, n, previous, current, out, threads)
+            f"commit_then_preview{suffix}": lambda threads, moments=moments: _C.commit_then_preview(
+                p, moments, n, previous, current, out, threads
             ),
             f"preview{suffix}": lambda threads, moments=moments: _C.preview(
                 p, moments, n, current, out, threads
@@ -128,9 +128,7 @@ def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
                 p, moments, n, threads
             ),
         }
-    return {
-        name: _holding(arrays, run) for name, run in runs.items() if name in BYTES_PER_PARAM
-    }
+    return {name: _holding(arrays, run) for name, run in runs.items() if name in BYTES_PER_PARAM}
 
 
 def _holding(arrays: Arrays, run: Run) -> Run:

@@ -240,9 +240,7 @@ def test_the_second_moment_follows_a_gradient_that_drops_tenfold(kind: torch.dty
     n, num_steps = 2048, 3000
     rng = torch.Generator().manual_seed(2)
     scale = 10 ** (torch.randn(n, generator=rng) * 0.3)
-    rounded = RoundedCase(
-        torch.zeros(n), zero_moment(kind, n), zero_moment(kind, n), scale, scale
-    )
+    rounded = RoundedCase(torch.zeros(n), zero_moment(kind, n), zero_moment(kind, n), scale, scale)
     p, m, v = torch.zeros(n), torch.zeros(n), torch.zeros(n)
     nearest = torch.zeros(n, dtype=torch.bfloat16)
     ratios: list[float] = []

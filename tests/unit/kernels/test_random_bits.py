@@ -1,4 +1,4 @@
-"""The bits that round moments: no bias, and nothing in common between neighbours, halves or steps."""
+"""The bits that round moments: no bias, no correlation of neighbours, moments or steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_steps_parameters_seeds_and_upper_indices_are_apart() -> None:
     for rounding, step in others:
         for a, b in zip(first, draws(rounding, step), strict=True):
             assert correlation(a, b) < 5.5
-    keys = {rounding_key(Rounding(s, p), t) for s in range(20) for p in range(20) for t in range(20)}
+    keys = {
+        rounding_key(Rounding(s, p), t) for s in range(20) for p in range(20) for t in range(20)
+    }
     assert len(keys) > 8000 - 20  # of 2**32: hardly a collision
 
 
