@@ -68,7 +68,9 @@ constexpr std::uint32_t kSign = 0x80000000U;
 struct Bf16Moments {
     static inline std::size_t stored(std::size_t count) { return count; }
     static constexpr std::size_t kBytes = 2;
-    static constexpr std::size_t kUnit = kStep;
+    // Long enough that the roundings of some registers fill the divisions' and roots' time of
+    // others.
+    static constexpr std::size_t kUnit = 4 * kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
     [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,

@@ -53,7 +53,7 @@ def moment_part(moment: Moment, begin: int, end: int) -> Moment:
 def make_rounded(
     n: int, kind: torch.dtype, dtype: torch.dtype, *, offset: int = 0, seed: int = 0
 ) -> RoundedCase:
-    """A case of ``make_case`` whose moments an earlier step has stored; a function of its arguments."""
+    """A case of ``make_case`` with moments as an earlier step stored them; always the same."""
     case = make_case(n, dtype, offset=offset, seed=seed)
     m, v = (
         shifted(moment, offset)
