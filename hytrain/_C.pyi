@@ -9,6 +9,26 @@ class DType:
     bfloat16: DType
     float16: DType
 
+class MomentKind:
+    float32: MomentKind
+    bfloat16: MomentKind
+    eight_bit: MomentKind
+
+class Moments:
+    def __init__(
+        self,
+        kind: MomentKind,
+        m: int,
+        v: int,
+        m_exponents: int = 0,
+        v_exponents: int = 0,
+        seed: int = 0,
+        parameter: int = 0,
+        first_index: int = 0,
+    ) -> None: ...
+
+moment_block: int
+
 class AdamHyper:
     def __init__(
         self,
@@ -29,15 +49,14 @@ class Outgoing:
     def __init__(self, data: int, dtype: DType, non_temporal: bool) -> None: ...
 
 def commit(
-    p: int, m: int, v: int, n: int, step: GradientStep, out: Outgoing, num_threads: int
+    p: int, moments: Moments, n: int, step: GradientStep, out: Outgoing, num_threads: int
 ) -> None: ...
 def preview(
-    p: int, m: int, v: int, n: int, step: GradientStep, out: Outgoing, num_threads: int
+    p: int, moments: Moments, n: int, step: GradientStep, out: Outgoing, num_threads: int
 ) -> None: ...
 def commit_then_preview(
     p: int,
-    m: int,
-    v: int,
+    moments: Moments,
     n: int,
     previous: GradientStep,
     current: GradientStep,
@@ -46,7 +65,7 @@ def commit_then_preview(
 ) -> None: ...
 def publish(p: int, n: int, out: Outgoing, num_threads: int) -> None: ...
 def sum_of_squares(data: int, dtype: DType, n: int, num_threads: int) -> float: ...
-def read_write(p: int, m: int, v: int, n: int, num_threads: int) -> None: ...
+def read_write(p: int, moments: Moments, n: int, num_threads: int) -> None: ...
 def available_isas() -> list[str]: ...
 def active_isa() -> str: ...
 def set_isa(name: str) -> None: ...

@@ -140,6 +140,61 @@ GradientRange whole(const GradientStep& step) {
     return {step.gradient, step.dtype, constants_of(step)};
 }
 
+// The finalizer of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+// generators"), one word absorbed at a time.
+std::uint64_t absorb(std::uint64_t state, std::uint64_t word) {
+    std::uint64_t z = (state ^ word) + 0x9E3779B97F4A7C15U;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
+    return z ^ (z >> 31);
+}
+
+// Key of the random bits of one step and parameter; `high` is the upper half of an element's index
+// (hytrain/kernels/moments.py has the same).
+std::uint32_t rounding_key(const Moments& moments, std::int64_t step, std::uint64_t high) {
+    std::uint64_t state = absorb(0, moments.seed);
+    state = absorb(state, moments.parameter);
+    state = absorb(state, static_cast<std::uint64_t>(step));
+    return static_cast<std::uint32_t>(absorb(state, high) >> 32);
+}
+
+MomentRange at(const Moments& moments, std::size_t begin, std::int64_t step) {
+    const std::uint64_t index = moments.first_index + begin;
+    const std::size_t offset = begin * moment_bytes(moments.kind);
+    MomentRange range{};
+    range.kind = moments.kind;
+    range.m = static_cast<char*>(moments.m) + offset;
+    range.v = static_cast<char*>(moments.v) + offset;
+    if (moments.kind == MomentKind::kEightBit) {
+        range.m_exponents = moments.m_exponents + begin / kMomentBlock;
+        range.v_exponents = moments.v_exponents + begin / kMomentBlock;
+    }
+    if (moments.kind != MomentKind::kFloat32) {
+        range.first_index = static_cast<std::uint32_t>(index);
+        range.key = rounding_key(moments, step, index >> 32);
+    }
+    return range;
+}
+
+// Calls body(moments of the part, begin, count) for each block of [0, n); a block within which
+// the upper half of the index changes, and with it the key, is cut there.
+template <class Body>
+void for_moments(const Moments& moments, std::int64_t step, std::size_t n, int num_threads,
+                 const Body& body) {
+    constexpr std::uint64_t kPeriod = std::uint64_t{1} << 32;
+    for_blocks(n, g_tuning.block_elements, num_threads,
+               [&](std::size_t begin, std::size_t count, std::size_t) {
+                   while (count > 0) {
+                       const std::uint64_t index = moments.first_index + begin;
+                       const std::size_t left = kPeriod - index % kPeriod;
+                       const std::size_t part = std::min(count, left);
+                       body(at(moments, begin, step), begin, part);
+                       begin += part;
+                       count -= part;
+                   }
+               });
+}
+
 }  // namespace
 
 Tuning tuning() { return g_tuning; }
@@ -154,40 +209,41 @@ void set_tuning(const Tuning& tuning) {
     g_tuning = tuning;
 }
 
-void adam_commit(float* p, float* m, float* v, std::size_t n, const GradientStep& step,
+void adam_commit(float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                  const Outgoing& out, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const GradientRange gradient = whole(step);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_blocks(n, g_tuning.block_elements, num_threads,
-               [&](std::size_t i, std::size_t count, std::size_t) {
-                   kernels.commit(p + i, m + i, v + i, count, at(gradient, i), at(out, i), ahead);
-               });
+    for_moments(moments, step.hyper.step, n, num_threads,
+                [&](const MomentRange& m, std::size_t i, std::size_t count) {
+                    kernels.commit(p + i, m, count, at(gradient, i), at(out, i), ahead);
+                });
 }
 
-void adam_preview(const float* p, const float* m, const float* v, std::size_t n,
-                  const GradientStep& step, const Outgoing& out, int num_threads) {
+void adam_preview(const float* p, const Moments& moments, std::size_t n, const GradientStep& step,
+                  const Outgoing& out, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const GradientRange gradient = whole(step);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_blocks(n, g_tuning.block_elements, num_threads,
-               [&](std::size_t i, std::size_t count, std::size_t) {
-                   kernels.preview(p + i, m + i, v + i, count, at(gradient, i), at(out, i), ahead);
-               });
+    for_moments(moments, step.hyper.step, n, num_threads,
+                [&](const MomentRange& m, std::size_t i, std::size_t count) {
+                    kernels.preview(p + i, m, count, at(gradient, i), at(out, i), ahead);
+                });
 }
 
-void adam_commit_then_preview(float* p, float* m, float* v, std::size_t n,
+void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
                               const GradientStep& previous, const GradientStep& current,
                               const Outgoing& out, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const GradientRange before = whole(previous);
     const GradientRange now = whole(current);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_blocks(n, g_tuning.block_elements, num_threads,
-               [&](std::size_t i, std::size_t count, std::size_t) {
-                   kernels.commit_then_preview(p + i, m + i, v + i, count, at(before, i),
-                                               at(now, i), at(out, i), ahead);
-               });
+    // Only the commit stores moments, so it is the previous step's number that rounds them.
+    for_moments(moments, previous.hyper.step, n, num_threads,
+                [&](const MomentRange& m, std::size_t i, std::size_t count) {
+                    kernels.commit_then_preview(p + i, m, count, at(before, i), at(now, i),
+                                                at(out, i), ahead);
+                });
 }
 
 void adam_publish(const float* p, std::size_t n, const Outgoing& out, int num_threads) {
@@ -213,13 +269,13 @@ double sum_of_squares(const void* data, DType dtype, std::size_t n, int num_thre
     return sum;
 }
 
-void read_write(float* p, float* m, float* v, std::size_t n, int num_threads) {
+void read_write(float* p, const Moments& moments, std::size_t n, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_blocks(n, g_tuning.block_elements, num_threads,
-               [&](std::size_t i, std::size_t count, std::size_t) {
-                   kernels.read_write(p + i, m + i, v + i, count, ahead);
-               });
+    for_moments(moments, 1, n, num_threads,
+                [&](const MomentRange& m, std::size_t i, std::size_t count) {
+                    kernels.read_write(p + i, m, count, ahead);
+                });
 }
 
 }  // namespace hytrain

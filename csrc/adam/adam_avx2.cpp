@@ -11,6 +11,7 @@ namespace {
 
 struct Vec {
     using Reg = __m256;
+    using Bits = __m256i;
     using DoubleReg = __m256d;
     static constexpr const char* kName = "avx2";
     static constexpr std::size_t kLanes = 8;
@@ -51,6 +52,40 @@ struct Vec {
     }
     static void fence() { _mm_sfence(); }
 
+    static Bits bits_of(Reg a) { return _mm256_castps_si256(a); }
+    static Reg from_bits(Bits a) { return _mm256_castsi256_ps(a); }
+    static Bits set_bits(std::uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
+    static Bits lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+    static Bits bits_add(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
+    static Bits bits_mul(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
+    static Bits bits_xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
+    static Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+    static Bits bits_or(Bits a, Bits b) { return _mm256_or_si256(a, b); }
+    static Bits bits_min(Bits a, Bits b) { return _mm256_min_epu32(a, b); }
+    static Bits bits_max(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
+    // Bits of a where the mask has ones, else of b.
+    static Bits pick(Bits mask, Bits a, Bits b) {
+        return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+    }
+    template <int kCount>
+    static Bits shift_left(Bits a) {
+        return _mm256_slli_epi32(a, kCount);
+    }
+    template <int kCount>
+    static Bits shift_right(Bits a) {
+        return _mm256_srli_epi32(a, kCount);
+    }
+    static std::uint32_t largest_lane(Bits a) {
+        __m128i most = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
+        return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
+    }
+    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
+        store_128<false>(address, pack_halves(_mm256_srli_epi32(a, 16)));
+        store_128<false>(other_address, pack_halves(_mm256_srli_epi32(b, 16)));
+    }
+
     static DoubleReg zero_double() { return _mm256_setzero_pd(); }
     static void add_squares(Reg x, DoubleReg* sums) {
         const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
@@ -60,6 +95,12 @@ struct Vec {
     }
 
    private:
+    // Lanes of at most 16 bits, as such.
+    static __m128i pack_halves(__m256i a) {
+        // packus works within 128-bit halves, so the two wanted quarters are apart.
+        const __m256i packed = _mm256_packus_epi32(a, a);
+        return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+    }
     static __m128i load_128(const void* address) {
         return _mm_loadu_si128(static_cast<const __m128i*>(address));
     }
@@ -81,9 +122,7 @@ struct Vec {
         const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x0040));
         const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
         const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, is_nan);
-        // packus works within 128-bit halves, so the two wanted quarters are apart.
-        const __m256i packed = _mm256_packus_epi32(chosen, chosen);
-        return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+        return pack_halves(chosen);
     }
 };
 

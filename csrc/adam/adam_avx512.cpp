@@ -12,6 +12,7 @@ namespace {
 
 struct Vec {
     using Reg = __m512;
+    using Bits = __m512i;
     using DoubleReg = __m512d;
     static constexpr const char* kName = "avx512";
     static constexpr std::size_t kLanes = 16;
@@ -27,8 +28,11 @@ struct Vec {
 
     static Reg load_f32(const void* address) { return _mm512_loadu_ps(address); }
     static Reg load_bf16(const void* address) {
-        const __m512i wide = _mm512_cvtepu16_epi32(load_256(address));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+        // Each 16 bits to the upper half of a lane: one shuffle does what widening and a shift do.
+        const __m512i words = _mm512_castsi256_si512(load_256(address));
+        const __m512i index = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0,
+                                               7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
+        return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAU, index, words));
     }
     static Reg load_f16(const void* address) { return _mm512_cvtph_ps(load_256(address)); }
 
@@ -50,6 +54,38 @@ struct Vec {
     }
     static void fence() { _mm_sfence(); }
 
+    static Bits bits_of(Reg a) { return _mm512_castps_si512(a); }
+    static Reg from_bits(Bits a) { return _mm512_castsi512_ps(a); }
+    static Bits set_bits(std::uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
+    static Bits lanes() {
+        return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+    static Bits bits_add(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+    static Bits bits_mul(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
+    static Bits bits_xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
+    static Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+    static Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
+    static Bits bits_min(Bits a, Bits b) { return _mm512_min_epu32(a, b); }
+    static Bits bits_max(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
+    // Bits of a where the mask has ones, else of b.
+    static Bits pick(Bits mask, Bits a, Bits b) {
+        return _mm512_ternarylogic_epi32(a, b, mask, 0xE4);
+    }
+    template <int kCount>
+    static Bits shift_left(Bits a) {
+        return _mm512_slli_epi32(a, kCount);
+    }
+    template <int kCount>
+    static Bits shift_right(Bits a) {
+        return _mm512_srli_epi32(a, kCount);
+    }
+    static std::uint32_t largest_lane(Bits a) { return _mm512_reduce_max_epu32(a); }
+    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
+        const __m512i halves = _mm512_permutex2var_epi16(a, odd_words(), b);
+        store_256<false>(address, _mm512_castsi512_si256(halves));
+        store_256<false>(other_address, _mm512_extracti64x4_epi64(halves, 1));
+    }
+
     static DoubleReg zero_double() { return _mm512_setzero_pd(); }
     static void add_squares(Reg x, DoubleReg* sums) {
         const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
@@ -59,6 +95,11 @@ struct Vec {
     }
 
    private:
+    // The odd 16-bit words of one register, then those of another.
+    static __m512i odd_words() {
+        return _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    }
     static __m256i load_256(const void* address) {
         return _mm256_loadu_si256(static_cast<const __m256i*>(address));
     }
@@ -76,11 +117,11 @@ struct Vec {
         const __m512i upper = _mm512_srli_epi32(bits, 16);
         const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
         const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+        const __m512i rounded = _mm512_add_epi32(bits, bias);
         const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
         const __m512i chosen =
-            _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x0040));
-        return _mm512_cvtepi32_epi16(chosen);
+            _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
+        return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd_words(), chosen));
     }
 };
 

@@ -2,9 +2,10 @@
 //
 // Included by adam_<isa>.cpp inside `namespace hytrain { namespace {`, after that file has
 // defined `Vec`: a register of kLanes floats with correctly rounded add, sub, mul, fma, div and
-// sqrt, and loads and stores of kLanes elements of each DType. Since every operation is
-// correctly rounded and the order below is fixed, all instruction sets agree bitwise. (The sign
-// and payload of a NaN are the CPU's affair.)
+// sqrt, and loads and stores of kLanes elements of each DType; and `Vec::Bits`, the same register
+// as kLanes unsigned 32-bit integers, with the operations that roundings take. Since every
+// operation is correctly rounded and the order below is fixed, all instruction sets agree bitwise.
+// (The sign and payload of a NaN are the CPU's affair.)
 
 using Reg = Vec::Reg;
 constexpr std::size_t kLanes = Vec::kLanes;
@@ -115,42 +116,55 @@ struct State {
     Reg p, m, v;
 };
 
+struct Stepped {
+    Reg p, m, v, root;  // root: of v
+};
+
 // One step of Adam (Kingma and Ba 2015, algorithm 1), with the decoupled decay of AdamW
 // (Loshchilov and Hutter 2019, algorithm 2) or L2 decay; the one that is not asked for has
 // decay = 1 or l2 = 0, both exact.
-inline State adam_step(State s, Reg gradient, const Constants& c) {
+inline Stepped adam_step(State s, Reg gradient, const Constants& c) {
     const Reg g = Vec::fma(c.l2, s.p, Vec::mul(gradient, c.scale));
     const Reg m = Vec::fma(c.one_minus_beta1, Vec::sub(g, s.m), s.m);
     const Reg v = Vec::fma(Vec::mul(c.one_minus_beta2, g), g, Vec::mul(c.beta2, s.v));
-    const Reg denominator = Vec::fma(Vec::sqrt(v), c.inv_sqrt_correction2, c.eps);
+    const Reg root = Vec::sqrt(v);
+    const Reg denominator = Vec::fma(root, c.inv_sqrt_correction2, c.eps);
     const Reg p = Vec::fma(c.neg_step_size, Vec::div(m, denominator), Vec::mul(s.p, c.decay));
-    return {p, m, v};
+    return {p, m, v, root};
 }
 
-// Elements that the loop handles between two prefetches of each array: one cache line of fp32.
-constexpr std::size_t kStep = kLanes > 16 ? kLanes : 16;
+#include "moments_kernel.inl"
 
 inline void prefetch(const void* data, std::size_t index, std::size_t bytes) {
     __builtin_prefetch(static_cast<const char*>(data) + index * bytes, 0, 3);
 }
 
-inline void prefetch_state(const float* p, const float* m, const float* v, std::size_t index) {
-    prefetch(p, index, sizeof(float));
-    prefetch(m, index, sizeof(float));
-    prefetch(v, index, sizeof(float));
+// The lines of `elements` elements from `index` on.
+template <std::size_t kBytes, std::size_t kElements>
+inline void prefetch_run(const void* data, std::size_t index) {
+    for (std::size_t offset = 0; offset < kElements;
+         offset += kStep > 64 / kBytes ? kStep : 64 / kBytes) {
+        prefetch(data, index + offset, kBytes);
+    }
 }
 
-// A whole number of registers on the stack, for what is left at the end of a range: the same
-// vector code runs on it, on zeros where the range has ended, and nothing beyond n is touched.
+template <class M>
+inline void prefetch_state(const float* p, const MomentRange& r, std::size_t index) {
+    prefetch_run<sizeof(float), M::kUnit>(p, index);
+    prefetch_run<M::kBytes, M::kUnit>(r.m, index);
+    prefetch_run<M::kBytes, M::kUnit>(r.v, index);
+}
+
+// One unit on the stack, for what is left at the end of a range: the same vector code runs on it,
+// on zeros where the range has ended, and nothing beyond n is touched.
+template <std::size_t kElements>
 struct alignas(64) Padded {
-    float data[kLanes];
+    float data[kElements];
     Padded() { std::memset(data, 0, sizeof(data)); }
     // Large enough for the widest element type; the first count * bytes are filled.
     Padded(const void* from, std::size_t first, std::size_t count, std::size_t bytes) : Padded() {
         std::memcpy(data, static_cast<const char*>(from) + first * bytes, count * bytes);
     }
-    Padded(const float* from, std::size_t first, std::size_t count)
-        : Padded(from, first, count, sizeof(float)) {}
     void write(void* to, std::size_t first, std::size_t count, std::size_t bytes) const {
         if (bytes != 0) {
             std::memcpy(static_cast<char*>(to) + first * bytes, data, count * bytes);
@@ -158,155 +172,200 @@ struct alignas(64) Padded {
     }
 };
 
-// A padded copy of the state's last elements.
-struct PaddedState {
-    Padded p, m, v;
-    PaddedState(const float* p_, const float* m_, const float* v_, std::size_t i, std::size_t count)
-        : p(p_, i, count), m(m_, i, count), v(v_, i, count) {}
-    void write(float* p_, float* m_, float* v_, std::size_t i, std::size_t count) const {
-        p.write(p_, i, count, sizeof(float));
-        m.write(m_, i, count, sizeof(float));
-        v.write(v_, i, count, sizeof(float));
+// A padded copy of the last elements' moments.
+template <class M>
+struct PaddedMoments {
+    Padded<M::kUnit> m, v;
+    std::uint8_t m_exponent = 0, v_exponent = 0;
+    MomentRange range;
+
+    PaddedMoments(const MomentRange& r, std::size_t i, std::size_t count)
+        : m(r.m, i, M::stored(count), M::kBytes), v(r.v, i, M::stored(count), M::kBytes), range(r) {
+        range.m = reinterpret_cast<char*>(m.data);
+        range.v = reinterpret_cast<char*>(v.data);
+        range.first_index += static_cast<std::uint32_t>(i);
+        if (r.kind == MomentKind::kEightBit) {
+            m_exponent = r.m_exponents[i / kMomentBlock];
+            v_exponent = r.v_exponents[i / kMomentBlock];
+        }
+        range.m_exponents = &m_exponent;
+        range.v_exponents = &v_exponent;
+    }
+    void write(const MomentRange& r, std::size_t i, std::size_t count) const {
+        m.write(r.m, i, M::stored(count), M::kBytes);
+        v.write(r.v, i, M::stored(count), M::kBytes);
+        if (r.kind == MomentKind::kEightBit) {
+            r.m_exponents[i / kMomentBlock] = m_exponent;
+            r.v_exponents[i / kMomentBlock] = v_exponent;
+        }
     }
 };
 
 // ---- commit -----------------------------------------------------------------------------------
 
-template <class G, class W>
-inline void commit_vector(float* p, float* m, float* v, const void* g, void* w, std::size_t i,
-                          const Constants& c) {
-    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
-                              G::load(g, i), c);
-    Vec::template store_f32<false>(p + i, s.p);
-    Vec::template store_f32<false>(m + i, s.m);
-    Vec::template store_f32<false>(v + i, s.v);
-    W::store(w, i, s.p);
+template <class G, class W, class M>
+[[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g,
+                                               void* w, std::size_t i, const Constants& c) {
+    Reg m[M::kVectors], v[M::kVectors], root[M::kVectors];
+    M::load(r, i, m, v);
+    for (std::size_t j = 0; j < M::kVectors; ++j) {
+        const std::size_t at = i + j * kLanes;
+        const Stepped s = adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c);
+        Vec::template store_f32<false>(p + at, s.p);
+        W::store(w, at, s.p);
+        m[j] = s.m;
+        v[j] = s.v;
+        root[j] = s.root;
+    }
+    M::store(r, i, m, v, root);
 }
 
-template <class G, class W>
-void commit_loop(float* p, float* m, float* v, std::size_t n, const GradientRange& gradient,
+template <class G, class W, class M>
+void commit_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& gradient,
                  void* w, std::size_t ahead) {
+    constexpr std::size_t kUnit = M::kUnit;
     const Constants c(gradient.constants);
     const void* g = gradient.data;
     std::size_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
+    for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state(p, m, v, i + ahead);
-            prefetch(g, i + ahead, G::kBytes);
+            prefetch_state<M>(p, r, i + ahead);
+            prefetch_run<G::kBytes, kUnit>(g, i + ahead);
         }
-        for (std::size_t j = 0; j < kStep; j += kLanes) {
-            commit_vector<G, W>(p, m, v, g, w, i + j, c);
-        }
+        commit_unit<G, W, M>(p, r, g, w, i, c);
     }
-    for (; i < n; i += kLanes) {
-        const std::size_t count = n - i < kLanes ? n - i : kLanes;
-        PaddedState s(p, m, v, i, count);
-        const Padded tail_g(g, i, count, G::kBytes);
-        Padded tail_w;
-        commit_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_g.data, tail_w.data,
-                                             0, c);
-        s.write(p, m, v, i, count);
+    if (i < n) {
+        const std::size_t count = n - i;
+        Padded<kUnit> tail_p(p, i, count, sizeof(float));
+        PaddedMoments<M> tail(r, i, count);
+        const Padded<kUnit> tail_g(g, i, count, G::kBytes);
+        Padded<kUnit> tail_w;
+        commit_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_g.data, tail_w.data, 0,
+                                              c);
+        tail_p.write(p, i, count, sizeof(float));
+        tail.write(r, i, count);
         tail_w.write(w, i, count, W::kBytes);
     }
 }
 
-void commit(float* p, float* m, float* v, std::size_t n, const GradientRange& gradient,
+void commit(float* p, const MomentRange& moments, std::size_t n, const GradientRange& gradient,
             const OutRange& out, std::size_t ahead) {
-    with_in(gradient.dtype, [&](auto in) {
-        using G = decltype(in);
-        if (out.data == nullptr) {
-            return commit_loop<G, NoOut>(p, m, v, n, gradient, nullptr, ahead);
-        }
-        with_out(out, [&](auto to) {
-            using W = decltype(to);
-            commit_loop<G, W>(p, m, v, n, gradient, out.data, ahead);
+    with_moments(moments.kind, [&](auto kind) {
+        with_in(gradient.dtype, [&](auto in) {
+            using G = decltype(in);
+            using M = decltype(kind);
+            if (out.data == nullptr) {
+                return commit_loop<G, NoOut, M>(p, moments, n, gradient, nullptr, ahead);
+            }
+            with_out(out, [&](auto to) {
+                commit_loop<G, decltype(to), M>(p, moments, n, gradient, out.data, ahead);
+            });
         });
     });
 }
 
 // ---- preview ----------------------------------------------------------------------------------
 
-template <class G, class W>
-inline void preview_vector(const float* p, const float* m, const float* v, const void* g, void* w,
-                           std::size_t i, const Constants& c) {
-    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
-                              G::load(g, i), c);
-    W::store(w, i, s.p);
+template <class G, class W, class M>
+[[gnu::always_inline]] inline void preview_unit(const float* p, const MomentRange& r, const void* g,
+                                                void* w, std::size_t i, const Constants& c) {
+    Reg m[M::kVectors], v[M::kVectors];
+    M::load(r, i, m, v);
+    for (std::size_t j = 0; j < M::kVectors; ++j) {
+        const std::size_t at = i + j * kLanes;
+        W::store(w, at, adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c).p);
+    }
 }
 
-template <class G, class W>
-void preview_loop(const float* p, const float* m, const float* v, std::size_t n,
-                  const GradientRange& gradient, void* w, std::size_t ahead) {
+template <class G, class W, class M>
+void preview_loop(const float* p, const MomentRange r, std::size_t n, const GradientRange& gradient,
+                  void* w, std::size_t ahead) {
+    constexpr std::size_t kUnit = M::kUnit;
     const Constants c(gradient.constants);
     const void* g = gradient.data;
     std::size_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
+    for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state(p, m, v, i + ahead);
-            prefetch(g, i + ahead, G::kBytes);
+            prefetch_state<M>(p, r, i + ahead);
+            prefetch_run<G::kBytes, kUnit>(g, i + ahead);
         }
-        for (std::size_t j = 0; j < kStep; j += kLanes) {
-            preview_vector<G, W>(p, m, v, g, w, i + j, c);
-        }
+        preview_unit<G, W, M>(p, r, g, w, i, c);
     }
-    for (; i < n; i += kLanes) {
-        const std::size_t count = n - i < kLanes ? n - i : kLanes;
-        const PaddedState s(p, m, v, i, count);
-        const Padded tail_g(g, i, count, G::kBytes);
-        Padded tail_w;
-        preview_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_g.data,
-                                              tail_w.data, 0, c);
+    if (i < n) {
+        const std::size_t count = n - i;
+        const Padded<kUnit> tail_p(p, i, count, sizeof(float));
+        const PaddedMoments<M> tail(r, i, count);
+        const Padded<kUnit> tail_g(g, i, count, G::kBytes);
+        Padded<kUnit> tail_w;
+        preview_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_g.data, tail_w.data, 0,
+                                               c);
         tail_w.write(w, i, count, W::kBytes);
     }
 }
 
-void preview(const float* p, const float* m, const float* v, std::size_t n,
+void preview(const float* p, const MomentRange& moments, std::size_t n,
              const GradientRange& gradient, const OutRange& out, std::size_t ahead) {
-    with_in(gradient.dtype, [&](auto in) {
-        with_out(out, [&](auto to) {
-            preview_loop<decltype(in), decltype(to)>(p, m, v, n, gradient, out.data, ahead);
+    with_moments(moments.kind, [&](auto kind) {
+        with_in(gradient.dtype, [&](auto in) {
+            with_out(out, [&](auto to) {
+                preview_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, gradient,
+                                                                         out.data, ahead);
+            });
         });
     });
 }
 
 // ---- commit_then_preview ----------------------------------------------------------------------
 
-template <class G, class W>
-inline void both_vector(float* p, float* m, float* v, const void* before, const void* now, void* w,
-                        std::size_t i, const Constants& c_before, const Constants& c_now) {
-    const State s = adam_step({Vec::load_f32(p + i), Vec::load_f32(m + i), Vec::load_f32(v + i)},
-                              G::load(before, i), c_before);
-    Vec::template store_f32<false>(p + i, s.p);
-    Vec::template store_f32<false>(m + i, s.m);
-    Vec::template store_f32<false>(v + i, s.v);
-    W::store(w, i, adam_step(s, G::load(now, i), c_now).p);
+template <class G, class W, class M>
+[[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before,
+                                             const void* now, void* w, std::size_t i,
+                                             const Constants& c_before, const Constants& c_now) {
+    Reg new_p[M::kVectors], m[M::kVectors], v[M::kVectors], root[M::kVectors];
+    M::load(r, i, m, v);
+    for (std::size_t j = 0; j < M::kVectors; ++j) {
+        const std::size_t at = i + j * kLanes;
+        const Stepped s =
+            adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(before, at), c_before);
+        Vec::template store_f32<false>(p + at, s.p);
+        new_p[j] = s.p;
+        m[j] = s.m;
+        v[j] = s.v;
+        root[j] = s.root;
+    }
+    M::store(r, i, m, v, root);
+    for (std::size_t j = 0; j < M::kVectors; ++j) {
+        const std::size_t at = i + j * kLanes;
+        W::store(w, at, adam_step({new_p[j], m[j], v[j]}, G::load(now, at), c_now).p);
+    }
 }
 
-template <class G, class W>
-void both_loop(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
+template <class G, class W, class M>
+void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& previous,
                const GradientRange& current, void* w, std::size_t ahead) {
+    constexpr std::size_t kUnit = M::kUnit;
     const Constants c_before(previous.constants);
     const Constants c_now(current.constants);
     std::size_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
+    for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state(p, m, v, i + ahead);
-            prefetch(previous.data, i + ahead, G::kBytes);
-            prefetch(current.data, i + ahead, G::kBytes);
+            prefetch_state<M>(p, r, i + ahead);
+            prefetch_run<G::kBytes, kUnit>(previous.data, i + ahead);
+            prefetch_run<G::kBytes, kUnit>(current.data, i + ahead);
         }
-        for (std::size_t j = 0; j < kStep; j += kLanes) {
-            both_vector<G, W>(p, m, v, previous.data, current.data, w, i + j, c_before, c_now);
-        }
+        both_unit<G, W, M>(p, r, previous.data, current.data, w, i, c_before, c_now);
     }
-    for (; i < n; i += kLanes) {
-        const std::size_t count = n - i < kLanes ? n - i : kLanes;
-        PaddedState s(p, m, v, i, count);
-        const Padded tail_before(previous.data, i, count, G::kBytes);
-        const Padded tail_now(current.data, i, count, G::kBytes);
-        Padded tail_w;
-        both_vector<G, typename W::Cached>(s.p.data, s.m.data, s.v.data, tail_before.data,
-                                           tail_now.data, tail_w.data, 0, c_before, c_now);
-        s.write(p, m, v, i, count);
+    if (i < n) {
+        const std::size_t count = n - i;
+        Padded<kUnit> tail_p(p, i, count, sizeof(float));
+        PaddedMoments<M> tail(r, i, count);
+        const Padded<kUnit> tail_before(previous.data, i, count, G::kBytes);
+        const Padded<kUnit> tail_now(current.data, i, count, G::kBytes);
+        Padded<kUnit> tail_w;
+        both_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_before.data,
+                                            tail_now.data, tail_w.data, 0, c_before, c_now);
+        tail_p.write(p, i, count, sizeof(float));
+        tail.write(r, i, count);
         tail_w.write(w, i, count, W::kBytes);
     }
 }
@@ -317,30 +376,45 @@ inline const void* advance(const void* data, std::size_t elements, DType dtype) 
 
 // Two gradients of different types: the two passes in turn over pieces that stay in the cache.
 // Not worth the nine instantiations that a fused loop would take; the numbers are the same.
-void both_in_turn(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
+void both_in_turn(float* p, const MomentRange& r, std::size_t n, const GradientRange& previous,
                   const GradientRange& current, const OutRange& out) {
     constexpr std::size_t kPiece = 1024;
+    const std::size_t moment_size = r.kind == MomentKind::kFloat32    ? Fp32Moments::kBytes
+                                    : r.kind == MomentKind::kBFloat16 ? Bf16Moments::kBytes
+                                                                      : EightBitMoments::kBytes;
     for (std::size_t i = 0; i < n; i += kPiece) {
         const std::size_t count = n - i < kPiece ? n - i : kPiece;
+        MomentRange moments = r;
+        moments.m += i * moment_size;
+        moments.v += i * moment_size;
+        moments.first_index += static_cast<std::uint32_t>(i);
+        if (r.kind == MomentKind::kEightBit) {
+            moments.m_exponents += i / kMomentBlock;
+            moments.v_exponents += i / kMomentBlock;
+        }
         const GradientRange before{advance(previous.data, i, previous.dtype), previous.dtype,
                                    previous.constants};
         const GradientRange now{advance(current.data, i, current.dtype), current.dtype,
                                 current.constants};
         const OutRange piece{static_cast<char*>(out.data) + i * element_bytes(out.dtype), out.dtype,
                              out.non_temporal};
-        commit(p + i, m + i, v + i, count, before, OutRange{nullptr, out.dtype, false}, 0);
-        preview(p + i, m + i, v + i, count, now, piece, 0);
+        commit(p + i, moments, count, before, OutRange{nullptr, out.dtype, false}, 0);
+        preview(p + i, moments, count, now, piece, 0);
     }
 }
 
-void commit_then_preview(float* p, float* m, float* v, std::size_t n, const GradientRange& previous,
-                         const GradientRange& current, const OutRange& out, std::size_t ahead) {
+void commit_then_preview(float* p, const MomentRange& moments, std::size_t n,
+                         const GradientRange& previous, const GradientRange& current,
+                         const OutRange& out, std::size_t ahead) {
     if (previous.dtype != current.dtype) {
-        return both_in_turn(p, m, v, n, previous, current, out);
+        return both_in_turn(p, moments, n, previous, current, out);
     }
-    with_in(current.dtype, [&](auto in) {
-        with_out(out, [&](auto to) {
-            both_loop<decltype(in), decltype(to)>(p, m, v, n, previous, current, out.data, ahead);
+    with_moments(moments.kind, [&](auto kind) {
+        with_in(current.dtype, [&](auto in) {
+            with_out(out, [&](auto to) {
+                both_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, previous,
+                                                                      current, out.data, ahead);
+            });
         });
     });
 }
@@ -360,8 +434,8 @@ void publish_loop(const float* p, std::size_t n, void* w, std::size_t ahead) {
     }
     for (; i < n; i += kLanes) {
         const std::size_t count = n - i < kLanes ? n - i : kLanes;
-        const Padded tail_p(p, i, count);
-        Padded tail_w;
+        const Padded<kLanes> tail_p(p, i, count, sizeof(float));
+        Padded<kLanes> tail_w;
         W::Cached::store(tail_w.data, 0, Vec::load_f32(tail_p.data));
         tail_w.write(w, i, count, W::kBytes);
     }

@@ -69,6 +69,7 @@ std::uint16_t to_f16(float value) {
 
 struct Vec {
     using Reg = float;
+    using Bits = std::uint32_t;
     using DoubleReg = double;
     static constexpr const char* kName = "scalar";
     static constexpr std::size_t kLanes = 1;
@@ -101,6 +102,33 @@ struct Vec {
         store_bits(address, to_f16(value));
     }
     static void fence() {}
+
+    static Bits bits_of(Reg a) { return as_bits(a); }
+    static Reg from_bits(Bits a) { return as_float(a); }
+    static Bits set_bits(std::uint32_t a) { return a; }
+    static Bits lanes() { return 0; }
+    static Bits bits_add(Bits a, Bits b) { return a + b; }
+    static Bits bits_mul(Bits a, Bits b) { return a * b; }
+    static Bits bits_xor(Bits a, Bits b) { return a ^ b; }
+    static Bits bits_and(Bits a, Bits b) { return a & b; }
+    static Bits bits_or(Bits a, Bits b) { return a | b; }
+    static Bits bits_min(Bits a, Bits b) { return a < b ? a : b; }
+    static Bits bits_max(Bits a, Bits b) { return a > b ? a : b; }
+    // Bits of a where the mask has ones, else of b.
+    static Bits pick(Bits mask, Bits a, Bits b) { return (mask & a) | (~mask & b); }
+    template <int kCount>
+    static Bits shift_left(Bits a) {
+        return a << kCount;
+    }
+    template <int kCount>
+    static Bits shift_right(Bits a) {
+        return a >> kCount;
+    }
+    static std::uint32_t largest_lane(Bits a) { return a; }
+    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
+        store_bits(address, static_cast<std::uint16_t>(a >> 16));
+        store_bits(other_address, static_cast<std::uint16_t>(b >> 16));
+    }
 
     static DoubleReg zero_double() { return 0.0; }
     static void add_squares(Reg x, DoubleReg* sums) {

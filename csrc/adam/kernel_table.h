@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "hytrain/adam.h"
 
@@ -42,20 +43,33 @@ struct OutRange {
     bool non_temporal;
 };
 
+// Moments of a range whose elements' indices differ in their lower 32 bits only.
+struct MomentRange {
+    MomentKind kind;
+    char* m;
+    char* v;
+    std::uint8_t* m_exponents;
+    std::uint8_t* v_exponents;
+    std::uint32_t first_index;  // lower half
+    std::uint32_t key;          // of the random bits that round what is stored
+};
+
 struct KernelTable {
     const char* name;
-    void (*commit)(float* p, float* m, float* v, std::size_t n, const GradientRange& gradient,
-                   const OutRange& out, std::size_t prefetch_elements);
-    void (*preview)(const float* p, const float* m, const float* v, std::size_t n,
+    void (*commit)(float* p, const MomentRange& moments, std::size_t n,
+                   const GradientRange& gradient, const OutRange& out,
+                   std::size_t prefetch_elements);
+    void (*preview)(const float* p, const MomentRange& moments, std::size_t n,
                     const GradientRange& gradient, const OutRange& out,
                     std::size_t prefetch_elements);
-    void (*commit_then_preview)(float* p, float* m, float* v, std::size_t n,
+    void (*commit_then_preview)(float* p, const MomentRange& moments, std::size_t n,
                                 const GradientRange& previous, const GradientRange& current,
                                 const OutRange& out, std::size_t prefetch_elements);
     void (*publish)(const float* p, std::size_t n, const OutRange& out,
                     std::size_t prefetch_elements);
     double (*sum_of_squares)(const void* data, DType dtype, std::size_t n);
-    void (*read_write)(float* p, float* m, float* v, std::size_t n, std::size_t prefetch_elements);
+    void (*read_write)(float* p, const MomentRange& moments, std::size_t n,
+                       std::size_t prefetch_elements);
 };
 
 extern const KernelTable kScalarKernels;

@@ -45,28 +45,44 @@ double sum_of_squares_range(const void* data, DType dtype, std::size_t n) {
 
 // ---- the loop to compare against --------------------------------------------------------------
 
-inline void touch_vector(float* array, std::size_t i, Reg one) {
-    // Times one, which the compiler does not know: a plain load and store would be dropped.
-    Vec::template store_f32<false>(array + i, Vec::mul(Vec::load_f32(array + i), one));
+// Words to which zero is added, which the compiler does not know: a plain load and store would be
+// dropped.
+template <std::size_t kWords>
+inline void touch(void* words, Bits zero) {
+    for (std::size_t j = 0; j < kWords; j += kLanes) {
+        char* address = static_cast<char*>(words) + j * sizeof(float);
+        const Bits bits = Vec::bits_of(Vec::load_f32(address));
+        Vec::template store_f32<false>(address, Vec::from_bits(Vec::bits_add(bits, zero)));
+    }
 }
 
-void read_write_range(float* p, float* m, float* v, std::size_t n, std::size_t ahead) {
-    volatile float opaque = 1.0F;
-    const Reg one = Vec::set(opaque);
+template <class M>
+void read_write_loop(float* p, const MomentRange r, std::size_t n, std::size_t ahead) {
+    constexpr std::size_t kUnit = 64;
+    volatile std::uint32_t opaque = 0;
+    const Bits zero = Vec::set_bits(opaque);
     std::size_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
+    for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state(p, m, v, i + ahead);
+            prefetch_run<sizeof(float), kUnit>(p, i + ahead);
+            prefetch_run<M::kBytes, kUnit>(r.m, i + ahead);
+            prefetch_run<M::kBytes, kUnit>(r.v, i + ahead);
         }
-        for (std::size_t j = 0; j < kStep; j += kLanes) {
-            touch_vector(p, i + j, one);
-            touch_vector(m, i + j, one);
-            touch_vector(v, i + j, one);
-        }
+        touch<kUnit>(p + i, zero);
+        touch<kUnit * M::kBytes / sizeof(float)>(r.m + i * M::kBytes, zero);
+        touch<kUnit * M::kBytes / sizeof(float)>(r.v + i * M::kBytes, zero);
     }
-    for (; i < n; ++i) {
-        p[i] *= opaque;
-        m[i] *= opaque;
-        v[i] *= opaque;
+    // The end, by the bytes of p, m and v.
+    for (std::size_t b = i * sizeof(float); b < n * sizeof(float); ++b) {
+        reinterpret_cast<volatile char*>(p)[b] ^= static_cast<char>(opaque);
     }
+    for (std::size_t b = i * M::kBytes; b < n * M::kBytes; ++b) {
+        static_cast<volatile char*>(r.m)[b] ^= static_cast<char>(opaque);
+        static_cast<volatile char*>(r.v)[b] ^= static_cast<char>(opaque);
+    }
+}
+
+void read_write_range(float* p, const MomentRange& moments, std::size_t n, std::size_t ahead) {
+    with_moments(moments.kind,
+                 [&](auto kind) { read_write_loop<decltype(kind)>(p, moments, n, ahead); });
 }

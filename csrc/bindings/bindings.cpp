@@ -21,6 +21,8 @@ namespace {
 using hytrain::AdamHyper;
 using hytrain::DType;
 using hytrain::GradientStep;
+using hytrain::MomentKind;
+using hytrain::Moments;
 using hytrain::Outgoing;
 using hytrain::Tuning;
 using Address = std::uintptr_t;
@@ -37,6 +39,27 @@ void bind_adam_types(py::module_& m) {
         .value("float32", DType::kFloat32)
         .value("bfloat16", DType::kBFloat16)
         .value("float16", DType::kFloat16);
+    py::enum_<MomentKind>(m, "MomentKind")
+        .value("float32", MomentKind::kFloat32)
+        .value("bfloat16", MomentKind::kBFloat16)
+        .value("eight_bit", MomentKind::kEightBit);
+    py::class_<Moments>(m, "Moments")
+        .def(py::init([](MomentKind kind, Address m_, Address v, Address m_exponents,
+                         Address v_exponents, std::uint64_t seed, std::uint64_t parameter,
+                         std::uint64_t first_index) {
+                 return Moments{kind,
+                                pointer<void>(m_),
+                                pointer<void>(v),
+                                pointer<std::uint8_t>(m_exponents),
+                                pointer<std::uint8_t>(v_exponents),
+                                seed,
+                                parameter,
+                                first_index};
+             }),
+             py::arg("kind"), py::arg("m"), py::arg("v"), py::arg("m_exponents") = 0,
+             py::arg("v_exponents") = 0, py::arg("seed") = 0, py::arg("parameter") = 0,
+             py::arg("first_index") = 0);
+    m.attr("moment_block") = hytrain::kMomentBlock;
     py::class_<AdamHyper>(m, "AdamHyper")
         .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
                          std::int64_t step, bool decoupled_decay, bool bias_correction) {
@@ -62,32 +85,29 @@ void bind_adam_passes(py::module_& m) {
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def(
         "commit",
-        [](Address p, Address m_, Address v, std::size_t n, const GradientStep& step,
+        [](Address p, const Moments& moments, std::size_t n, const GradientStep& step,
            const Outgoing& out, int num_threads) {
-            hytrain::adam_commit(pointer<float>(p), pointer<float>(m_), pointer<float>(v), n, step,
-                                 out, num_threads);
+            hytrain::adam_commit(pointer<float>(p), moments, n, step, out, num_threads);
         },
-        py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"), py::arg("step"), py::arg("out"),
+        py::arg("p"), py::arg("moments"), py::arg("n"), py::arg("step"), py::arg("out"),
         py::arg("num_threads"), NoGil());
     m.def(
         "preview",
-        [](Address p, Address m_, Address v, std::size_t n, const GradientStep& step,
+        [](Address p, const Moments& moments, std::size_t n, const GradientStep& step,
            const Outgoing& out, int num_threads) {
-            hytrain::adam_preview(pointer<const float>(p), pointer<const float>(m_),
-                                  pointer<const float>(v), n, step, out, num_threads);
+            hytrain::adam_preview(pointer<const float>(p), moments, n, step, out, num_threads);
         },
-        py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"), py::arg("step"), py::arg("out"),
+        py::arg("p"), py::arg("moments"), py::arg("n"), py::arg("step"), py::arg("out"),
         py::arg("num_threads"), NoGil());
     m.def(
         "commit_then_preview",
-        [](Address p, Address m_, Address v, std::size_t n, const GradientStep& previous,
+        [](Address p, const Moments& moments, std::size_t n, const GradientStep& previous,
            const GradientStep& current, const Outgoing& out, int num_threads) {
-            hytrain::adam_commit_then_preview(pointer<float>(p), pointer<float>(m_),
-                                              pointer<float>(v), n, previous, current, out,
+            hytrain::adam_commit_then_preview(pointer<float>(p), moments, n, previous, current, out,
                                               num_threads);
         },
-        py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"), py::arg("previous"),
-        py::arg("current"), py::arg("out"), py::arg("num_threads"), NoGil());
+        py::arg("p"), py::arg("moments"), py::arg("n"), py::arg("previous"), py::arg("current"),
+        py::arg("out"), py::arg("num_threads"), NoGil());
     m.def(
         "publish",
         [](Address p, std::size_t n, const Outgoing& out, int num_threads) {
@@ -102,11 +122,10 @@ void bind_adam_passes(py::module_& m) {
         py::arg("data"), py::arg("dtype"), py::arg("n"), py::arg("num_threads"), NoGil());
     m.def(
         "read_write",
-        [](Address p, Address m_, Address v, std::size_t n, int num_threads) {
-            hytrain::read_write(pointer<float>(p), pointer<float>(m_), pointer<float>(v), n,
-                                num_threads);
+        [](Address p, const Moments& moments, std::size_t n, int num_threads) {
+            hytrain::read_write(pointer<float>(p), moments, n, num_threads);
         },
-        py::arg("p"), py::arg("m"), py::arg("v"), py::arg("n"), py::arg("num_threads"), NoGil());
+        py::arg("p"), py::arg("moments"), py::arg("n"), py::arg("num_threads"), NoGil());
 }
 
 void bind_dispatch(py::module_& m) {

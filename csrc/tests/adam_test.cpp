@@ -6,13 +6,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "hytrain/dispatch.h"
+#include "kernel_buffers.h"
 
 namespace {
 
@@ -20,36 +20,9 @@ using hytrain::AdamHyper;
 using hytrain::DType;
 using hytrain::GradientStep;
 using hytrain::Outgoing;
+using namespace kernel_buffers;
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-
-void check(bool condition, const std::string& what) {
-    if (!condition) {
-        std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-        std::exit(1);
-    }
-}
-
-// n elements of `dtype`, `offset` elements into an allocation that ends where they end.
-class Buffer {
-   public:
-    Buffer(std::size_t n, DType dtype, std::size_t offset)
-        : size_(hytrain::size_of(dtype)), bytes_((n + offset) * size_), start_(offset * size_) {}
-    char* data() { return bytes_.data() + start_; }
-    float* floats() { return reinterpret_cast<float*>(data()); }
-    const std::vector<char>& bytes() const { return bytes_; }
-
-   private:
-    std::size_t size_;
-    std::vector<char> bytes_;
-    std::size_t start_;
-};
-
-// A small deterministic generator: values in (-1, 1).
-float next_value(std::uint32_t& seed) {
-    seed = seed * 1664525U + 1013904223U;
-    return static_cast<float>(static_cast<std::int32_t>(seed)) / 2147483648.0F;
-}
 
 struct Case {
     Case(std::size_t n, DType dtype, DType out_dtype, std::size_t offset)

@@ -1,6 +1,7 @@
 """Adam on the CPU, in passes: commit, preview, commit_then_preview, publish.
 
-State is ``(p, m, v)``: fp32 master weights and the two moments. ``commit`` makes one step,
+State is ``(p, m, v)``: fp32 master weights and the two moments, these in fp32, bf16 or 8-bit codes
+(``hytrain.kernels.moments``). ``commit`` makes one step,
 ``preview`` writes what the weights would be after it and leaves the state alone, and
 ``commit(g)`` followed by ``publish`` equals ``preview(g)`` bit for bit. Results do not depend on
 the number of threads, on alignment or on the instruction set.
@@ -18,6 +19,14 @@ import torch
 from hytrain import _C
 from hytrain._C import active_isa, available_isas, set_isa
 from hytrain.errors import KernelArgumentError
+from hytrain.kernels.moments import (
+    MOMENT_BLOCK,
+    EightBit,
+    Moment,
+    Rounding,
+    check_moments,
+    native_moments,
+)
 
 __all__ = [
     "AdamHyper",
@@ -155,10 +164,11 @@ class Gradient:
 
 def commit(
     p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    m: Moment,
+    v: Moment,
     gradient: Gradient,
     *,
+    rounding: Rounding | None = None,
     out: torch.Tensor | None = None,
     num_threads: int = 1,
     non_temporal: bool = False,
@@ -166,10 +176,12 @@ def commit(
     """Makes one Adam step on ``(p, m, v)`` in place.
 
     Args:
-        p: Master weights, n elements, fp32, CPU, contiguous; likewise ``m`` and ``v``.
-        m: First moment.
-        v: Second moment.
+        p: Master weights, n elements, fp32, CPU, contiguous.
+        m: First moment, n elements: fp32, bf16 or ``EightBit``; CPU, contiguous.
+        v: Second moment, likewise, of the same kind.
         gradient: The gradient, its scale, the step's hyper-parameters.
+        rounding: What the random bits depend on that round bf16 moments and codes; the run must
+            lie in one parameter. With fp32 moments it is not used.
         out: If given, receives the new ``p`` rounded to its dtype (fp32, bf16 or fp16).
         num_threads: Upper bound on the threads; the result does not depend on it.
         non_temporal: Writes ``out`` past the cache, for a copy that the CPU will not read soon.
@@ -177,11 +189,11 @@ def commit(
     Raises:
         KernelArgumentError: A buffer is unusable; nothing was touched.
     """
+    check_moments(m, v, rounding, stores=True)
     _check_buffers(_state(p, m, v), [("gradient", gradient.tensor)], out, num_threads)
     _C.commit(
         p.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
+        native_moments(m, v, rounding),
         p.numel(),
         gradient.native(),
         _native_out(out, non_temporal),
@@ -191,8 +203,8 @@ def commit(
 
 def preview(
     p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    m: Moment,
+    v: Moment,
     gradient: Gradient,
     *,
     out: torch.Tensor,
@@ -201,13 +213,14 @@ def preview(
 ) -> None:
     """Writes to ``out`` what ``commit`` with this gradient would write; the state stays as it is.
 
-    Arguments and errors are those of ``commit``, save that ``out`` is required.
+    Arguments and errors are those of ``commit``, save that ``out`` is required and that nothing is
+    rounded but ``out``: a step takes the moments before they are rounded.
     """
+    check_moments(m, v, None, stores=False)
     _check_buffers(_state(p, m, v), [("gradient", gradient.tensor)], out, num_threads)
     _C.preview(
         p.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
+        native_moments(m, v, None),
         p.numel(),
         gradient.native(),
         _native_out(out, non_temporal),
@@ -217,25 +230,27 @@ def preview(
 
 def commit_then_preview(
     p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    m: Moment,
+    v: Moment,
     previous: Gradient,
     current: Gradient,
     *,
+    rounding: Rounding | None = None,
     out: torch.Tensor,
     num_threads: int = 1,
     non_temporal: bool = False,
 ) -> None:
     """``commit(previous)``, then ``preview(current)`` into ``out``, in one sweep over memory.
 
-    The two gradients may be the same memory. Other arguments and errors are those of ``commit``.
+    The preview sees the moments as they are stored. The two gradients may be the same memory. Other
+    arguments and errors are those of ``commit``.
     """
+    check_moments(m, v, rounding, stores=True)
     gradients = [("previous gradient", previous.tensor), ("current gradient", current.tensor)]
     _check_buffers(_state(p, m, v), gradients, out, num_threads)
     _C.commit_then_preview(
         p.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
+        native_moments(m, v, rounding),
         p.numel(),
         previous.native(),
         current.native(),
@@ -248,7 +263,7 @@ def publish(
     p: torch.Tensor, *, out: torch.Tensor, num_threads: int = 1, non_temporal: bool = False
 ) -> None:
     """Writes ``p``, rounded to the dtype of ``out``, to ``out``; errors as for ``commit``."""
-    _check_buffers([("p", p)], [], out, num_threads)
+    _check_buffers([("p", p, (torch.float32,), 0)], [], out, num_threads)
     _C.publish(p.data_ptr(), p.numel(), _native_out(out, non_temporal), num_threads)
 
 
@@ -272,10 +287,19 @@ def sum_of_squares(tensor: torch.Tensor, *, num_threads: int = 1) -> float:
 
 
 _Named = tuple[str, torch.Tensor]
+# Name, tensor, dtypes, and how many elements it has for each block, or 0: as many as p.
+_Part = tuple[str, torch.Tensor, tuple[torch.dtype, ...], int]
 
 
-def _state(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> list[_Named]:
-    return [("p", p), ("m", m), ("v", v)]
+def _state(p: torch.Tensor, m: Moment, v: Moment) -> list[_Part]:
+    parts: list[_Part] = [("p", p, (torch.float32,), 0)]
+    for name, moment in (("m", m), ("v", v)):
+        if isinstance(moment, EightBit):
+            parts.append((f"codes of {name}", moment.codes, (torch.uint8,), MOMENT_BLOCK))
+            parts.append((f"exponents of {name}", moment.exponents, (torch.uint8,), 1))
+        else:
+            parts.append((name, moment, (torch.float32, torch.bfloat16), 0))
+    return parts
 
 
 def _native_out(out: torch.Tensor | None, non_temporal: bool) -> _C.Outgoing:
@@ -285,26 +309,26 @@ def _native_out(out: torch.Tensor | None, non_temporal: bool) -> _C.Outgoing:
 
 
 def _check_buffers(
-    state: Sequence[_Named],
+    state: Sequence[_Part],
     gradients: Sequence[_Named],
     out: torch.Tensor | None,
     num_threads: int,
 ) -> None:
     """Refuses whatever the kernel could not run on; reads nothing but the tensors' headers."""
     outgoing = [] if out is None else [("out", out)]
-    for name, tensor in state:
-        _check_tensor(name, tensor, (torch.float32,))
-    for name, tensor in (*gradients, *outgoing):
-        _check_tensor(name, tensor, tuple(_NATIVE_DTYPES))
+    others = [(*named, tuple(_NATIVE_DTYPES), 0) for named in (*gradients, *outgoing)]
     num_elements = state[0][1].numel()
-    for name, tensor in (*state, *gradients, *outgoing):
-        if tensor.numel() != num_elements:
+    for name, tensor, dtypes, _ in (*state, *others):
+        _check_tensor(name, tensor, dtypes)
+    for name, tensor, _, per_block in (*state, *others):
+        wanted = per_block * -(-num_elements // MOMENT_BLOCK) or num_elements
+        if tensor.numel() != wanted:
+            remedy = f"it needs {wanted}" if per_block else "pass slices of equal length"
             raise KernelArgumentError(
-                f"{name} has {tensor.numel()} elements but p has {num_elements}: "
-                "pass slices of equal length"
+                f"{name} has {tensor.numel()} elements but p has {num_elements}: {remedy}"
             )
     # Two gradients are only read and may share memory; whatever is written may share none.
-    written = [*state, *outgoing]
+    written = [*((name, tensor) for name, tensor, _, _ in state), *outgoing]
     for index, (name, tensor) in enumerate(written):
         for other_name, other in (*written[index + 1 :], *gradients):
             _check_apart(name, tensor, other_name, other)

@@ -10,6 +10,21 @@ import triton.language as tl
 
 
 @triton.jit
+def adam_step(
+    p, m, v, g,
+    l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
+):  # fmt: skip
+    """New p, m, v and the root of v; every operation is the CPU kernel's."""
+    g = tl.fma(l2, p, g)
+    m = tl.fma(one_minus_beta1, g - m, m)
+    v = tl.fma(one_minus_beta2 * g, g, beta2 * v)
+    root = tl.sqrt_rn(v)
+    denominator = tl.fma(root, inv_sqrt_correction2, eps)
+    p = tl.fma(neg_step_size, tl.div_rn(m, denominator), p * decay)
+    return p, m, v, root
+
+
+@triton.jit
 def adam_kernel(
     p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
@@ -26,15 +41,169 @@ def adam_kernel(
         m = tl.load(m_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-        g = tl.fma(l2, p, g)
-        m = tl.fma(one_minus_beta1, g - m, m)
-        v = tl.fma(one_minus_beta2 * g, g, beta2 * v)
-        denominator = tl.fma(tl.sqrt_rn(v), inv_sqrt_correction2, eps)
-        p = tl.fma(neg_step_size, tl.div_rn(m, denominator), p * decay)
+        p, m, v, _root = adam_step(
+            p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
+            eps, neg_step_size,
+        )  # fmt: skip
         tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(m_ptr + offsets, m, mask=mask)
         tl.store(v_ptr + offsets, v, mask=mask)
         tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- moments in fewer bytes: csrc/adam/moments_kernel.inl in Triton, operation by operation ----
+
+_SIGN = tl.constexpr(0x80000000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+# Of the codes: mantissa bits that a code leaves out, and the bits of the offset 2**-7 of both.
+_M_SHIFT = tl.constexpr(19)
+_ROOT_SHIFT = tl.constexpr(18)
+_OFFSET = tl.constexpr(0x3C000000)
+# What one code more adds to the bits, and what carries a largest magnitude without a code into the
+# next exponent.
+_ROOT_UNIT = tl.constexpr(1 << 18)
+_M_CARRY = tl.constexpr((1 << 19) + (1 << 16) - 1)
+_ROOT_CARRY = tl.constexpr((1 << 18) + (1 << 16) - 1)
+
+
+@triton.jit
+def lowbias32(h):
+    h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def random_bits(key, first, offsets):
+    """32 bits for each element, from its index and the key."""
+    index = offsets.to(tl.uint32) + first.to(tl.uint32)
+    h = lowbias32((index >> 4) ^ key.to(tl.uint32))
+    h += (index & 15) * tl.full((), 0x9E3779B9, tl.uint32)
+    h = (h ^ (h >> 16)) * tl.full((), 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def to_bf16(value, random):
+    """The bits of the stochastically rounded bf16, as uint16."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & _MAGNITUDE
+    up = tl.minimum(magnitude + random, tl.full((), 0x7F7FFFFF, tl.uint32))
+    return ((tl.maximum(up, magnitude) | (bits & _SIGN)) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def from_bf16(bits):
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def adam_bf16_kernel(
+    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
+    l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
+    key, first, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same with moments in bf16 (as uint16); key and first are 32 bits as int32."""
+    scale = tl.load(outcome_ptr)
+    skip = tl.load(outcome_ptr + 1)
+    if skip == 0.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < n
+        p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+        m = from_bf16(tl.load(m_ptr + offsets, mask=mask, other=0))
+        v = from_bf16(tl.load(v_ptr + offsets, mask=mask, other=0))
+        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+        p, m, v, _root = adam_step(
+            p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
+            eps, neg_step_size,
+        )  # fmt: skip
+        random = random_bits(key, first, offsets)
+        tl.store(p_ptr + offsets, p, mask=mask)
+        tl.store(m_ptr + offsets, to_bf16(m, random & 0xFFFF), mask=mask)
+        tl.store(v_ptr + offsets, to_bf16(v, random >> 16), mask=mask)
+        tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def magnitude_of_code(code, exponent, SHIFT: tl.constexpr):
+    """fp32 magnitudes of codes (without a sign); exponents are one a row."""
+    y = ((code << SHIFT) + _OFFSET).to(tl.float32, bitcast=True)
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    offset = tl.full((), -0.0078125, tl.float32)
+    return tl.fma(y, tl.broadcast_to(factor, y.shape), factor * offset)
+
+
+@triton.jit
+def exponent_of(magnitude_bits, CARRY: tl.constexpr):
+    """The exponent of each row: the least with which its largest magnitude has a code."""
+    largest = tl.max(magnitude_bits.to(tl.int32), axis=1)
+    exponent = (largest.to(tl.uint32) + CARRY) >> 23
+    return tl.where(exponent >= 254, 255, exponent).to(tl.uint32)[:, None]
+
+
+@triton.jit
+def raised(magnitude, exponent, random):
+    """Bits of the scaled magnitude plus the offset, random bits added."""
+    has_codes = (exponent > 0) & (exponent < 255)
+    inverse = tl.where(has_codes, (254 - exponent) << 23, 0).to(tl.uint32)
+    inverse = tl.broadcast_to(inverse.to(tl.float32, bitcast=True), magnitude.shape)
+    y = tl.fma(magnitude, inverse, tl.full((), 0.0078125, tl.float32))
+    return y.to(tl.uint32, bitcast=True) + random, has_codes
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def adam_8bit_kernel(
+    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
+    l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
+    key, first, m_exponents_ptr, v_exponents_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same with moments in 8-bit codes; a row is a block of them."""
+    scale = tl.load(outcome_ptr)
+    skip = tl.load(outcome_ptr + 1)
+    if skip == 0.0:
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        offsets = rows * COLUMNS + column
+        # A block's codes are all there, also of a short one; element 16 b + w is at byte 4 w + b.
+        codes = rows * COLUMNS + (column % 16) * 4 + column // 16
+        mask = offsets < n
+        row_mask = rows * COLUMNS < n
+        p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+        m_exponent = tl.load(m_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
+        v_exponent = tl.load(v_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
+        code = tl.load(m_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
+        m = magnitude_of_code(code & 0x7F, m_exponent, _M_SHIFT)
+        m = (m.to(tl.uint32, bitcast=True) & _MAGNITUDE) | ((code & 0x80) << 24)
+        m = m.to(tl.float32, bitcast=True)
+        code = tl.load(v_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
+        root = magnitude_of_code(code, v_exponent, _ROOT_SHIFT)
+        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+        p, m, _v, root = adam_step(
+            p, m, root * root, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2,
+            inv_sqrt_correction2, eps, neg_step_size,
+        )  # fmt: skip
+        tl.store(p_ptr + offsets, p, mask=mask)
+        tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+
+        random = random_bits(key, first, offsets)
+        # Elements after the end must not count for the largest magnitude.
+        m_bits = tl.where(mask, m.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
+        root_bits = tl.where(mask, root.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
+        m_exponent = exponent_of(m_bits & _MAGNITUDE, _M_CARRY)
+        v_exponent = exponent_of(root_bits & _MAGNITUDE, _ROOT_CARRY)
+        tl.store(m_exponents_ptr + rows, m_exponent.to(tl.uint8), mask=row_mask)
+        tl.store(v_exponents_ptr + rows, v_exponent.to(tl.uint8), mask=row_mask)
+
+        magnitude = (m_bits & _MAGNITUDE).to(tl.float32, bitcast=True)
+        y, has_codes = raised(magnitude, m_exponent, random >> 13)
+        code = ((y >> _M_SHIFT) & 0x7F) | ((m_bits >> 24) & 0x80)
+        tl.store(m_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
+
+        # A root that is not zero has at least code 1.
+        y, has_codes = raised(root_bits.to(tl.float32, bitcast=True), v_exponent, random & 0x3FFFF)
+        least = tl.minimum(root_bits, tl.full((), _ROOT_UNIT, tl.uint32)) | _OFFSET
+        code = (tl.maximum(y, least.to(tl.uint32)) >> _ROOT_SHIFT) & 0xFF
+        tl.store(v_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
 
 @triton.jit

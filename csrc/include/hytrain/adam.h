@@ -1,6 +1,7 @@
 // The CPU optimizer's passes (docs/internals.md: why clipping stays exact), on raw pointers.
 //
-// State is S = (p, m, v): fp32 master weights, first and second moment, each n elements.
+// State is S = (p, m, v): fp32 master weights, first and second moment, each n elements. Moments
+// are kept in fp32, in bf16, or in 8-bit codes; the arithmetic is fp32 for all (docs/internals.md).
 // One AdamW step A maps (S, gradient, hyper-parameters) to a new S. The passes are
 //
 //   commit               S <- A(S, g, h);  optionally w <- cast(p)
@@ -8,9 +9,10 @@
 //   commit_then_preview  commit(previous), then preview(current), in one sweep over memory
 //   publish              w <- cast(p)
 //
-// Every pass is elementwise with one fixed arithmetic (fused multiply-add, true division and
-// square root, in every instruction set), so results are bitwise equal for any length,
-// alignment, thread count and instruction set; commit followed by publish equals preview.
+// Every pass has one fixed arithmetic (fused multiply-add, true division and square root, in every
+// instruction set) and is elementwise, but for the exponent that a block of 8-bit codes shares. So
+// results are bitwise equal for any length, alignment, thread count and instruction set; commit
+// followed by publish equals preview.
 #pragma once
 
 #include <cstddef>
@@ -49,16 +51,62 @@ struct Outgoing {
     bool non_temporal = false;  // hint: bypass the cache where the instruction set can
 };
 
+enum class MomentKind : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kEightBit = 2 };
+
+inline std::size_t moment_bytes(MomentKind kind) {
+    return kind == MomentKind::kFloat32 ? 4 : kind == MomentKind::kBFloat16 ? 2 : 1;
+}
+
+// Elements that share the exponent of their 8-bit codes, counted from a parameter's start.
+constexpr std::size_t kMomentBlock = 64;
+
+// Both moments of a run of n elements of one parameter. Kinds other than fp32 are rounded
+// stochastically when a pass stores them, by bits that depend on the seed, the parameter, the
+// number of the step and the element's index in its parameter, and on nothing else.
+struct Moments {
+    MomentKind kind = MomentKind::kFloat32;
+    void* m = nullptr;  // n elements of float or bf16; 8-bit: kMomentBlock bytes a block, also if
+    void* v = nullptr;  // it is short, the code of element 16 b + w at byte 4 w + b
+    std::uint8_t* m_exponents = nullptr;  // 8-bit: one for each kMomentBlock elements or part of it
+    std::uint8_t* v_exponents = nullptr;
+    std::uint64_t seed = 0;
+    std::uint64_t parameter = 0;    // a number that no other parameter of the model has
+    std::uint64_t first_index = 0;  // of the run, in its parameter: a multiple of kMomentBlock
+};
+
+// Only preview takes constant moments; it writes none.
+inline Moments fp32_moments(const float* m, const float* v) {
+    Moments moments;
+    moments.m = const_cast<float*>(m);
+    moments.v = const_cast<float*>(v);
+    return moments;
+}
+
 // Arguments are not checked here (the bindings do that): n may be 0; pointers need only their
 // element's natural alignment; num_threads >= 1 is an upper bound on the OpenMP team.
-void adam_commit(float* p, float* m, float* v, std::size_t n, const GradientStep& step,
+void adam_commit(float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                  const Outgoing& out, int num_threads);
-void adam_preview(const float* p, const float* m, const float* v, std::size_t n,
-                  const GradientStep& step, const Outgoing& out, int num_threads);
-void adam_commit_then_preview(float* p, float* m, float* v, std::size_t n,
+void adam_preview(const float* p, const Moments& moments, std::size_t n, const GradientStep& step,
+                  const Outgoing& out, int num_threads);
+void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
                               const GradientStep& previous, const GradientStep& current,
                               const Outgoing& out, int num_threads);
 void adam_publish(const float* p, std::size_t n, const Outgoing& out, int num_threads);
+
+// The same with moments in fp32.
+inline void adam_commit(float* p, float* m, float* v, std::size_t n, const GradientStep& step,
+                        const Outgoing& out, int num_threads) {
+    adam_commit(p, fp32_moments(m, v), n, step, out, num_threads);
+}
+inline void adam_preview(const float* p, const float* m, const float* v, std::size_t n,
+                         const GradientStep& step, const Outgoing& out, int num_threads) {
+    adam_preview(p, fp32_moments(m, v), n, step, out, num_threads);
+}
+inline void adam_commit_then_preview(float* p, float* m, float* v, std::size_t n,
+                                     const GradientStep& previous, const GradientStep& current,
+                                     const Outgoing& out, int num_threads) {
+    adam_commit_then_preview(p, fp32_moments(m, v), n, previous, current, out, num_threads);
+}
 
 // Sum of squares accumulated in float64, in an order that depends on n alone (not on the thread
 // count). Finite exactly when every element is finite.

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "hytrain/adam.h"
+
 namespace hytrain {
 
 // Names of the instruction sets that this build holds and this CPU can run, best first.
@@ -36,8 +38,12 @@ struct Tuning {
 Tuning tuning();
 void set_tuning(const Tuning& tuning);  // throws std::invalid_argument; not while a pass runs
 
-// Reads and writes three fp32 arrays of n elements, leaving every value as it is (24 bytes an
-// element): the memory traffic of an Adam step without its arithmetic, to compare against.
-void read_write(float* p, float* m, float* v, std::size_t n, int num_threads);
+// Reads and writes p, m and v of n elements, leaving every bit as it is (24 bytes an element with
+// moments in fp32; exponents of blocks are left out): the memory traffic of an Adam step without
+// its arithmetic, to compare against.
+void read_write(float* p, const Moments& moments, std::size_t n, int num_threads);
+inline void read_write(float* p, float* m, float* v, std::size_t n, int num_threads) {
+    read_write(p, fp32_moments(m, v), n, num_threads);
+}
 
 }  // namespace hytrain

@@ -21,6 +21,7 @@ from hytrain.hardware import machine
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.tools.kernel_bench.subjects import (
     ARRAY_BYTES_PER_PARAM,
+    BASELINES,
     BYTES_PER_PARAM,
     OURS,
     Arrays,
@@ -63,7 +64,7 @@ class BenchOptions:
         if self.num_elements is not None:
             return self.num_elements
         wanted = _LLC_MULTIPLE * machine.last_level_cache_bytes() // 4
-        fits = int(_MEMORY_SHARE * available_host_bytes()) // ARRAY_BYTES_PER_PARAM
+        fits = int(_MEMORY_SHARE * available_host_bytes() / ARRAY_BYTES_PER_PARAM)
         rounded_up = -(-wanted // _ELEMENT_MULTIPLE) * _ELEMENT_MULTIPLE
         return max(_ELEMENT_MULTIPLE, min(rounded_up, fits))
 
@@ -245,14 +246,14 @@ def _by_subject_and_speed(row: dict[str, float | str]) -> tuple[str, float]:
 def format_table(result: dict[str, object]) -> str:
     """The result of ``run_bench`` as text."""
     subjects = cast("dict[str, dict[str, float] | None]", result)
-    baseline = subjects["read_write"]
-    assert baseline is not None
     rows = [["subject", "Gparam/s", "GB/s", "of read_write", "threads"]]
     for name in BYTES_PER_PARAM:
         figures = subjects[name]
         if figures is None:
             rows.append([name, "not installed", "", "", ""])
             continue
+        baseline = subjects[BASELINES.get(name, name if "read_write" in name else "read_write")]
+        assert baseline is not None
         share = figures["gbytes_per_s"] / baseline["gbytes_per_s"]
         rows.append(
             [

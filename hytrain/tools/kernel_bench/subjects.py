@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from hytrain import _C
+from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding, native_moments
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +28,31 @@ logger = logging.getLogger(__name__)
 BYTES_PER_PARAM = {
     "commit": 28,  # p, m, v read and written; bf16 gradient; bf16 out
     "commit_then_preview": 30,  # one more bf16 gradient
+    "commit_bf16": 20,  # m and v in bf16
+    "commit_then_preview_bf16": 22,
+    "commit_8bit": 16 + 4 / MOMENT_BLOCK,  # m and v in codes, and their exponents
+    "commit_then_preview_8bit": 18 + 4 / MOMENT_BLOCK,
     "preview": 16,  # p, m, v and a bf16 gradient read; bf16 out
     "deepspeed_adam": 28,  # p, m, v read and written; fp32 gradient; no out
     "deepspeed_path": 28 + 8 + 6,  # and the gradient scaled in place; p read, bf16 written
     "torch_fused": 28,
     "read_write": 24,  # p, m, v read and written
+    "read_write_bf16": 16,
+    "read_write_8bit": 12,
 }
 OURS = ("commit", "commit_then_preview", "preview", "read_write")
 
-# What `Arrays` takes: p, m, v, an fp32 gradient; two bf16 gradients and the outgoing copy.
-ARRAY_BYTES_PER_PARAM = 4 * 4 + 3 * 2
+# The loop that only reads and writes the same state, for each pass on moments in fewer bytes.
+BASELINES = {
+    "commit_bf16": "read_write_bf16",
+    "commit_then_preview_bf16": "read_write_bf16",
+    "commit_8bit": "read_write_8bit",
+    "commit_then_preview_8bit": "read_write_8bit",
+}
+
+# What `Arrays` takes: p, m, v, an fp32 gradient; two bf16 gradients and the outgoing copy;
+# the moments in bf16 and in codes.
+ARRAY_BYTES_PER_PARAM = 4 * 4 + 3 * 2 + 2 * 2 + 2 + 2 / MOMENT_BLOCK
 
 # Small enough that a thousand steps leave the values ordinary.
 _LR = 1e-6
@@ -56,10 +72,13 @@ class Arrays:
     previous: torch.Tensor  # bf16
     current: torch.Tensor  # bf16
     out: torch.Tensor  # bf16
+    bf16: tuple[Moment, Moment]
+    eight_bit: tuple[Moment, Moment]
 
     @classmethod
     def random(cls, n: int) -> Arrays:
         """Ordinary values; every page is touched by torch's threads."""
+        ordinary = torch.randn(n) * 1e-2
         return cls(
             p=torch.randn(n),
             m=torch.randn(n) * 1e-2,
@@ -68,27 +87,48 @@ class Arrays:
             previous=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
             current=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
             out=torch.zeros(n, dtype=torch.bfloat16),
+            bf16=(ordinary.to(torch.bfloat16), ordinary.square().to(torch.bfloat16)),
+            eight_bit=(_ordinary_codes(n), _ordinary_codes(n)),
         )
 
 
+def _ordinary_codes(n: int) -> EightBit:
+    num_blocks = -(-n // MOMENT_BLOCK)
+    codes = torch.randint(0, 256, (num_blocks * MOMENT_BLOCK,), dtype=torch.uint8)
+    return EightBit(codes, torch.full((num_blocks,), 120, dtype=torch.uint8))
+
+
 def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
-    """The kernel's passes and the loop that only reads and writes."""
+    """The kernel's passes and the loops that only read and write, for each kind of moments."""
     hyper = _C.AdamHyper(_LR, 0.9, 0.999, 1e-8, _WEIGHT_DECAY, 10, True, True)
     bf16 = _C.DType.bfloat16
     previous = _C.GradientStep(arrays.previous.data_ptr(), bf16, 0.5, hyper)
     current = _C.GradientStep(arrays.current.data_ptr(), bf16, 0.5, hyper)
     out = _C.Outgoing(arrays.out.data_ptr(), bf16, non_temporal)
     n = arrays.p.numel()
-    p, m, v = arrays.p.data_ptr(), arrays.m.data_ptr(), arrays.v.data_ptr()
-    runs: dict[str, Run] = {
-        "commit": lambda threads: _C.commit(p, m, v, n, current, out, threads),
-        "commit_then_preview": lambda threads: _C.commit_then_preview(
-            p, m, v, n, previous, current, out, threads
-        ),
-        "preview": lambda threads: _C.preview(p, m, v, n, current, out, threads),
-        "read_write": lambda threads: _C.read_write(p, m, v, n, threads),
-    }
-    return {name: _holding(arrays, run) for name, run in runs.items()}
+    p = arrays.p.data_ptr()
+    runs: dict[str, Run] = {}
+    for suffix, (m, v) in (
+        ("", (arrays.m, arrays.v)),
+        ("_bf16", arrays.bf16),
+        ("_8bit", arrays.eight_bit),
+    ):
+        moments = native_moments(m, v, Rounding(1, 2))
+        runs |= {
+            f"commit{suffix}": lambda threads, moments=moments: _C.commit(
+                p, moments, n, current, out, threads
+            ),
+            f"commit_then_preview{suffix}": lambda threads, moments=moments: _C.commit_then_preview(
+                p, moments, n, previous, current, out, threads
+            ),
+            f"preview{suffix}": lambda threads, moments=moments: _C.preview(
+                p, moments, n, current, out, threads
+            ),
+            f"read_write{suffix}": lambda threads, moments=moments: _C.read_write(
+                p, moments, n, threads
+            ),
+        }
+    return {name: _holding(arrays, run) for name, run in runs.items() if name in BYTES_PER_PARAM}
 
 
 def _holding(arrays: Arrays, run: Run) -> Run:

@@ -19,6 +19,7 @@ from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.kernels.host_memory import host_zeros
+from hytrain.kernels.moments import native_moments
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler.ranks import Ranks
 
@@ -163,6 +164,7 @@ def cpu_rates(
     n = elements or _elements(ranks_on_host)
     # In huge pages, like the memory that training updates.
     p, m, v = (host_zeros(n) for _ in range(3))
+    moments = native_moments(m, v, None)
     previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
     hyper = AdamHyper(lr=1e-3)
     steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
@@ -174,7 +176,7 @@ def cpu_rates(
 
     def sweep(threads: int) -> float:
         begin = time.perf_counter()
-        _C.read_write(p.data_ptr(), m.data_ptr(), v.data_ptr(), n, threads)
+        _C.read_write(p.data_ptr(), moments, n, threads)
         return time.perf_counter() - begin
 
     load = TrainingLoad(device, n * out.itemsize)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from moment_cases import KINDS, make_rounded, same_moment
 
 from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
-from hytrain.kernels.device_adam import device_adam, reference_device_adam
+from hytrain.kernels.device_adam import cuda_adam, device_adam, reference_device_adam
+from hytrain.kernels.moments import EightBit, Moment, Rounding
+from hytrain.kernels.reference import stored_moments
 
 HYPERS = [
     AdamHyper(lr=1e-3, weight_decay=0.1, step=7),
@@ -82,3 +87,81 @@ def test_gpu_norm(n: int) -> None:
     norm.measure(0, gradient)
     expected = float(gradient.double().square().sum())
     assert float(norm.sums[0]) == pytest.approx(expected, rel=1e-12)
+
+
+def on_device(moment: Moment, device: str) -> Moment:
+    if isinstance(moment, EightBit):
+        return EightBit(*(tensor.to(device) for tensor in moment))
+    return moment.to(device)
+
+
+# The last one is cut within the run, where the upper half of the index changes.
+FIRSTS = (0, 128, 2**32 - 192)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rounded_moments_on_a_cpu_are_the_cpu_kernel(kind: torch.dtype) -> None:
+    case, twin = (make_rounded(1000, kind, torch.bfloat16) for _ in range(2))
+    weights = torch.full_like(case.p, 7.0, dtype=torch.bfloat16)
+    rounding = Rounding(1, 2, 64)
+    scale = float(torch.tensor(SCALE))
+    for skip in (1.0, 0.0):
+        outcome = torch.tensor([SCALE, skip])
+        device_adam(*case.state, case.current, weights, outcome, HYPERS[0], rounding)
+        if skip:
+            assert same_moment(case.m, twin.m)
+            assert bool((weights == 7.0).all())
+    commit(*twin.state, Gradient(twin.current, scale, HYPERS[0]), rounding=rounding)
+    assert torch.equal(case.p, twin.p)
+    assert same_moment(case.m, twin.m)
+    assert same_moment(case.v, twin.v)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 1000, 2048, 100003])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize("hyper", HYPERS, ids=["adamw", "l2"])
+def test_rounded_moments_on_a_gpu_are_bitwise_the_cpu_kernel(
+    hyper: AdamHyper, first: int, kind: torch.dtype, n: int
+) -> None:
+    case = make_rounded(n, kind, torch.bfloat16)
+    rounding = Rounding(1, 2, first)
+    p, g = case.p.cuda(), case.current.cuda()
+    m, v = (on_device(moment, "cuda") for moment in (case.m, case.v))
+    weights = torch.empty(n, dtype=torch.bfloat16, device="cuda")
+    device_adam(p, m, v, g, weights, torch.tensor([SCALE, 0.0]).cuda(), hyper, rounding)
+    expected = torch.empty(n, dtype=torch.bfloat16)
+    gradient = Gradient(case.current, float(torch.tensor(SCALE)), hyper)
+    commit(*case.state, gradient, rounding=rounding, out=expected)
+    assert torch.equal(p.cpu(), case.p)
+    assert torch.equal(weights.cpu(), expected)
+    assert same_moment(on_device(m, "cpu"), case.m)
+    assert same_moment(on_device(v, "cpu"), case.v)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
+)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("first", FIRSTS)
+def test_rounding_in_triton_is_the_reference(first: int, kind: torch.dtype) -> None:
+    """The interpreter does not fuse, so its own fp32 step is what is rounded."""
+    n = 5000
+    hyper, rounding = HYPERS[0], Rounding(1, 2, first)
+    case = make_rounded(n, kind, torch.bfloat16)
+    case.current[70] = float("nan")
+    p, (m, v), g = case.p.clone(), case.read(), case.current
+    weights, expected = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
+    outcome = torch.tensor([SCALE, 0.0])
+    cuda_adam(*case.state, g, weights, outcome, hyper, rounding)
+    cuda_adam(p, m.clone(), v.clone(), g, expected, outcome, hyper, None)
+    m32, v32 = m.clone(), v.clone()
+    cuda_adam(case.p.new_zeros(n), m32, v32, g, expected.clone(), outcome, hyper, None)
+    stored = stored_moments(m32, v32, kind, rounding, hyper.step)
+    assert torch.equal(case.p.nan_to_num(), p.nan_to_num())
+    assert torch.equal(weights.nan_to_num(), expected.nan_to_num())
+    assert same_moment(case.m, stored[0])
+    assert same_moment(case.v, stored[1])

@@ -47,7 +47,7 @@ def test_updates_and_sweeps_against_threads(monkeypatch: pytest.MonkeyPatch) -> 
         runs.append(("update", num_threads))
         clock.take(0.8 / num_threads)
 
-    def sweep(p: int, m: int, v: int, n: int, threads: int) -> None:
+    def sweep(p: int, moments: object, n: int, threads: int) -> None:
         runs.append(("sweep", threads))
         clock.take(0.4 / threads)
 
