@@ -12,7 +12,6 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
-from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
@@ -155,17 +154,6 @@ def _build_on(
             build_placement(plan, pipeline, config, threads),
             passes,
         )
-        if settings.stage == 3:
-            in_layers = {id(slot.parameter) for layer in passes.layers for slot in layer.slots}
-            offered = GatheringParameters(
-                passes,
-                [p for p in model.parameters() if id(p) not in in_layers],
-                collectives.group,
-                optimizer.synchronize,
-                optimizer.flush,
-                refresh_master,
-            )
-            passes.when_closed(offered.detach)
         return optimizer
     except BaseException:
         cpu.close()  # no engine will: its thread and its pinned memory would stay

@@ -31,6 +31,7 @@ from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
+from hytrain.engine.zero3_surface import offer_zero3
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan
@@ -102,6 +103,8 @@ class HyTrainEngine(DeepSpeedEngine):
             self.optimizer.kept, self.optimizer.gradients, self._model.parameters()
         )
         self.optimizer.weights.when_closed(access.detach)
+        if int(self.zero_optimization_stage()) == 3:
+            offer_zero3(self.optimizer, self._model)
         self._watch_plan(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         close_at_exit(self.optimizer)

@@ -73,6 +73,8 @@ class PassGuide:
             state = layer.trained
             for part in layer.sharded:
                 part.allow_reads()
+            if self._weights.is_suspended:
+                self._check_gathered(layer)
             if state is None:
                 if schedule is not None:
                     schedule.use(layer.index)
@@ -87,6 +89,15 @@ class PassGuide:
                 passes.before_use(state)
         if layers[0].trained is not None:  # the time of others counts as the layer's before them
             passes.timer.enter(layers[0].index)
+
+    def _check_gathered(self, layer: LayerWeights) -> None:
+        if layer.sharded and not self._weights.gatherer.is_live(layer):
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are used after the hooks that gather them were "
+                "removed (optimizer.parameter_offload.forward_hooks): call the model inside `with "
+                "deepspeed.zero.GatheredParameters(model.parameters()):`, or "
+                "optimizer.parameter_offload._register_deepspeed_module(model) before"
+            )
 
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""

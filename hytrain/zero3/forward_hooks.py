@@ -19,7 +19,7 @@ from torch import nn
 
 from hytrain.model.discovery import is_container
 from hytrain.model.layer_state import LayerState
-from hytrain.model.weight_reads import WatchedParameters, storage_handle, telling_of_saved
+from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.zero3.layer_weights import LayerWeights
 
 
@@ -115,7 +115,8 @@ class LayerGuards:
         self._guarded = _modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
-        self._watched = [watched for x in owner.layers for watched in _watch(x, owner)]
+        self._saved: SavedWeights | None = None
+        self._watched = [watched for x in owner.layers for watched in self._watch(x)]
         for module, indices in self._guarded.items():
             if module is model:
                 continue
@@ -152,8 +153,11 @@ class LayerGuards:
             for _low, _high, flat in part.storage.runs
             if part.storage.reads is not None
         }
-        with telling_of_saved(saved):
-            yield
+        with SavedWeights(saved) as self._saved:
+            try:
+                yield
+            finally:
+                self._saved = None
 
     def close(self) -> None:
         """The parameters are plain ones again. May be called twice."""
@@ -169,6 +173,7 @@ class LayerGuards:
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
+            self._watch_saved()
             self._owner.enter_forward(layers)
 
         return hook
@@ -194,6 +199,7 @@ class LayerGuards:
                 for tensor in tensors_in(outputs):
                     if tensor.requires_grad and id(tensor) not in given:
                         tensor.register_hook(enter_backward)
+            self._watch_saved()
             self._owner.leave_forward(layers)
 
         return hook
@@ -220,32 +226,38 @@ class LayerGuards:
                     tensor.register_hook(self._backward_begins)
         self._owner.end_forward()
 
+    def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
+        """Has the layer's weights tell of reads that no hook tells of."""
+
+        def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+            del name, may_refuse, was_read
+            self._owner.read_trained(layer)
+
+        def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+            if may_refuse:
+                self._owner.read_sharded(layer, name, was_read=was_read)
+                if self._saved is not None and not was_read:
+                    self._saved.pause()
+
+        state = layer.resident
+        if state is not None:
+            state.update.reads = WatchedParameters(
+                [slot.parameter for slot in state.layout.slots], read_trained
+            )
+            yield state.update.reads
+        for part in layer.sharded:
+            reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
+            reads.disallow_all()
+            part.storage.reads = reads
+            yield reads
+
+    def _watch_saved(self) -> None:
+        """At a module's bounds: what was told of before is over."""
+        if self._saved is not None:
+            self._saved.resume()
+
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
         self._owner.backward_begins()
-
-
-def _watch(layer: LayerWeights, owner: WeightsOwner) -> Iterator[WatchedParameters]:
-    """Has the layer's weights tell of reads that no hook tells of."""
-
-    def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-        del name, may_refuse, was_read
-        owner.read_trained(layer)
-
-    def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-        if may_refuse:
-            owner.read_sharded(layer, name, was_read=was_read)
-
-    state = layer.resident
-    if state is not None:
-        state.update.reads = WatchedParameters(
-            [slot.parameter for slot in state.layout.slots], read_trained
-        )
-        yield state.update.reads
-    for part in layer.sharded:
-        reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
-        reads.disallow_all()
-        part.storage.reads = reads
-        yield reads
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
