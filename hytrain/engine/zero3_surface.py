@@ -1,4 +1,4 @@
-"""What libraries look for where DeepSpeed's ZeRO-3 is in use: on parameters and on the optimizer."""
+"""What libraries look for on parameters and the optimizer where DeepSpeed's ZeRO-3 is in use."""
 
 from __future__ import annotations
 

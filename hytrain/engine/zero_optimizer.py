@@ -16,6 +16,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
+from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import RankState
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.clipping import Outcome
@@ -45,6 +46,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     overflow = False
     """Whether the last step was skipped."""
     _global_grad_norm: float | torch.Tensor | None = None
+    parameter_offload: ParameterOffload
+    """In ZeRO-3 only: libraries take it for the sign of that."""
 
     def __init__(
         self,

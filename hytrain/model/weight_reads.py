@@ -129,6 +129,7 @@ class _Watched(nn.Parameter):
     own: ClassVar[type[nn.Parameter]]
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -168,7 +169,7 @@ class _Watched(nn.Parameter):
             return own.__reduce_ex__(proto)
 
 
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage]
+_autograd: Any = vars(torch._C)["_autograd"]
 """torch's stack of hooks for what autograd saves."""
 _reads_nothing: set[Callable[..., Any]] = set()
 """Functions of which :func:`_read_by` has said so."""
@@ -216,8 +217,8 @@ class SavedWeights:
     costs some microseconds for every tensor that is saved: for a model's first pass.
 
     Autograd gives a function's backward a copy of what it saved under such hooks, and the object
-    itself otherwise, with the attributes that users ask a parameter for. So from a read that was
-    told of, as a user's own function makes it, until the next module nothing more is told.
+    itself otherwise, with the attributes that users ask a parameter for. So where a user's function
+    is known to read weights, :meth:`stop`.
     """
 
     def __init__(self, watched: Mapping[int, WatchedParameters]) -> None:
@@ -227,8 +228,7 @@ class SavedWeights:
         """
         self._watched = watched
         self._hooks = (self._pack, _unpack)
-        self._below: Any = None
-        self._is_paused = False
+        self._is_stopped = False
         self._stack = ExitStack()
 
     def __enter__(self) -> SavedWeights:
@@ -238,22 +238,17 @@ class SavedWeights:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._is_paused:
-            _autograd._push_saved_tensors_default_hooks(*self._hooks)  # for the context to take away
+        if self._is_stopped:
+            _autograd._push_saved_tensors_default_hooks(
+                *self._hooks
+            )  # for the context to take away
         self._stack.close()
 
-    def pause(self) -> None:
-        """A read has been told of. Hooks of others, which came later, stay as they are."""
-        if not self._is_paused and _top_hooks() == self._hooks:
+    def stop(self) -> None:
+        """Nothing more is told in this block; inside of hooks of somebody else's it goes on."""
+        if not self._is_stopped and _top_hooks() == self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
-            self._below = _top_hooks()
-            self._is_paused = True
-
-    def resume(self) -> None:
-        """A module begins or ends. Below somebody else's hooks ours cannot be put any more."""
-        if self._is_paused and _top_hooks() == self._below:
-            _autograd._push_saved_tensors_default_hooks(*self._hooks)
-            self._is_paused = False
+            self._is_stopped = True
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, _Watched):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -133,6 +133,15 @@ class PassGuide:
                 part.allow_reads()
 
     @property
+    def has_held(self) -> bool:
+        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
+        return self._weights.has_held
+
+    def when_held(self, function: Callable[[], None]) -> None:
+        """Calls it at each such read."""
+        self._weights.when_held = function
+
+    @property
     def records_forward(self) -> bool:
         """Whether the next forward is the first of its kind (ZeRO-3)."""
         schedule = self._weights.active
@@ -195,7 +204,7 @@ class PassGuide:
                 f"weights of layer '{layer.name}' are read ({name}) outside of the model's "
                 f"forward. {_ONLY_SHARDS}"
             )
-        schedule.hold(layer.index)
+        self._weights.hold(layer)
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones.

@@ -78,6 +78,15 @@ class WeightsOwner(Protocol):
         ...
 
     @property
+    def has_held(self) -> bool:
+        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
+        ...
+
+    def when_held(self, function: Callable[[], None]) -> None:
+        """Calls it at each such read."""
+        ...
+
+    @property
     def records_forward(self) -> bool:
         """Whether the next forward is the first of its kind (ZeRO-3)."""
         ...
@@ -89,11 +98,15 @@ class WeightsOwner(Protocol):
 
 
 class _Hook:
-    """A hook of a model that copies of the model do not have: their weights are their own."""
+    """A hook of a model that copies of the model do not have: their weights are their own.
+
+    torch.compile is kept out of it: what a hook waits for and gathers is no part of a graph.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
+    @torch.compiler.disable
     def __call__(self, *arguments: object, **named: object) -> None:
         self._function(*arguments, **named)
 
@@ -116,6 +129,7 @@ class LayerGuards:
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         self._saved: SavedWeights | None = None
+        owner.when_held(self._layer_held)
         self._watched = [watched for x in owner.layers for watched in self._watch(x)]
         for module, indices in self._guarded.items():
             if module is model:
@@ -154,6 +168,8 @@ class LayerGuards:
             if part.storage.reads is not None
         }
         with SavedWeights(saved) as self._saved:
+            if self._owner.has_held:
+                self._layer_held()
             try:
                 yield
             finally:
@@ -173,7 +189,6 @@ class LayerGuards:
     ) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             self._seen.add(module)
-            self._watch_saved()
             self._owner.enter_forward(layers)
 
         return hook
@@ -199,7 +214,6 @@ class LayerGuards:
                 for tensor in tensors_in(outputs):
                     if tensor.requires_grad and id(tensor) not in given:
                         tensor.register_hook(enter_backward)
-            self._watch_saved()
             self._owner.leave_forward(layers)
 
         return hook
@@ -236,8 +250,6 @@ class LayerGuards:
         def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
             if may_refuse:
                 self._owner.read_sharded(layer, name, was_read=was_read)
-                if self._saved is not None and not was_read:
-                    self._saved.pause()
 
         state = layer.resident
         if state is not None:
@@ -251,10 +263,10 @@ class LayerGuards:
             part.storage.reads = reads
             yield reads
 
-    def _watch_saved(self) -> None:
-        """At a module's bounds: what was told of before is over."""
+    def _layer_held(self) -> None:
+        """A user's function reads weights in this pass, perhaps to save them for its backward."""
         if self._saved is not None:
-            self._saved.resume()
+            self._saved.stop()
 
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
         self._owner.backward_begins()

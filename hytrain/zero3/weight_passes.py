@@ -52,6 +52,10 @@ class WeightPasses:
         if self.is_sharded and settings is not None:
             self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
         self._explicit = False
+        self.has_held = False
+        """A read outside of modules has made a layer stay through all passes."""
+        self.when_held: Callable[[], None] = lambda: None
+        """Called at each such read."""
         self.is_suspended = False
         """Modules' hooks gather nothing, since the user has removed them for now."""
         self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
@@ -234,6 +238,8 @@ class WeightPasses:
         """
         assert self.schedule is not None
         self.schedule.hold(layer.index)
+        self.has_held = True
+        self.when_held()
 
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
