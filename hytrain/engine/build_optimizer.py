@@ -43,6 +43,7 @@ class BuildSettings:
         clip: clipping and overflow check.
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
+        refuse_unused: see :class:`StepSettings`.
     """
 
     stage: Literal[1, 2, 3]
@@ -50,6 +51,7 @@ class BuildSettings:
     clip: ClipSettings
     mean: bool
     host: HostShare
+    refuse_unused: bool = False
 
 
 def build_optimizer(
@@ -149,6 +151,7 @@ def _build_on(
                 unscale=1.0 / collectives.world_size if settings.mean else 1.0,
                 reduce_every_backward=settings.stage >= 2,
                 overlap_forward=config.offload.overlap_forward,
+                refuse_unused=settings.refuse_unused,
             ),
             engine,
             build_placement(plan, pipeline, config, threads),

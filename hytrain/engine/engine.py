@@ -26,6 +26,7 @@ from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
+from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
@@ -261,8 +262,10 @@ class HyTrainEngine(DeepSpeedEngine):
                 the first of the step.
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
+            ConfigError: called in a block of :meth:`coalesce_grad_reduction`.
         """
         optimizer = self.open_optimizer()
+        refuse_coalescing(self)
         optimizer.passes.refuse_aborted()
         steps = self.global_steps
         with optimizer.collectives.reporting_failures():
@@ -284,6 +287,21 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         with optimizer.collectives.reporting_failures():
             optimizer.zero_grad()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Generator[None]:
+        """A block whose backward passes make one step, which is taken behind it.
+
+        As DeepSpeed's: below ZeRO-3 gradients are reduced once, when the block has ended; until
+        then a rank keeps the whole unreduced gradient. In ZeRO-3 each backward reduces, since
+        weights are gathered and given up in it anyway. Either way step() applies the sum.
+
+        Raises:
+            ConfigError: step() in the block, a block in another or in no_sync(), or gradient
+                accumulation that the script manages itself.
+        """
+        with coalesced(self):
+            yield
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None

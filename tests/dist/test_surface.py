@@ -1,9 +1,9 @@
-"""What libraries read of parameters and optimizer under DeepSpeed's ZeRO-3, on 2 ranks."""
+"""What libraries and scripts use of DeepSpeed's surface, most of it in ZeRO-3, on 2 ranks."""
 
 from __future__ import annotations
 
 import pytest
-import rank_zero3_surface as cases
+import rank_surface as cases
 from harness import RankPools
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,3 +33,8 @@ def test_gathered_in_a_forward(ranks: RankPools) -> None:
 
 def test_compiled_as_eager(ranks: RankPools) -> None:
     ranks(2).run(cases.compiled_as_eager)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_coalesced_is_the_sum(ranks: RankPools, stage: int) -> None:
+    ranks(2).run(cases.coalesced_is_the_sum, stage)

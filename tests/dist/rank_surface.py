@@ -1,4 +1,4 @@
-"""Cases of what libraries read of parameters and optimizer under DeepSpeed's ZeRO-3."""
+"""Cases of what libraries and scripts use of DeepSpeed's surface, most of it in ZeRO-3."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_grad
 from rank_training import config_for
 from support.engines import built
 from support.models import Mlp, make_batch, make_model
 from torch import nn
 
-from hytrain.errors import UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError
 
 _LR = 1e-2
 
@@ -228,3 +229,32 @@ def compiled_as_eager() -> None:
                 engine.step()
         losses.append(found)
     assert losses[0] == losses[1]
+
+
+def coalesced_is_the_sum(stage: int) -> None:
+    """Backward passes in a block, and the same without it: one step, bit for bit the same sums."""
+    states: list[dict[str, dict[str, torch.Tensor]]] = []
+    for is_coalesced in (False, True):
+        config = config_for((0.5, 0.5), stage=stage, gpu_fraction=0.5, bf16=False)
+        with built(make_model("mlp"), config) as engine:
+            for step in range(3):
+                block = engine.coalesce_grad_reduction() if is_coalesced else None
+                with block or contextlib.nullcontext():
+                    for number in range(2):
+                        engine.backward(engine(**make_batch("mlp", 4 * step + 2 * number)))
+                    if is_coalesced:
+                        with pytest.raises(ConfigError, match="behind the block"):
+                            engine.step()
+                        with (
+                            pytest.raises(ConfigError, match="leave one of them"),
+                            engine.coalesce_grad_reduction(),
+                        ):
+                            pass
+                gradient = safe_get_full_grad(engine.module.head.weight)
+                assert gradient.any()
+                engine.step()
+                assert engine.global_steps == step + 1
+            states.append(engine.fp32_state_dict())
+    for name, tensors in states[0].items():
+        for kind, expected in tensors.items():
+            torch.testing.assert_close(states[1][name][kind], expected, rtol=1e-5, atol=1e-7)
