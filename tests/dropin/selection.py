@@ -48,7 +48,7 @@ REST = (
     "unit/runtime/test_ds_config_dict.py",
     "unit/monitor/test_monitor.py",
 )
-"""The second, of tests/unit/{runtime, v1/zero, checkpoint} mostly; what is in the first is run once."""
+"""The second; what is in the first, too, is run once."""
 
 HANGS = ("TestCPUAdamGPUError",)
 """Left out: on a CPU it does not end."""

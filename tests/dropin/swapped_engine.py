@@ -1,7 +1,7 @@
 """Imported by the process that DeepSpeed's test ranks are forked from; swaps hytrain in.
 
-With ``DROPIN_ENGINE=hytrain`` a configuration that hytrain can serve (ZeRO 1 to 3 with an Adam) gets
-a "hytrain" section and the optimizer in host memory; any other is left to plain DeepSpeed.
+With ``DROPIN_ENGINE=hytrain`` a configuration that hytrain can serve (ZeRO 1 to 3 with an Adam)
+gets a "hytrain" section and the optimizer in host memory; any other is left to plain DeepSpeed.
 """
 
 from __future__ import annotations
