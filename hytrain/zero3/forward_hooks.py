@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -97,6 +97,14 @@ class WeightsOwner(Protocol):
         ...
 
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def _outside_of_graphs(function: _Function) -> _Function:
+    """torch.compile leaves the function alone, whose type the checker would lose otherwise."""
+    return cast(_Function, torch.compiler.disable(function))
+
+
 class _Hook:
     """A hook of a model that copies of the model do not have: their weights are their own.
 
@@ -106,7 +114,7 @@ class _Hook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def __call__(self, *arguments: object, **named: object) -> None:
         self._function(*arguments, **named)
 
