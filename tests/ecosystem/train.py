@@ -203,8 +203,9 @@ def _lightning(options: argparse.Namespace) -> Result:
     from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
 
-    # Its strategy asks for a GPU by class; everything behind that works on a CPU.
+    # Its strategy asks for a GPU, by class and index; everything behind that works on a CPU.
     deepspeed.CUDAAccelerator = CPUAccelerator
+    deepspeed._validate_device_index_selection = lambda _devices: None
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
