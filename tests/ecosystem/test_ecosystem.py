@@ -40,7 +40,7 @@ def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: s
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     environment = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(
             [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         ),
@@ -68,6 +68,8 @@ def test_losses(kind: str, stage: int, ranks: int, more: tuple[str, ...], tmp_pa
         {"accelerate": "accelerate", "lightning": "lightning"}.get(kind, "trl"),
         reason="run `make test-ecosystem`",
     )
+    if kind == "lightning" and os.environ.get("DS_ACCELERATOR") == "cpu":
+        pytest.skip("Lightning's DeepSpeedStrategy refuses to run without a GPU")
     plain, ours = (
         train(kind, engine, stage, ranks, tmp_path / engine, *more)
         for engine in ("plain", "hytrain")

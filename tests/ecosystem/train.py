@@ -200,12 +200,7 @@ def _accelerate(options: argparse.Namespace) -> Result:
 
 def _lightning(options: argparse.Namespace) -> Result:
     import lightning.pytorch as pl
-    from lightning.pytorch.accelerators import CPUAccelerator
-    from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
-
-    # Its strategy asks for a GPU, by class and index; everything behind that works on a CPU.
-    deepspeed.CUDAAccelerator = CPUAccelerator
-    deepspeed._validate_device_index_selection = lambda _devices: None
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -226,7 +221,7 @@ def _lightning(options: argparse.Namespace) -> Result:
     tokens = torch.randint(3, 64, (12, 8), generator=generator)
     module = Module()
     pl.Trainer(
-        accelerator="cpu", devices=1, strategy=DeepSpeedStrategy(config=config), max_epochs=1,
+        accelerator="gpu", devices=1, strategy=DeepSpeedStrategy(config=config), max_epochs=1,
         gradient_clip_val=1.0, logger=False, enable_checkpointing=False, precision="32-true",
         enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(options.folder),
