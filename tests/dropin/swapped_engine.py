@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from unit.checkpoint import common
 
-import hytrain
+import hytrain.api  # before the name is replaced: it keeps what it finds there
 from hytrain.engine.deepspeed_internals import load_config
 from hytrain.engine.engine import HyTrainEngine
 
