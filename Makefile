@@ -24,8 +24,9 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-# Every test belongs to one of the five targets: test, test-parity, test-experiments, test-stress, test-gpu.
-EVERYDAY := not parity_full and not experiment and not gpu and not stress
+# Every test belongs to one of the targets test, test-parity, test-experiments, test-stress, test-gpu and
+# test-ecosystem.
+EVERYDAY := not parity_full and not experiment and not ecosystem and not gpu and not stress
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
@@ -35,6 +36,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
 
 .PHONY: all install demo check docs lint format bench bench-plan test-plan clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
+.PHONY: test-ecosystem test-dropin
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -88,6 +90,30 @@ FUZZ_ARGS ?=
 FUZZ = $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES),--minutes $(MINUTES))
 test-fuzz: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/fuzz/run.py $(FUZZ) $(FUZZ_ARGS)
+
+# Pinned libraries on top of the environment, in one of their own: those of .venv stay as they are.
+COMPAT := .venv-compat
+COMPAT_STAMP := $(COMPAT)/.installed
+COMPAT_RUN = PATH="$(CURDIR)/$(COMPAT)/bin:$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
+    OMP_NUM_THREADS=1 $(COMPAT)/bin/python
+
+$(COMPAT_STAMP): $(STAMP) tests/ecosystem/requirements.txt
+	$(BIN)/python -m venv $(COMPAT)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	    > "$$($(COMPAT)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	$(COMPAT)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements.txt
+	touch $@
+
+# Trainer, accelerate, Lightning, TRL and peft beside plain DeepSpeed (docs/dropin.md).
+test-ecosystem: $(COMPAT_STAMP)
+	$(COMPAT_RUN) -m pytest -m ecosystem $(TEST_ARGS) tests/ecosystem
+
+# DeepSpeed's own unit tests, plain and with hytrain: DEEPSPEED_TESTS=<its repository>/tests, of the
+# installed release. TIER: first, rest or all.
+DEEPSPEED_TESTS ?=
+TIER ?= first
+test-dropin: $(COMPAT_STAMP)
+	$(COMPAT_RUN) tests/dropin/run.py $(DEEPSPEED_TESTS) --tier $(TIER)
 
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
 # (zero2_plan.json needs a plan of the machine's own.)
@@ -159,4 +185,4 @@ sanitize-memory sanitize-threads: sanitize-%: install
 	    --timeout 120
 
 clean:
-	rm -rf build dist *.egg-info hytrain/_C.*.so $(STAMP) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(COMPAT) build dist *.egg-info hytrain/_C.*.so $(STAMP) .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.config_checks import check_config, refuse_misplaced_section
 from hytrain.engine.deepspeed_internals import (
     avoid_cpu_communication_build,
     check_version,
@@ -85,6 +86,7 @@ def initialize(
             "--deepspeed_config FILE"
         )
     loaded = load_config(given)
+    refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
@@ -92,6 +94,9 @@ def initialize(
     if optimizer is None and not _names_optimizer(loaded):
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
+    check_config(
+        loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
+    )
     refuse_unsupported(loaded)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_fit(section, model, optimizer, mpu)

@@ -11,13 +11,27 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hytrain.errors import ConfigError
 
 SECTION = "hytrain"
+
+
+# JSON has types: true is no number here, and "4" neither.
+Number = Annotated[float, Strict()]
+Count = Annotated[int, Strict()]
+Flag = Annotated[bool, Strict()]
 
 
 class _Section(BaseModel):
@@ -34,13 +48,13 @@ class LayersConfig(_Section):
 class OffloadConfig(_Section):
     """How the CPU update runs."""
 
-    cpu_threads: int | None = Field(default=None, ge=1)
+    cpu_threads: Count | None = Field(default=None, ge=1, le=4096)
     """Threads of the CPU kernel; null: a short calibration at start chooses."""
 
-    chunk_elements: int = Field(default=16 * 1024 * 1024, ge=1024)
+    chunk_elements: Count = Field(default=16 * 1024 * 1024, ge=1024, le=2**30)
     """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
 
-    overlap_forward: bool = True
+    overlap_forward: Flag = True
     """False: step() waits until every layer is updated, instead of each layer's next forward."""
 
     @field_validator("chunk_elements")
@@ -111,19 +125,19 @@ class SolverConfig(_Section):
     """"pipeline" predicts the step for every number of GPU layers; "closed_form" is the published
     balance of backward and CPU update."""
 
-    alpha: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    alpha: Number | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """GPU over CPU update time of a layer; null: measured."""
 
-    interval: int = Field(default=1, ge=1)
+    interval: Count = Field(default=1, ge=1)
     """Steps between two solves."""
 
-    gpu_memory_reserve_bytes: int | None = Field(default=None, ge=0)
+    gpu_memory_reserve_bytes: Count | None = Field(default=None, ge=0)
     """GPU memory that the placement leaves free; null: 4 % of it, at least 1 GiB."""
 
-    host_memory_reserve_bytes: int | None = Field(default=None, ge=0)
+    host_memory_reserve_bytes: Count | None = Field(default=None, ge=0)
     """Host memory that the placement leaves free; null: 3 % of it, at least 1 GiB."""
 
-    start: tuple[float, ...] | None = None
+    start: tuple[Number, ...] | None = None
     """k of the first steps, before anything is measured, one number a rank; null: the fewest layers
     that fit."""
 
@@ -175,19 +189,19 @@ class TraceConfig(_Section):
 class HyTrainConfig(_Section):
     """The whole section. docs/configuration.md explains every key."""
 
-    gpu_fraction: float | Literal["solve"] = "solve"
+    gpu_fraction: Number | Literal["solve"] = "solve"
     """k: share of the layers, counted from the first, whose state is on the GPU."""
 
     solver: SolverConfig = SolverConfig()
 
-    shard_fractions: tuple[float, ...] | None = None
+    shard_fractions: tuple[Number, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
 
-    batch_sizes: tuple[int, ...] | None = None
+    batch_sizes: tuple[Count, ...] | None = None
     """Samples of the global batch that each rank computes in ``engine.train_batch``, one number a
     rank, 0 for a rank that only holds state; null: as DeepSpeed's keys say."""
 
-    micro_batch_sizes: tuple[int, ...] | None = None
+    micro_batch_sizes: tuple[Count, ...] | None = None
     """Most samples that each rank computes at once, one number a rank; needs ``batch_sizes``."""
 
     accumulation: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
@@ -202,7 +216,7 @@ class HyTrainConfig(_Section):
     """A file of ``hytrain plan``, from the configuration's folder or the current one: it decides
     batches, shards, activations and the k to start with. It must be for this very job."""
 
-    wait_in_stream: bool = True
+    wait_in_stream: Flag = True
     """Ranks of a host wait for each other in front of NCCL's kernels, not inside of them."""
 
     layers: LayersConfig = LayersConfig()
@@ -210,13 +224,15 @@ class HyTrainConfig(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     trace: TraceConfig = TraceConfig()
 
-    @field_validator("gpu_fraction")
+    @field_validator("gpu_fraction", mode="before")
     @classmethod
-    def _in_range(cls, value: float | str) -> float | str:
-        if isinstance(value, str):
+    def _in_range(cls, value: Any) -> Any:
+        # Before the type's own check, which has one line for each of the two that it may be.
+        if value == "solve":
             return value
-        if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-            raise ValueError(f"must be a number in [0, 1], got {value}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not 0.0 <= value <= 1.0:
+            raise ValueError('must be a number in [0, 1], or "solve", which decides at run time')
         return value
 
     @field_validator("shard_fractions")

@@ -30,7 +30,10 @@ def taken_keys(client_state: Mapping[str, Any]) -> str | None:
     """What is wrong with keys that would replace what the engine needs; None for nothing."""
     taken = sorted(RESERVED_CLIENT_KEYS & set(client_state))
     if not taken:
-        return None
+        info = client_state.get(UNIVERSAL_INFO, {})
+        if isinstance(info, Mapping):
+            return None
+        return f'client_state["{UNIVERSAL_INFO}"] is a {type(info).__name__}: give a dict'
     return (
         f"client_state has the keys {', '.join(taken)}, under which the checkpoint keeps its own "
         "state: rename them"
@@ -51,8 +54,9 @@ def pack_model_states(
         "version": __version__,
         PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
     }
-    info = {UNIVERSAL_INFO: dict(UNIVERSAL_VERSION), RECORD: record}
-    return {**common, **info, **client_state}
+    # A client may add to what tells converters of its parameters (patterns of sharded ones).
+    universal = {**client_state.get(UNIVERSAL_INFO, {}), **UNIVERSAL_VERSION}
+    return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
 
 
 def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
@@ -100,4 +104,6 @@ def client_state_of(
         own.add("lr_scheduler")
     if with_optimizer:
         own.add("optimizer")
+    if set(stored.get(UNIVERSAL_INFO, {})) - set(UNIVERSAL_VERSION):
+        own.discard(UNIVERSAL_INFO)  # the client's
     return {key: value for key, value in stored.items() if key not in own}

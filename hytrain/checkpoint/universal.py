@@ -34,9 +34,7 @@ UNIVERSAL_VERSION = {"universal_checkpoint_version": 0.4}
 RECORD = "hytrain"
 RECORD_VERSION = 1
 
-RESERVED_CLIENT_KEYS = frozenset(
-    ("module", RECORD, UNIVERSAL_INFO, "checkpoint_parallel_dimensions")
-)
+RESERVED_CLIENT_KEYS = frozenset(("module", RECORD, "checkpoint_parallel_dimensions"))
 """Keys of the model states that a client's own state may not replace."""
 
 _IMPLEMENTATION_KEYS = frozenset(

@@ -67,5 +67,7 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         ),
         clip=ClipSettings(float(internals.gradient_clipping() or 0.0), check_overflow),
         mean=bool(internals.gradient_average),
+        # DeepSpeed's own looks at it in stages 1 and 2 only.
+        refuse_unused=stage < 3 and not internals.zero_ignore_unused_parameters(),
         host=host,
     )

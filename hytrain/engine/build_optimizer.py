@@ -12,7 +12,6 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
-from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
@@ -44,6 +43,7 @@ class BuildSettings:
         clip: clipping and overflow check.
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
+        refuse_unused: see :class:`StepSettings`.
     """
 
     stage: Literal[1, 2, 3]
@@ -51,6 +51,7 @@ class BuildSettings:
     clip: ClipSettings
     mean: bool
     host: HostShare
+    refuse_unused: bool = False
 
 
 def build_optimizer(
@@ -150,22 +151,12 @@ def _build_on(
                 unscale=1.0 / collectives.world_size if settings.mean else 1.0,
                 reduce_every_backward=settings.stage >= 2,
                 overlap_forward=config.offload.overlap_forward,
+                refuse_unused=settings.refuse_unused,
             ),
             engine,
             build_placement(plan, pipeline, config, threads),
             passes,
         )
-        if settings.stage == 3:
-            in_layers = {id(slot.parameter) for layer in passes.layers for slot in layer.slots}
-            offered = GatheringParameters(
-                passes,
-                [p for p in model.parameters() if id(p) not in in_layers],
-                collectives.group,
-                optimizer.synchronize,
-                optimizer.flush,
-                refresh_master,
-            )
-            passes.when_closed(offered.detach)
         return optimizer
     except BaseException:
         cpu.close()  # no engine will: its thread and its pinned memory would stay

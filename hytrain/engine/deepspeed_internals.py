@@ -16,15 +16,21 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    ZeroParamType,
+)
 
 from hytrain.errors import ConfigError, UnsupportedError
 
 __all__ = [
-    "PARAMETER_IS_THERE",
     "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "PartitionedParamStatus",
     "ZeROOptimizer",
+    "ZeroParamStatus",
+    "ZeroParamType",
     "assemble_partitioned",
     "avoid_cpu_communication_build",
     "check_version",
@@ -90,9 +96,6 @@ def avoid_cpu_communication_build() -> None:
         compatible_ops["deepspeed_shm_comm"] = False
 
 
-PARAMETER_IS_THERE = ZeroParamStatus.AVAILABLE
-"""A parameter's ``ds_status``: it is whole on this rank."""
-
 _CONVERTED = frozenset(
     ("aligned_size", "all_gather", "all_gather_coalesced", "convert_to_zero_parameters",
      "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
@@ -102,8 +105,11 @@ _CONVERTED = frozenset(
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then."""
-    return "ds_tensor" in vars(parameter)
+    """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then.
+
+    Not by its ``ds_tensor``, which an engine of this package gives its parameters, too.
+    """
+    return "convert_to_zero_parameters" in vars(parameter)
 
 
 def shape_partitioned(parameter: torch.Tensor) -> torch.Size:

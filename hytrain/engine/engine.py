@@ -27,6 +27,7 @@ from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
+from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
@@ -35,6 +36,7 @@ from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.termination import Termination
 from hytrain.engine.trace_session import TracedEngine
 from hytrain.engine.tracing import Tracing, check_folder
+from hytrain.engine.zero3_surface import offer_zero3
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
 from hytrain.formats.plan_file import read_plan
@@ -114,6 +116,8 @@ class HyTrainEngine(DeepSpeedEngine):
             self.optimizer.kept, self.optimizer.gradients, self._model.parameters()
         )
         self.optimizer.weights.when_closed(access.detach)
+        if int(self.zero_optimization_stage()) == 3:
+            offer_zero3(self.optimizer, self._model)
         self._watch_plan(self.optimizer)
         self._prepare_saves(self.optimizer)
         self._prepare_tracing(self.optimizer)
@@ -304,8 +308,10 @@ class HyTrainEngine(DeepSpeedEngine):
             OutOfStepError: the ranks have made different numbers of backward passes.
             CheckpointError: an asynchronous save has failed. The step was made.
             SystemExit: SIGTERM has come, and a checkpoint was saved.
+            ConfigError: called in a block of :meth:`coalesce_grad_reduction`.
         """
         optimizer = self.open_optimizer()
+        refuse_coalescing(self)
         optimizer.passes.refuse_aborted()
         steps, tracing = self.global_steps, self._tracing
         assert tracing is not None
@@ -345,6 +351,21 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         with optimizer.collectives.reporting_failures():
             optimizer.zero_grad()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Generator[None]:
+        """A block whose backward passes make one step, which is taken behind it.
+
+        As DeepSpeed's: below ZeRO-3 gradients are reduced once, when the block has ended; until
+        then a rank keeps the whole unreduced gradient. In ZeRO-3 each backward reduces, since
+        weights are gathered and given up in it anyway. Either way step() applies the sum.
+
+        Raises:
+            ConfigError: step() in the block, a block in another or in no_sync(), or gradient
+                accumulation that the script manages itself.
+        """
+        with coalesced(self):
+            yield
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None

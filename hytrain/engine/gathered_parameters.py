@@ -8,112 +8,145 @@ that are whole on every rank have one, too.
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hytrain.engine.deepspeed_internals import PARAMETER_IS_THERE
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
+from hytrain.optimizer.autograd_task import graph_task
+from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.layer_weights import LayerWeights
 from hytrain.zero3.weight_passes import WeightPasses
 
-_ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
-
-_NAMES = (
-    "ds_id", "ds_process_group", "ds_shape", "ds_numel", "ds_status", "all_gather", "partition"
-)  # fmt: skip
-
 
 class GatheringParameters:
-    """Gives parameters what DeepSpeed's context manager looks for."""
+    """What DeepSpeed's context manager calls: parameters come together and are taken apart.
+
+    Layers that are gathered so stay until the context ends, through forwards and generation, and
+    through contexts within it.
+    """
 
     def __init__(
         self,
         weights: WeightPasses,
-        others: Sequence[nn.Parameter],
-        group: dist.ProcessGroup | None,
-        synchronize: Callable[[], None],
-        flush: Callable[[], None],
+        kept: KeptState,
         refresh: Callable[[LayerState, Sequence[ParameterSlot]], None],
     ) -> None:
         """
         Args:
             weights: gathers and releases layers.
-            others: parameters that are in no layer: frozen and whole on every rank.
-            group: the ranks that share them; None for all.
-            synchronize: makes all weights those of the last step.
-            flush: makes every layer's state that of the last step.
+            kept: the optimizer's state.
             refresh: makes master weights of some of a layer's parameters those of its shard.
         """
         self._weights = weights
-        self._synchronize = synchronize
-        self._flush = flush
+        self._kept = kept
         self._refresh = refresh
-        self._layer_of: dict[int, LayerWeights] = {}
-        self._parameters: list[nn.Parameter] = []
-        for layer in weights.layers:
-            for slot in layer.slots:
-                self._layer_of[id(slot.parameter)] = layer
-                self._parameters.append(slot.parameter)
-        self._parameters += others
-        for parameter in self._parameters:
-            vars(parameter).update(
-                ds_id=next(_ids),
-                ds_process_group=group or dist.group.WORLD,
-                ds_shape=parameter.shape,
-                ds_numel=parameter.numel(),
-                # Who asks is in a module's forward or backward, where they are.
-                ds_status=PARAMETER_IS_THERE,
-                all_gather=self._gather,
-                partition=self._part,
-            )
+        self._claims: Counter[int] = Counter()
+        """Contexts that have gathered a layer and have not ended."""
+        self._layer_of = {
+            id(slot.parameter): layer for layer in weights.layers for slot in layer.slots
+        }
 
-    def detach(self) -> None:
-        """Makes them plain parameters again."""
-        for parameter in self._parameters:
-            for name in _NAMES:
-                vars(parameter).pop(name, None)
-        self._parameters.clear()
+    def gather(
+        self,
+        parameter: nn.Parameter,
+        param_list: Sequence[torch.Tensor] | None = None,
+        *_arguments: Any,
+        **_options: Any,
+    ) -> None:
+        """Whole layers of some parameters, by default of this one; a collective.
+
+        In a forward they are a use of the weights past their modules: they are there from then on,
+        in this pass and all later ones.
+
+        Raises:
+            UnsupportedError: a backward is running in which they are not there.
+        """
+        layers = self._layers([parameter] if param_list is None else param_list)
+        if self._weights.is_in_pass:
+            self._use_in_pass(layers)
+            return
+        if not self._claims:
+            self._kept.synchronize()
+            self._weights.settle()
+        for layer in layers:
+            is_there = self._weights.gatherer.is_live(layer)
+            if is_there and not self._claims[layer.index]:
+                continue  # gathered by the engine: it stays when this context ends
+            self._weights.gather_layer(layer)
+            self._weights.gatherer.pin(layer)
+            self._claims[layer.index] += 1
+
+    def part(
+        self,
+        parameter: nn.Parameter,
+        param_list: Sequence[torch.Tensor] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        **_options: Any,
+    ) -> None:
+        """The end of :meth:`gather`; what was written into the weights is kept if it says so.
+
+        Raises:
+            UnsupportedError: they were written in a forward or backward.
+        """
+        del hierarchy
+        parameters = [parameter] if param_list is None else param_list
+        if self._weights.is_in_pass:
+            if has_been_updated:
+                raise UnsupportedError(
+                    "deepspeed.zero.GatheredParameters with a modifier_rank inside of a forward or "
+                    "backward: weights are written before or after a pass; leave modifier_rank out"
+                )
+            return
+        if has_been_updated:
+            self._kept.flush()  # nothing is to be applied on top of what was written
+        for layer in self._layers(parameters):
+            if has_been_updated:
+                self._keep_written(layer, parameters)
+            self._release(layer)
+        # Gathers run beside the compute stream and do not wait for what was written here.
+        self._weights.wait_for_device()
+
+    def _use_in_pass(self, layers: Sequence[LayerWeights]) -> None:
+        for layer in layers:
+            if not layer.sharded or self._weights.is_held(layer):
+                continue
+            if graph_task() == -1:
+                self._weights.hold(layer)
+            elif not self._weights.gatherer.is_live(layer):
+                raise UnsupportedError(
+                    f"deepspeed.zero.GatheredParameters of layer '{layer.name}' in a backward in "
+                    "which no module uses it: gather it in the model's forward as well, or before "
+                    "or after both"
+                )
+
+    def _keep_written(self, layer: LayerWeights, parameters: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            if self._weights.gatherer.is_live(layer):
+                for part in layer.sharded:
+                    part.storage.keep_gathered()
+            if layer.trained is not None:
+                self._refresh(layer.trained, _slots_of(layer.trained, parameters))
+
+    def _release(self, layer: LayerWeights) -> None:
+        if not self._claims[layer.index]:
+            return
+        self._claims[layer.index] -= 1
+        if not self._claims[layer.index]:
+            del self._claims[layer.index]
+            self._weights.gatherer.unpin(layer)
+            self._weights.release_layer(layer)
 
     def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerWeights]:
         layers = (self._layer_of.get(id(p)) for p in parameters)
         found = {layer.index: layer for layer in layers if layer is not None}
         return [found[index] for index in sorted(found)]
-
-    def _gather(self, param_list: Sequence[torch.Tensor], **_options: Any) -> None:
-        """Whole layers of some parameters; a collective."""
-        if self._weights.is_in_pass:
-            raise UnsupportedError(
-                "deepspeed.zero.GatheredParameters inside of a forward or backward: what a module "
-                "uses is gathered for it; read other weights before or after"
-            )
-        self._synchronize()
-        self._weights.settle()
-        for layer in self._layers(param_list):
-            self._weights.gather_layer(layer)
-
-    def _part(
-        self, param_list: Sequence[torch.Tensor], has_been_updated: bool = False, **_options: Any
-    ) -> None:
-        """The end of :meth:`_gather`; what was written into the weights is kept if it says so."""
-        if has_been_updated:
-            self._flush()  # nothing is to be applied on top of what was written
-        for layer in self._layers(param_list):
-            if has_been_updated:
-                with torch.no_grad():
-                    for part in layer.sharded:
-                        part.storage.keep_gathered()
-                    if layer.trained is not None:
-                        self._refresh(layer.trained, _slots_of(layer.trained, param_list))
-            self._weights.release_layer(layer)
-        # Gathers run beside the compute stream and do not wait for what was written here.
-        self._weights.wait_for_device()
 
 
 def _slots_of(state: LayerState, parameters: Sequence[torch.Tensor]) -> list[ParameterSlot]:

@@ -82,7 +82,6 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("zero_optimization.zero_quantized_gradients", "ZeRO++ is not supported: remove it"),
     ("bf16.bf16_master_weights_and_grads", "master weights are always fp32: remove it"),
     ("bf16.bf16_optimizer_states", "moments are always fp32: remove it"),
-    ("bf16.immediate_grad_update", "gradients are taken over as they arrive: remove it"),
     ("fp16.enabled", "fp16 is not supported yet: use bf16"),
     ("amp.enabled", "Apex AMP is not supported: use bf16"),
     ("torch_autocast.enabled", "torch_autocast is not supported yet: use bf16"),
@@ -93,7 +92,6 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("compression_training", "compression is not supported: remove it"),
     ("quantize_training.enabled", "quantized training is not supported: remove it"),
     ("eigenvalue.enabled", "eigenvalue is not supported: remove it"),
-    ("checkpoint.load_universal", "checkpoints are always universal: remove load_universal"),
     ("checkpoint.writer", "checkpoints are written by hytrain: remove checkpoint.writer"),
 )
 _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])

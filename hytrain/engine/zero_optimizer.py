@@ -16,7 +16,9 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
+from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import RankState
+from hytrain.engine.state_view import OptimizerState
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.clipping import Outcome
 from hytrain.model.layer_state import LayerState
@@ -45,6 +47,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     overflow = False
     """Whether the last step was skipped."""
     _global_grad_norm: float | torch.Tensor | None = None
+    parameter_offload: ParameterOffload
+    """In ZeRO-3 only: libraries take it for the sign of that."""
 
     def __init__(
         self,
@@ -143,6 +147,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             UnsupportedError: a closure is given, or parameter groups are not those that the engine
                 was built with, or ask for what the kernels do not have; nothing was changed.
             WorkerError: the update worker failed.
+            ConfigError: a parameter got no gradient and ``ignore_unused_parameters`` is false.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -152,6 +157,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         passes.check_open()
         passes.refuse_aborted()
         self._hyper.check()
+        if self.settings.refuse_unused:
+            self._refuse_unused()
         if passes.open_step.skip_dropped():
             self._skip()
             return
@@ -176,6 +183,16 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._record(outcome)
         if not self.settings.overlap_forward:
             self.synchronize()
+
+    def _refuse_unused(self) -> None:
+        """The configuration asks for an error where a parameter got no gradient."""
+        unused = self.collector.unused()
+        if unused:
+            raise ConfigError(
+                f"{len(unused)} parameters got no gradient in the last backward ({unused[0]}, ...) "
+                'and "zero_optimization.ignore_unused_parameters" is false: set it to true, after '
+                "which their gradient counts as zero, or use them in the loss"
+            )
 
     def _skip(self) -> None:
         """There is nothing to update with, on any rank."""
@@ -268,9 +285,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
 
     @property
-    def state(self) -> dict[Any, Any]:
-        """Empty: the state is in the layers (see ``engine.fp32_state_dict``)."""
-        return self.optimizer.state
+    def state(self) -> OptimizerState:
+        """Step and moments by parameter, as this rank has them: see :class:`OptimizerState`."""
+        return OptimizerState(self.kept)
 
     @property
     def bit16_groups(self) -> list[list[torch.nn.Parameter]]:

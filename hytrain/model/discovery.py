@@ -7,6 +7,7 @@ the module tree, or by the class that the configuration names.
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -99,9 +100,11 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
                         blocks[child] = f"{name}.{child_name}" if name else child_name
     if block_class is not None and not blocks:
         seen = sorted({type(module).__name__ for module in model.modules()})
+        near = difflib.get_close_matches(block_class, seen, n=1)
+        hint = f'did you mean "{near[0]}"? Its classes: ' if near else "use one of "
         raise ConfigError(
             f'"hytrain.layers.class" is "{block_class}" but the model has no module of that class: '
-            f"use one of {', '.join(seen)}, or null to detect"
+            f"{hint}{', '.join(seen)}, or null to detect"
         )
     return blocks
 

@@ -129,6 +129,7 @@ class _Watched(nn.Parameter):
     own: ClassVar[type[nn.Parameter]]
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -168,6 +169,8 @@ class _Watched(nn.Parameter):
             return own.__reduce_ex__(proto)
 
 
+_autograd: Any = vars(torch._C)["_autograd"]
+"""torch's stack of hooks for what autograd saves."""
 _reads_nothing: set[Callable[..., Any]] = set()
 """Functions of which :func:`_read_by` has said so."""
 
@@ -206,35 +209,66 @@ def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn
     )
 
 
-@contextmanager
-def telling_of_saved(watched: Mapping[int, WatchedParameters]) -> Generator[None]:
-    """A block in which weights that autograd saves outside of their modules are told of.
+class SavedWeights:
+    """Tells of weights that autograd saves outside of their modules, while a block runs.
 
-    So is what an extension reads of a weight in a graph. What torch.compile has made runs as it was
-    written meanwhile: it would be compiled for this block, and again for all that follow. It costs
-    some microseconds for every tensor that is saved: for a model's first pass.
+    So is told what an extension reads of a weight in a graph. What torch.compile has made runs as
+    it was written meanwhile: it would be compiled for this block, and again for all that follow. It
+    costs some microseconds for every tensor that is saved: for a model's first pass.
 
-    Args:
-        watched: handle of a storage of weights -> the parameters that are views of it.
+    Autograd gives a function's backward a copy of what it saved under such hooks, and the object
+    itself otherwise, with the attributes that users ask a parameter for. So where a user's function
+    is known to read weights, :meth:`stop`.
     """
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def __init__(self, watched: Mapping[int, WatchedParameters]) -> None:
+        """
+        Args:
+            watched: handle of a storage of weights -> the parameters that are views of it.
+        """
+        self._watched = watched
+        self._hooks = (self._pack, _unpack)
+        self._is_stopped = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SavedWeights:
+        if "torch._dynamo" in sys.modules:  # whose import takes seconds
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_stopped:
+            _autograd._push_saved_tensors_default_hooks(
+                *self._hooks
+            )  # for the context to take away
+        self._stack.close()
+
+    def stop(self) -> None:
+        """Nothing more is told in this block; inside of hooks of somebody else's it goes on."""
+        if not self._is_stopped and _top_hooks() == self._hooks:
+            _autograd._pop_saved_tensors_default_hooks()
+            self._is_stopped = True
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, _Watched):
             tensor.watch.tell_saved()
             return tensor
         try:
-            found = watched.get(storage_handle(tensor))
+            found = self._watched.get(storage_handle(tensor))
         except (RuntimeError, NotImplementedError):  # sparse ones have none
             found = None
         if found is not None:
             found.tell_saved()
         return tensor
 
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # whose import takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved))
-        yield
+
+def _unpack(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _top_hooks() -> Any:
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
 def storage_handle(tensor: torch.Tensor) -> int:

@@ -30,8 +30,10 @@ class StepSettings:
         reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
             between micro-batches a rank keeps its shard only.
         overlap_forward: step() returns before the last layers are updated.
+        refuse_unused: step() raises where a trained parameter got no gradient.
     """
 
     unscale: float
     reduce_every_backward: bool
     overlap_forward: bool
+    refuse_unused: bool = False

@@ -337,6 +337,15 @@ class GradientCollector:
         layer.closed = True
         self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
 
+    def unused(self) -> list[str]:
+        """Names of trained parameters that got no gradient in the last backward on this rank."""
+        return [
+            slot.name
+            for layer in self.layers
+            for slot, count in zip(layer.layout.slots, layer.fired, strict=True)
+            if not count
+        ]
+
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.
 

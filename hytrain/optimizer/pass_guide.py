@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -73,6 +73,8 @@ class PassGuide:
             state = layer.trained
             for part in layer.sharded:
                 part.allow_reads()
+            if self._weights.is_suspended:
+                self._check_gathered(layer)
             if state is None:
                 if schedule is not None:
                     schedule.use(layer.index)
@@ -87,6 +89,15 @@ class PassGuide:
                 passes.before_use(state)
         if layers[0].trained is not None:  # the time of others counts as the layer's before them
             passes.timer.enter(layers[0].index)
+
+    def _check_gathered(self, layer: LayerWeights) -> None:
+        if layer.sharded and not self._weights.gatherer.is_live(layer):
+            raise UnsupportedError(
+                f"weights of layer '{layer.name}' are used after the hooks that gather them were "
+                "removed (optimizer.parameter_offload.forward_hooks): call the model inside `with "
+                "deepspeed.zero.GatheredParameters(model.parameters()):`, or "
+                "optimizer.parameter_offload._register_deepspeed_module(model) before"
+            )
 
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""
@@ -120,6 +131,15 @@ class PassGuide:
             schedule.use(layer.index)
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
+
+    @property
+    def has_held(self) -> bool:
+        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
+        return self._weights.has_held
+
+    def when_held(self, function: Callable[[], None]) -> None:
+        """Calls it at each such read."""
+        self._weights.when_held = function
 
     @property
     def records_forward(self) -> bool:
@@ -184,7 +204,7 @@ class PassGuide:
                 f"weights of layer '{layer.name}' are read ({name}) outside of the model's "
                 f"forward. {_ONLY_SHARDS}"
             )
-        schedule.hold(layer.index)
+        self._weights.hold(layer)
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones.

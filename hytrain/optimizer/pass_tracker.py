@@ -446,7 +446,8 @@ class PassTracker:
         """
         if self.is_closed:
             raise EngineClosedError(
-                "the engine was used after destroy(): build a new one with hytrain.initialize"
+                "the engine was used after destroy(): build a new one with hytrain.initialize; for "
+                "another train() with Hugging Face's Trainer, build a new Trainer"
             )
         if self.pipeline.is_torn:
             self.pipeline.cpu.worker.check_error()  # then there is nothing to load into, either

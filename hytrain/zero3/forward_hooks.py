@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
 from hytrain.model.discovery import is_container
 from hytrain.model.layer_state import LayerState
-from hytrain.model.weight_reads import WatchedParameters, storage_handle, telling_of_saved
+from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.zero3.layer_weights import LayerWeights
 
 
@@ -78,6 +78,15 @@ class WeightsOwner(Protocol):
         ...
 
     @property
+    def has_held(self) -> bool:
+        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
+        ...
+
+    def when_held(self, function: Callable[[], None]) -> None:
+        """Calls it at each such read."""
+        ...
+
+    @property
     def records_forward(self) -> bool:
         """Whether the next forward is the first of its kind (ZeRO-3)."""
         ...
@@ -88,12 +97,24 @@ class WeightsOwner(Protocol):
         ...
 
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def _outside_of_graphs(function: _Function) -> _Function:
+    """torch.compile leaves the function alone, whose type the checker would lose otherwise."""
+    return cast(_Function, torch.compiler.disable(function))
+
+
 class _Hook:
-    """A hook of a model that copies of the model do not have: their weights are their own."""
+    """A hook of a model that copies of the model do not have: their weights are their own.
+
+    torch.compile is kept out of it: what a hook waits for and gathers is no part of a graph.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
+    @_outside_of_graphs
     def __call__(self, *arguments: object, **named: object) -> None:
         self._function(*arguments, **named)
 
@@ -115,7 +136,9 @@ class LayerGuards:
         self._guarded = modules_of_layers(model, owner.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
-        self._watched = [watched for x in owner.layers for watched in _watch(x, owner)]
+        self._saved: SavedWeights | None = None
+        owner.when_held(self._layer_held)
+        self._watched = [watched for x in owner.layers for watched in self._watch(x)]
         for module, indices in self._guarded.items():
             if module is model:
                 continue
@@ -152,8 +175,13 @@ class LayerGuards:
             for _low, _high, flat in part.storage.runs
             if part.storage.reads is not None
         }
-        with telling_of_saved(saved):
-            yield
+        with SavedWeights(saved) as self._saved:
+            if self._owner.has_held:
+                self._layer_held()
+            try:
+                yield
+            finally:
+                self._saved = None
 
     def close(self) -> None:
         """The parameters are plain ones again. May be called twice."""
@@ -220,32 +248,36 @@ class LayerGuards:
                     tensor.register_hook(self._backward_begins)
         self._owner.end_forward()
 
+    def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
+        """Has the layer's weights tell of reads that no hook tells of."""
+
+        def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+            del name, may_refuse, was_read
+            self._owner.read_trained(layer)
+
+        def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
+            if may_refuse:
+                self._owner.read_sharded(layer, name, was_read=was_read)
+
+        state = layer.resident
+        if state is not None:
+            state.update.reads = WatchedParameters(
+                [slot.parameter for slot in state.layout.slots], read_trained
+            )
+            yield state.update.reads
+        for part in layer.sharded:
+            reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
+            reads.disallow_all()
+            part.storage.reads = reads
+            yield reads
+
+    def _layer_held(self) -> None:
+        """A user's function reads weights in this pass, perhaps to save them for its backward."""
+        if self._saved is not None:
+            self._saved.stop()
+
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
         self._owner.backward_begins()
-
-
-def _watch(layer: LayerWeights, owner: WeightsOwner) -> Iterator[WatchedParameters]:
-    """Has the layer's weights tell of reads that no hook tells of."""
-
-    def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-        del name, may_refuse, was_read
-        owner.read_trained(layer)
-
-    def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-        if may_refuse:
-            owner.read_sharded(layer, name, was_read=was_read)
-
-    state = layer.resident
-    if state is not None:
-        state.update.reads = WatchedParameters(
-            [slot.parameter for slot in state.layout.slots], read_trained
-        )
-        yield state.update.reads
-    for part in layer.sharded:
-        reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
-        reads.disallow_all()
-        part.storage.reads = reads
-        yield reads
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -8,7 +8,9 @@ taken; compute waits for it before the layer's first kernel only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -16,6 +18,16 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
+
+
+class Presence(Enum):
+    """Where a sharded layer's whole copy is."""
+
+    AWAY = "away"
+    COMING = "coming"
+    """It has memory, and is being gathered or about to be."""
+    THERE = "there"
+    """What compute runs from now on sees it."""
 
 
 @dataclass(slots=True)
@@ -43,6 +55,25 @@ class LayerGatherer:
         self._held_back: list[LayerWeights] = []
         self.most_live = 0
         """Most layers that were there, or had memory, at one time."""
+        self.on_change: Callable[[LayerWeights, Presence], None] | None = None
+        """Told of every layer that comes, is there, or is given up."""
+        self._pinned: set[int] = set()
+
+    def _tell(self, layer: LayerWeights, presence: Presence) -> None:
+        if self.on_change is not None:
+            self.on_change(layer, presence)
+
+    def pin(self, layer: LayerWeights) -> None:
+        """A live layer stays through passes that would give it up, until :meth:`unpin`."""
+        self._pinned.add(layer.index)
+
+    def unpin(self, layer: LayerWeights) -> None:
+        """It may be given up again."""
+        self._pinned.discard(layer.index)
+
+    def is_pinned(self, layer: LayerWeights) -> bool:
+        """Whether passes leave the layer where it is."""
+        return layer.index in self._pinned
 
     def is_live(self, layer: LayerWeights) -> bool:
         """Whether the layer's whole copy is there or on its way."""
@@ -67,6 +98,7 @@ class LayerGatherer:
         self._flights[layer.index] = _Flight(layer, parts, event)
         self.most_live = max(self.most_live, len(self._flights))
         self._held_back.append(layer)
+        self._tell(layer, Presence.COMING)
         if not ahead or not any(_may_block(held) for held in self._held_back):
             self.start_held()
 
@@ -129,18 +161,22 @@ class LayerGatherer:
             # Without this wait the layer's kernels would read weights that have not arrived.
             self._streams.compute_waits(flight.arrived)
             flight.is_waited = True
+            self._tell(layer, Presence.THERE)
 
     def release(self, layer: LayerWeights) -> None:
-        """Gives the layer's whole copy up, after all compute so far."""
+        """Gives the layer's whole copy up, after all compute so far; a pinned one stays."""
+        if layer.index in self._pinned:
+            return
         # The memory goes back to compute's allocator: without the wait in use() a gather in flight
         # could write over the next tensor that is put there.
         self.use(layer)
         flight = self._flights.pop(layer.index)
         for part in flight.parts:
             part.storage.dismiss()
+        self._tell(layer, Presence.AWAY)
 
     def release_all(self) -> None:
-        """Gives every layer up."""
+        """Gives every layer up that is not pinned."""
         for flight in list(self._flights.values()):
             self.release(flight.layer)
 

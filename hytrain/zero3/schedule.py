@@ -221,6 +221,10 @@ class GatherSchedule:
         """Whether layers are there in the whole of every pass."""
         return bool(self._context.held)
 
+    def is_held(self, index: int) -> bool:
+        """Whether a layer is there in the whole of every pass."""
+        return index in self._context.held
+
     def hold(self, index: int) -> None:
         """The pass reads a layer that no module's hook has told of; a collective.
 

@@ -52,12 +52,18 @@ class WeightPasses:
         if self.is_sharded and settings is not None:
             self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
         self._explicit = False
+        self.has_held = False
+        """A read outside of modules has made a layer stay through all passes."""
+        self.when_held: Callable[[], None] = lambda: None
+        """Called at each such read."""
+        self.is_suspended = False
+        """Modules' hooks gather nothing, since the user has removed them for now."""
         self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
 
     @property
     def active(self) -> GatherSchedule | None:
         """Gathers layers as passes use them; None where no layer is gathered so."""
-        return None if self._explicit else self.schedule
+        return None if self._explicit or self.is_suspended else self.schedule
 
     def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule | None], None]) -> None:
         """Reductions of gradients take their places among the gathers.
@@ -74,6 +80,8 @@ class WeightPasses:
     def forbid_reads(self) -> None:
         """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""
         for layer in self.layers:
+            if self.gatherer.is_pinned(layer):
+                continue
             for part in layer.sharded:
                 part.forbid_reads()
 
@@ -124,11 +132,16 @@ class WeightPasses:
         What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
         """
         self.settle()
+        mine = [x for x in self.layers if x.sharded and not self.gatherer.is_pinned(x)]
         for layer in self.layers:
             self.gather_layer(layer)
+        for layer in mine:  # through whatever is called in the block
+            self.gatherer.pin(layer)
         try:
             yield
         finally:
+            for layer in mine:
+                self.gatherer.unpin(layer)
             self.gatherer.release_all()
 
     @property
@@ -190,6 +203,16 @@ class WeightPasses:
         # Shards may be in host memory, which is read next without waiting for the device's copies.
         self._pipeline.streams.synchronize()
 
+    def suspend(self) -> None:
+        """Modules' hooks gather nothing until :meth:`resume`: what is there is all there is."""
+        if self.schedule is not None and not self.is_suspended:
+            self.settle()
+            self.is_suspended = True
+
+    def resume(self) -> None:
+        """Modules' hooks gather layers for their uses."""
+        self.is_suspended = False
+
     def settle(self) -> None:
         """Before something is gathered explicitly: no pass is left half done."""
         if self.schedule is not None:
@@ -224,8 +247,24 @@ class WeightPasses:
         if self._home is not None:
             self._home.close()
 
+    def is_held(self, layer: LayerWeights) -> bool:
+        """Whether a layer is there in the whole of every pass."""
+        return self.schedule is not None and self.schedule.is_held(layer.index)
+
+    def hold(self, layer: LayerWeights) -> None:
+        """The pass under way uses a layer's weights past its modules; a collective.
+
+        The layer is there until the end of this pass, and in the whole of all later ones.
+        """
+        assert self.schedule is not None
+        self.schedule.hold(layer.index)
+        self.has_held = True
+        self.when_held()
+
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
+        for layer in self.layers:
+            self.gatherer.unpin(layer)
         if self.schedule is not None:
             self.schedule.forget()
         else:

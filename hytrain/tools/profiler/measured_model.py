@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,4 +313,14 @@ def _import(module: str) -> ModuleType:
         raise ConfigError(
             f"--model {module}: cannot be imported ({error}): give a path that ends with .py, or a "
             "module on PYTHONPATH"
+        ) from error
+    except SyntaxError as error:
+        raise ConfigError(
+            f"--model {module}: {error.filename}, line {error.lineno}: {error.msg}: mend the file"
+        ) from error
+    except Exception as error:  # whatever the user's own code raises
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"--model {module}: {last.filename}, line {last.lineno}: {type(error).__name__}: "
+            f"{error}: mend the file, or see `python {module}`"
         ) from error

@@ -57,8 +57,69 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"gpu_fraction": 0, "offload": {"chunk_elements": 1100}}, r"multiple of 64"),
     ({"gpu_fraction": 0, "offload": {"cpu_threads": 0}}, r"cpu_threads = 0"),
     ({"gpu_fraction": 0, "layers": {"class": "Nowhere"}}, r'"hytrain\.layers\.class" is "Nowhere"'),
+    ({"gpu_fraction": True}, r"hytrain\.gpu_fraction = True: must be a number"),
+    ({"gpu_fraction": "0.5"}, r"hytrain\.gpu_fraction = '0\.5': must be a number"),
+    ({"gpu_fraction": 0, "offload": {"cpu_threads": "4"}}, r"cpu_threads = '4'"),
+    ({"gpu_fraction": 0, "offload": {"cpu_threads": True}}, r"cpu_threads = True"),
+    ({"gpu_fraction": 0, "offload": {"cpu_threads": 10**9}}, r"cpu_threads = 1000000000"),
+    ({"gpu_fraction": 0, "offload": {"chunk_elements": 2**70}}, r"chunk_elements = \d+"),
+    ({"gpu_fraction": 0, "offload": {"overlap_forward": "no"}}, r"overlap_forward = 'no'"),
+    ({"gpu_fraction": 0, "shard_fractions": ["1.0"]}, r"shard_fractions\.0 = '1\.0'"),
+    ({"gpu_fraction": 0, "batch_sizes": [True]}, r"batch_sizes\.0 = True"),
+    ({"solver": {"interval": "1"}}, r"hytrain\.solver\.interval = '1'"),
+    ({"gpu_fraction": 0, "layers": {"class": "Blok"}}, r'"Blok".*did you mean "Block"'),
     (0.5, r'"hytrain" must be a JSON object, got float'),
 ]
+
+
+def test_one_line_for_one_wrong_value() -> None:
+    with pytest.raises(ConfigError) as raised:
+        hytrain.HyTrainConfig.from_deepspeed({"hytrain": {"gpu_fraction": "auto"}})
+    assert str(raised.value).count("gpu_fraction") == 1
+
+
+def test_the_section_inside_of_another() -> None:
+    config = make_config()
+    config["zero_optimization"]["hytrain"] = config.pop("hytrain")
+    refused(config, r'"hytrain" is inside of "zero_optimization": move it', ConfigError)
+
+
+def _adam(**parameters: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": parameters}}
+
+
+OF_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
+    (_adam(lr="auto"), r'"optimizer\.params\.lr" is "auto"'),
+    (_adam(lr="1e-3"), r"optimizer\.params\.lr\" is '1e-3'"),
+    (_adam(lr=-1.0), r'"optimizer\.params\.lr" is -1\.0'),
+    (_adam(lr=float("nan")), r'"optimizer\.params\.lr" is nan'),
+    (_adam(betas=[0.9]), r'"optimizer\.params\.betas" is \[0\.9\]: give two numbers'),
+    (_adam(betas=[0.9, 1.0]), r'"optimizer\.params\.betas"'),
+    (_adam(betas="auto"), r'"optimizer\.params\.betas" is "auto"'),
+    (_adam(weight_decay="auto"), r'"optimizer\.params\.weight_decay" is "auto"'),
+    (_adam(learning_rate=1.0), r'"optimizer\.params\.learning_rate" is no parameter'),
+    (_adam(wieght_decay=1.0), r'did you mean "weight_decay"'),
+    (_adam(max_grad_norm=1.0), r'set "gradient_clipping"'),
+    ({"optimizer": {"type": "AdamW", "params": 1}}, r'"optimizer\.params" is 1'),
+    ({"optimizer": "AdamW"}, r"\"optimizer\" is 'AdamW'"),
+    ({"gradient_clipping": -1}, r'"gradient_clipping" is -1'),
+    ({"gradient_clipping": "auto"}, r'"gradient_clipping" is "auto"'),
+    ({"gradient_clipping": True}, r'"gradient_clipping" is True'),
+    ({"bf16": "auto"}, r"\"bf16\.enabled\" is 'auto'"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        r'"scheduler\.params\.warmup_num_steps" is "auto"',
+    ),
+    ({"train_micro_batch_size_per_gpu": None}, "how large a batch is"),
+    ({"train_micro_batch_size_per_gpu": "auto"}, r'"train_micro_batch_size_per_gpu" is "auto"'),
+    ({"gradient_accumulation_steps": 0}, r'"gradient_accumulation_steps" is 0'),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), OF_DEEPSPEED, ids=lambda value: str(value)[:60])
+def test_a_value_of_deepspeeds_keys(change: dict[str, Any], match: str) -> None:
+    keywords = {"optimizer": torch.optim.AdamW} if change.get("optimizer") == "AdamW" else {}
+    refused(make_config(**change), match, ConfigError, **keywords)
 
 
 @pytest.mark.parametrize(("section", "match"), SECTIONS, ids=lambda value: str(value)[:50])
@@ -90,7 +151,6 @@ FEATURES: list[tuple[str, Any]] = [
     ("zero_optimization.zero_quantized_gradients", True),
     ("bf16.bf16_master_weights_and_grads", True),
     ("bf16.bf16_optimizer_states", True),
-    ("bf16.immediate_grad_update", True),
     ("fp16.enabled", True),
     ("amp.enabled", True),
     ("torch_autocast.enabled", True),
@@ -101,7 +161,6 @@ FEATURES: list[tuple[str, Any]] = [
     ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
     ("quantize_training.enabled", True),
     ("eigenvalue.enabled", True),
-    ("checkpoint.load_universal", True),
     ("checkpoint.writer", {"type": "fast"}),
     ("zero_optimization.stage", 0),
     ("zero_optimization.offload_optimizer.device", "nvme"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hytrain.model.weight_reads import WatchedParameters, storage_handle, telling_of_saved
+from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 
 
 class Own(nn.Parameter):
@@ -107,12 +107,12 @@ def test_what_autograd_saves_is_told_of() -> None:
     watched, told = _watched(parameter)
     watched.disallow_all()
     x = torch.ones(4, 2, requires_grad=True)
-    with telling_of_saved({storage_handle(flat): watched}), torch._C.DisableTorchFunctionSubclass():
+    with SavedWeights({storage_handle(flat): watched}), torch._C.DisableTorchFunctionSubclass():
         (x @ parameter).sum()
     assert told
     assert set(told) == {"saved for backward!"}
     told.clear()
     watched.allow()
-    with telling_of_saved({storage_handle(flat): watched}):
+    with SavedWeights({storage_handle(flat): watched}):
         (x @ parameter).sum()
     assert told == []

@@ -1,0 +1,167 @@
+"""What DeepSpeed's parameters of ZeRO-3 tell of themselves, on parameters of hytrain's engine.
+
+TRL, peft and DeepSpeed's own tools ask a parameter whether it is there (``ds_status``), how large
+it is (``ds_numel``, ``ds_shape``) and what this rank keeps of it (``ds_tensor``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.engine.deepspeed_internals import (
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    ZeroParamType,
+)
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
+from hytrain.zero3.gatherer import Presence
+from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
+from hytrain.zero3.weight_passes import WeightPasses
+
+_STATUS = {
+    Presence.AWAY: ZeroParamStatus.NOT_AVAILABLE,
+    Presence.COMING: ZeroParamStatus.INFLIGHT,
+    Presence.THERE: ZeroParamStatus.AVAILABLE,
+}
+_ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
+
+
+class ParameterAttributes:
+    """Gives parameters DeepSpeed's attributes of ZeRO-3, and keeps them true.
+
+    ``ds_status`` is AVAILABLE exactly while the whole weights are there: always, where every rank
+    keeps all of them, which ``ds_persist`` says. ``ds_tensor`` is what this rank owns of the
+    parameter: 1-D, perhaps empty, since layers are cut, not parameters. It is the training copy
+    itself: that of the last step after ``engine.synchronize()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: WeightPasses,
+        collectives: ShardCollectives,
+        functions: dict[str, Callable[..., Any]],
+    ) -> None:
+        """
+        Args:
+            model: the parameters' owner.
+            weights: gathers and releases layers.
+            collectives: the ranks that share them.
+            functions: name -> attribute of each parameter, called with the parameter first.
+        """
+        self._weights = weights
+        self._collectives = collectives
+        self._functions = functions
+        self._given: list[tuple[nn.Parameter, set[str]]] = []
+        self._sharded: dict[int, list[nn.Parameter]] = {}
+        found: dict[int, tuple[bool, torch.Tensor]] = {}
+        for layer in weights.layers:
+            found.update(self._owned_by_layer(layer))
+        for parameter in model.parameters():
+            is_sharded, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
+            self._give(parameter, shard, is_sharded=is_sharded)
+        weights.gatherer.on_change = self._note
+
+    def detach(self) -> None:
+        """Makes them plain parameters again. May be called twice."""
+        self._weights.gatherer.on_change = None
+        for parameter, names in self._given:
+            for name in names:
+                vars(parameter).pop(name, None)
+        self._given.clear()
+        self._sharded.clear()
+
+    def _note(self, layer: LayerWeights, presence: Presence) -> None:
+        status = _STATUS[presence]
+        for parameter in self._sharded.get(layer.index, ()):
+            vars(parameter)["ds_status"] = status
+
+    def _give(self, parameter: nn.Parameter, shard: torch.Tensor, *, is_sharded: bool) -> None:
+        group = self._collectives.group or dist.group.WORLD
+        # A view of its own: nobody else's tensor gets these attributes.
+        shard = shard.view_as(shard)
+        vars(shard).update(
+            ds_numel=shard.numel(), status=PartitionedParamStatus.AVAILABLE, final_location=None
+        )
+        there = ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
+        attributes: dict[str, Any] = {
+            "ds_id": next(_ids),
+            "ds_param_type": ZeroParamType.PARTITIONED,
+            "ds_status": there,
+            "ds_shape": parameter.shape,
+            "ds_numel": parameter.numel(),
+            "ds_tensor": shard,
+            "ds_persist": not is_sharded,
+            "ds_active_sub_modules": set(),
+            "ds_process_group": group,
+            "ds_zero_partition_rank": self._collectives.rank,
+            "ds_zero_partition_world_size": self._collectives.world_size,
+            "is_external_param": False,
+            "ds_summary": partial(_summary, parameter),
+            "partition_numel": shard.numel,
+        }
+        for name, function in self._functions.items():
+            attributes[name] = partial(function, parameter)
+        vars(parameter).update(attributes)
+        self._given.append((parameter, set(attributes)))
+
+    def _owned_by_layer(self, layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
+        """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
+        parts: list[tuple[LayerState | ShardedWeights, bool]] = [(p, True) for p in layer.sharded]
+        if layer.resident is not None:
+            parts.append((layer.resident, False))
+        found: dict[int, tuple[bool, torch.Tensor]] = {}
+        for part, is_sharded in parts:
+            begin, end = _bounds(part)
+            for slot in part.layout.slots:
+                if is_sharded:
+                    self._sharded.setdefault(layer.index, []).append(slot.parameter)
+                found[id(slot.parameter)] = is_sharded, _owned(part, slot, begin, end)
+        return found
+
+    def _equal_part(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Of a parameter that is whole on every rank and that nobody updates."""
+        length = -(-parameter.numel() // self._collectives.world_size)
+        flat = parameter.detach().reshape(-1)
+        return flat[self._collectives.rank * length :][:length]
+
+
+def _bounds(part: LayerState | ShardedWeights) -> tuple[int, int]:
+    owner = part.storage if isinstance(part, ShardedWeights) else part
+    return owner.begin, owner.end
+
+
+def _owned(
+    part: LayerState | ShardedWeights, slot: ParameterSlot, begin: int, end: int
+) -> torch.Tensor:
+    low, high = max(begin, slot.offset), min(end, slot.offset + slot.numel)
+    if low < high:
+        return part.storage.slice(low, high)
+    return torch.empty(0, dtype=slot.parameter.dtype, device=slot.parameter.device)
+
+
+def _summary(parameter: nn.Parameter, *_arguments: Any, **_named: Any) -> dict[str, Any]:
+    """As DeepSpeed's: for people."""
+    own = vars(parameter)
+    return {
+        "id": own["ds_id"],
+        "status": own["ds_status"].name,
+        "numel": parameter.numel(),
+        "ds_numel": own["ds_numel"],
+        "shape": tuple(parameter.shape),
+        "ds_shape": tuple(own["ds_shape"]),
+        "requires_grad": parameter.requires_grad,
+        "grad_shape": None,
+        "persist": own["ds_persist"],
+        "active_sub_modules": own["ds_active_sub_modules"],
+        "ds_tensor.shape": own["ds_tensor"].shape,
+    }

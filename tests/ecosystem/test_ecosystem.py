@@ -1,0 +1,96 @@
+"""Libraries that users bring: the same losses with hytrain as with plain DeepSpeed.
+
+They are not in the environment of the other tests: ``make test-ecosystem``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
+HERE = Path(__file__).parent
+TOLERANCE = 2e-5
+"""Of a loss of about 4 after six fp32 steps: sums over ranks have another order."""
+
+CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
+    *(("sft", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
+    *(("dpo", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
+    *((kind, stage, 2, ("--lora",)) for kind in ("sft", "dpo") for stage in (2, 3)),
+    *(("grpo", stage, 2, ()) for stage in (2, 3)),
+    *(("accelerate", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
+    *(("lightning", stage, 1, ()) for stage in (2, 3)),
+]
+
+
+def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: str) -> Any:
+    """What a training found, in processes of its own."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    environment = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+        **(one if ranks == 1 else {}),
+    }  # fmt: skip
+    script = [str(HERE / "train.py"), kind, "--engine", engine, "--stage", str(stage)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+                "--master-port", port] if ranks > 1 else []  # fmt: skip
+    command = [sys.executable, *launcher, *script, "--folder", str(folder), *more]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def _assert_close(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected) > 0
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "ranks", "more"), CASES, ids=lambda value: str(value).strip("(),'")
+)
+def test_losses(kind: str, stage: int, ranks: int, more: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip(
+        {"accelerate": "accelerate", "lightning": "lightning"}.get(kind, "trl"),
+        reason="run `make test-ecosystem`",
+    )
+    if kind == "lightning" and os.environ.get("DS_ACCELERATOR") == "cpu":
+        pytest.skip("Lightning's DeepSpeedStrategy refuses to run without a GPU")
+    plain, ours = (
+        train(kind, engine, stage, ranks, tmp_path / engine, *more)
+        for engine in ("plain", "hytrain")
+    )
+    _assert_close(ours["losses"], plain["losses"])
+    assert ours.get("generated") == plain.get("generated")
+    if kind == "accelerate":
+        assert ours["again"] == ours["straight"], "load_state continues as if nothing had been"
+        assert ours["total"] == pytest.approx(plain["total"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["text", "vit"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer(kind: str, stage: int, tmp_path: Path) -> None:
+    plain, ours = (
+        train(kind, engine, stage, 1, tmp_path / engine) for engine in ("plain", "hytrain")
+    )
+    for key in ("losses", "evaluated"):
+        _assert_close(ours[key], plain[key])
+    assert ours["last"] == pytest.approx(min(ours["evaluated"]), abs=TOLERANCE), "the best one"
+    assert ours["last"] == pytest.approx(plain["last"], abs=TOLERANCE)
+    shutil.rmtree(tmp_path / "hytrain" / "out" / "checkpoint-6")
+    resumed = train(kind, "hytrain", stage, 1, tmp_path / "hytrain", "--resume")
+    assert resumed["losses"] == ours["losses"], "as the uninterrupted run, digit for digit"

@@ -1,0 +1,258 @@
+"""One training with a library's own trainer, for test_ecosystem.py: prints nothing, writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import samples
+import torch
+from deepspeed.ops import __compatible_ops__ as compatible_ops
+
+import hytrain
+
+Result = dict[str, Any]
+_LR = 1e-2
+
+
+def _config(options: argparse.Namespace) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": options.stage}
+    if options.stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if options.engine == "hytrain":
+        zero["offload_optimizer"] = {"device": "cpu"}
+        offload = {"chunk_elements": 1024, "cpu_threads": 1}
+        config["hytrain"] = {"gpu_fraction": 0.5, "offload": offload}
+    return config
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "output_dir": str(options.folder / "out"), "deepspeed": _config(options), "max_steps": 6,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
+        "learning_rate": _LR, "lr_scheduler_type": "linear", "seed": 0, "bf16": False,
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _lora(options: argparse.Namespace) -> Any:
+    if not options.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+
+
+def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]) -> Result:
+    """Trainer: evaluates, saves every two steps, takes the best; resumed where asked for."""
+    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+
+    arguments = _common(options) | {
+        "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "load_best_model_at_end": not options.resume, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    is_text = "input_ids" in data[0]
+    collator = DataCollatorWithPadding(samples.tokenizer()) if is_text else None
+    trainer = Trainer(
+        model, TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:8],
+        data_collator=collator,
+    )  # fmt: skip
+    found: Result = {}
+    if options.engine == "hytrain" and options.stage == 3:
+        found["before"] = trainer.evaluate()["eval_loss"]  # plain DeepSpeed's fails
+        trainer = Trainer(
+            model, TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:8],
+            data_collator=collator,
+        )  # fmt: skip
+    resumed = str(options.folder / "out" / "checkpoint-4") if options.resume else None
+    trainer.train(resume_from_checkpoint=resumed)
+    history = trainer.state.log_history
+    found["losses"] = _losses(trainer)
+    found["evaluated"] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    found["last"] = trainer.evaluate()["eval_loss"]
+    return found
+
+
+def _text(options: argparse.Namespace) -> Result:
+    return _trainer(options, samples.bert(), samples.sentences(options.folder))
+
+
+def _vit(options: argparse.Namespace) -> Result:
+    from support.models import make_model
+
+    return _trainer(options, make_model("vit"), samples.images())
+
+
+def _sft(options: argparse.Namespace) -> Result:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_dict({"text": samples.texts(32, 12)})
+    arguments = SFTConfig(**_common(options), max_length=32, dataset_text_field="text")
+    trainer = SFTTrainer(
+        samples.llama(), arguments, train_dataset=data, processing_class=samples.tokenizer(),
+        peft_config=_lora(options),
+    )  # fmt: skip
+    trainer.train()
+    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+
+
+def _dpo(options: argparse.Namespace) -> Result:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    columns = {"prompt": (4, 0), "chosen": (6, 1), "rejected": (6, 2)}
+    data = Dataset.from_dict({k: samples.texts(32, n, seed) for k, (n, seed) in columns.items()})
+    trainer = DPOTrainer(
+        samples.llama(), None if options.lora else samples.llama(),
+        DPOConfig(**_common(options), max_length=32), train_dataset=data,
+        processing_class=samples.tokenizer(), peft_config=_lora(options),
+    )  # fmt: skip
+    trainer.train()
+    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+
+
+def _grpo(options: argparse.Namespace) -> Result:
+    """Online: every step trains on what the model itself has generated."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_named: Any) -> list[float]:
+        return [float(sum(text.count(digit) for digit in "135")) for text in completions]
+
+    arguments = _common(options) | {"learning_rate": 1e-3, "max_steps": 4}
+    trainer = GRPOTrainer(
+        samples.llama(), reward,
+        GRPOConfig(**arguments, num_generations=2, max_completion_length=6),
+        train_dataset=Dataset.from_dict({"prompt": samples.texts(32, 4)}),
+        processing_class=samples.tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]
+    return {"losses": [*_losses(trainer), *rewards], "generated": _generate(trainer)}
+
+
+def _generate(trainer: Any) -> list[list[int]]:
+    """As online trainers do between two steps."""
+    from trl.models.utils import unwrap_model_for_generation
+
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        prompt = torch.tensor([[5, 6, 7]])
+        return model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+
+
+def _accelerate(options: argparse.Namespace) -> Result:
+    """An own loop: accumulates, clips, saves and loads in the middle."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    plugin = DeepSpeedPlugin(hf_ds_config=_config(options) | {"gradient_accumulation_steps": 2})
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    model = samples.llama()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 64, (32, 8), generator=generator)
+    loader = DataLoader(tokens, batch_size=2)  # pyright: ignore[reportArgumentType]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def train(first: int, last: int) -> list[float]:
+        losses: list[float] = []
+        for number, batch in enumerate(loader):
+            if first <= number < last:
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    losses = train(0, 4)
+    folder = str(options.folder / "state")
+    accelerator.save_state(folder)
+    straight = train(4, 8)
+    accelerator.load_state(folder)
+    again = train(4, 8)
+    weights = accelerator.get_state_dict(model)
+    total = sum(float(v.double().abs().sum()) for v in weights.values()) if weights else None
+    return {"losses": losses + straight, "again": again, "straight": straight, "total": total}
+
+
+def _lightning(options: argparse.Namespace) -> Result:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = samples.llama()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, _number: int) -> Any:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=_LR)
+
+    config = {k: v for k, v in _config(options).items() if v != "auto" and k != "gradient_clipping"}
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 64, (12, 8), generator=generator)
+    module = Module()
+    pl.Trainer(
+        accelerator="gpu", devices=1, strategy=DeepSpeedStrategy(config=config), max_epochs=1,
+        gradient_clip_val=1.0, logger=False, enable_checkpointing=False, precision="32-true",
+        enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=str(options.folder),
+    ).fit(module, torch.utils.data.DataLoader(tokens, batch_size=2))  # fmt: skip
+    return {"losses": module.losses}
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    "text": _text, "vit": _vit, "sft": _sft, "dpo": _dpo, "grpo": _grpo,
+    "accelerate": _accelerate, "lightning": _lightning,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Trains, and rank 0 writes what it found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--engine", choices=("plain", "hytrain"), required=True)
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    compatible_ops["deepspeed_shm_comm"] = False
+    torch.set_num_threads(1)
+    is_ours = options.engine == "hytrain"
+    with hytrain.register() if is_ours else contextlib.nullcontext():
+        found = KINDS[options.kind](options)
+    if os.environ.get("RANK", "0") == "0":
+        (options.folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
