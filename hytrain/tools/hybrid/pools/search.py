@@ -1,0 +1,398 @@
+"""The cheapest plan over pools of GPUs, with a lower bound on every other.
+
+For each micro-batch size, number of replicas and number of stages (in the order of their bounds, until
+the next is above the best plan): labels of partial pipelines are extended stage by stage, and dropped
+where even the least that is left to come exceeds the best plan, or another label is nowhere worse.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hytrain.errors import PlanError
+from hytrain.tools.hybrid.pools.cost import step_seconds, transfer_weights
+from hytrain.tools.hybrid.pools.counts import find_counts
+from hytrain.tools.hybrid.pools.problem import Floats, Plan, Problem, Replicas, Stage
+from hytrain.tools.hybrid.pools.tables import SizeTables, reduce_table, size_tables
+
+_TOLERANCE = 1e-9
+"""Relative; plans closer than this count as equal."""
+
+_FIRST_WIDTH = 64
+"""Labels kept in the first pass, which only looks for a good plan."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The best plan found, and what is known of all others."""
+
+    plan: Plan
+    cost: float
+    """Seconds of a step."""
+    bound: float
+    """No plan of the space costs less."""
+    seconds: float
+    evaluations: int
+    """Whole plans costed."""
+    labels: int
+    """Partial pipelines looked at."""
+
+    @property
+    def optimal(self) -> bool:
+        return self.bound >= self.cost * (1 - 1e-6)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A micro-batch size, a number of replicas and of stages, with a bound on their plans."""
+
+    bound: float
+    tables: SizeTables
+    ahead: _Ahead
+    dp: int
+    stages: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """The least that stages still to come take, by (how many, from which layer)."""
+
+    total: Floats
+    slowest: Floats
+    transfer: float
+    """The least of one stage's transfers, where there are two stages or more."""
+
+
+@dataclass
+class _Labels:
+    """Pipelines begun, an entry of every array each."""
+
+    stop: Floats
+    kind: Floats
+    total: Floats
+    """Seconds of the stages before the last."""
+    slowest: Floats
+    last: Floats
+    """Of the last stage, without its transfer onward."""
+    update: Floats
+    reduce: Floats
+    used: Floats
+    """[labels, W]."""
+    parent: Floats
+    bound: Floats
+
+    def take(self, which: Floats) -> _Labels:
+        return _Labels(**{name: value[which] for name, value in vars(self).items()})
+
+
+@dataclass
+class _State:
+    problem: Problem
+    best: Plan | None = None
+    cost: float = math.inf
+    open_bounds: list[float] = field(default_factory=list)
+    evaluations: int = 0
+    labels: int = 0
+
+    @property
+    def limit(self) -> float:
+        return self.cost * (1 - _TOLERANCE)
+
+
+def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
+    """The cheapest plan under :func:`.cost.step_seconds`.
+
+    The space: as many replicas in every stage, no more than their number of micro-batches needs;
+    GPUs may stay unused; a stage draws replicas from any pools, all of a type with one tensor
+    parallel degree, pool after pool (:func:`.kinds.kinds_of` says in which order).
+
+    Args:
+        problem: what is given.
+        max_seconds: after which the best plan so far is returned, with the bound.
+
+    Raises:
+        PlanError: no plan fits into the GPUs' memory.
+    """
+    start = time.perf_counter()
+    state = _State(problem)
+    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
+    for shape in shapes[: 2 * len(problem.sizes)]:
+        _search(state, shape, width=_FIRST_WIDTH)
+    state.open_bounds.clear()
+    for shape in shapes:
+        if shape.bound >= state.limit:
+            break
+        if max_seconds is not None and time.perf_counter() - start > max_seconds:
+            state.open_bounds.append(shape.bound)
+            break
+        _search(state, shape)
+    if state.best is None:
+        raise PlanError("no plan fits into the memory of the GPUs, whatever their number of stages")
+    return Result(
+        plan=state.best,
+        cost=state.cost,
+        bound=min([state.cost, *state.open_bounds]),
+        seconds=time.perf_counter() - start,
+        evaluations=state.evaluations,
+        labels=state.labels,
+    )
+
+
+# -- which shapes there are --------------------------------------------------------------------
+
+
+def _shapes(problem: Problem) -> Iterator[_Shape]:
+    gpus = np.array([pool.gpus for pool in problem.pools])
+    for size in problem.sizes:
+        tables = size_tables(problem, size)
+        if tables is None:
+            continue
+        ahead = _look_ahead(tables, problem.num_layers)
+        capacity = tables.weights @ gpus
+        for dp, micro_batches in _replica_numbers(problem, int(gpus.sum()), size):
+            fewest = tables.usage[:, :-1].min(axis=0) * dp
+            for stages in range(1, problem.num_layers + 1):
+                if np.any(stages * fewest > capacity[:-1] + 1e-9):
+                    break
+                bound = _shape_bound(tables, ahead, dp, stages, micro_batches, capacity[-1])
+                if math.isfinite(bound):
+                    yield _Shape(bound, tables, ahead, dp, stages, micro_batches)
+
+
+def _replica_numbers(problem: Problem, gpus: int, size: int) -> Iterator[tuple[int, int]]:
+    """(replicas, micro-batches); of equal micro-batches the fewest replicas."""
+    seen = 0
+    for dp in range(1, gpus + 1):
+        count = math.ceil(problem.batch / (size * dp))
+        if count != seen:
+            seen = count
+            yield dp, count
+
+
+def _look_ahead(tables: SizeTables, layers: int) -> _Ahead:
+    onward = tables.link.min(axis=(1, 2))
+    total = np.full((layers + 1, layers + 1), np.inf)
+    slowest = np.full((layers + 1, layers + 1), np.inf)
+    total[0, layers] = slowest[0, layers] = 0.0
+    back = np.append(onward, np.inf)
+    for left in range(1, layers + 1):
+        fitting = np.where(tables.depth >= left, tables.compute, np.inf).min(axis=0)
+        if left == 1:
+            stage = fitting + 2 * back[:, None]
+        else:
+            stage = fitting + back[:, None] + np.concatenate([[np.inf], onward])[None, :]
+        total[left] = (stage + total[left - 1][None, :]).min(axis=1)
+        slowest[left] = np.maximum(stage, slowest[left - 1][None, :]).min(axis=1)
+    return _Ahead(total, slowest, float(onward.min()))
+
+
+def _shape_bound(
+    tables: SizeTables, ahead: _Ahead, dp: int, stages: int, micro_batches: int, capacity: float
+) -> float:
+    onward, _ = transfer_weights(0, stages)
+    transfer = ahead.transfer if stages > 1 else 0.0
+    first = np.where(tables.depth[:, 0] >= stages, tables.compute[:, 0], np.inf).min(axis=0)
+    first = first + onward * transfer
+    shared = dp * tables.work[-1] / capacity + transfer
+    slowest = np.maximum(np.maximum(first, ahead.slowest[stages - 1]), shared)
+    total = first + ahead.total[stages - 1]
+    return float(np.min((micro_batches - 1) * slowest + total) + tables.update.min())
+
+
+# -- one shape ---------------------------------------------------------------------------------
+
+
+def _search(state: _State, shape: _Shape, width: int | None = None) -> None:
+    problem, tables = state.problem, shape.tables
+    reduce = reduce_table(problem, tables, shape.dp)
+    reduce_ahead = _reduce_ahead(reduce, problem.num_layers, shape.stages)
+    levels: list[_Labels] = []
+    labels: _Labels | None = None
+    for index in range(shape.stages):
+        labels = _extend(state, shape, reduce, reduce_ahead, labels, index)
+        state.labels += len(labels.stop)
+        labels = _undominated(labels)
+        if width is not None and len(labels.stop) > width:
+            labels = labels.take(np.argsort(labels.bound, kind="stable")[:width])
+        if not len(labels.stop):
+            return
+        levels.append(labels)
+    for leaf in np.argsort(levels[-1].bound, kind="stable"):
+        bound = float(levels[-1].bound[leaf])
+        if bound >= state.limit:
+            break
+        _finish(state, shape, levels, int(leaf), bound)
+
+
+def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
+    least = np.where(np.tri(layers + 1, dtype=bool), np.inf, reduce.min(axis=0))
+    ahead = np.full((stages + 1, layers + 1), np.inf)
+    ahead[0, layers] = 0.0
+    for left in range(1, stages + 1):
+        ahead[left] = np.maximum(least, ahead[left - 1][None, :]).min(axis=1)
+    return ahead
+
+
+def _extend(
+    state: _State,
+    shape: _Shape,
+    reduce: Floats,
+    reduce_ahead: Floats,
+    labels: _Labels | None,
+    index: int,
+) -> _Labels:
+    """Every way to add stage ``index``, without those that cannot become better than the best."""
+    gpus = np.array([pool.gpus for pool in state.problem.pools])
+    if labels is None:
+        nothing = np.zeros(1)
+        weights = np.zeros((1, shape.tables.usage.shape[1]))
+        zero = np.zeros(1, dtype=int)
+        begun = _Labels(
+            zero, zero, nothing, nothing, nothing, nothing, nothing, weights, zero - 1, nothing
+        )
+    else:
+        begun = labels
+    capacity = shape.tables.weights @ gpus
+    parts = [
+        _extended(state, shape, reduce, reduce_ahead, begun, which, index, capacity)
+        for which in _alike(begun)
+    ]
+    return _Labels(
+        **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+    )
+
+
+def _alike(labels: _Labels) -> Iterator[Floats]:
+    """Indices of labels that stop at the same layer, not too many at a time."""
+    for stop in np.unique(labels.stop):
+        which = np.nonzero(labels.stop == stop)[0]
+        for begin in range(0, len(which), 512):
+            yield which[begin : begin + 512]
+
+
+def _extended(
+    state: _State,
+    shape: _Shape,
+    reduce: Floats,
+    reduce_ahead: Floats,
+    labels: _Labels,
+    which: Floats,
+    index: int,
+    capacity: Floats,
+) -> _Labels:
+    tables, layers = shape.tables, state.problem.num_layers
+    begun = labels.take(which)
+    start = int(begun.stop[0])
+    left = shape.stages - 1 - index
+    stops = np.arange(start + 1, layers + 1 - left) if left else np.array([layers])
+    # Arrays are [label, kind, stop].
+    onward = back = np.zeros((len(which), len(tables.kinds), 1))
+    if index:
+        sends, _ = transfer_weights(index - 1, shape.stages)
+        _, returns = transfer_weights(index, shape.stages)
+        onward = sends * tables.link[start - 1][begun.kind][:, :, None]
+        back = returns * tables.link[start].T[begun.kind][:, :, None]
+    before = begun.last[:, None, None] + onward
+    total = begun.total[:, None, None] + before
+    slowest = np.maximum(begun.slowest[:, None, None], before)
+    compute = np.where(
+        tables.depth[:, start][:, stops] >= left + 1, tables.compute[:, start][:, stops], np.inf
+    )
+    last = compute[None] + back
+    update = np.maximum(begun.update[:, None, None], tables.update[None, :, start, None])
+    reduced = np.maximum(begun.reduce[:, None, None], reduce[None, :, start][:, :, stops])
+    used = begun.used[:, None] + shape.dp * tables.usage[None]
+    room = np.all(used <= capacity + 1e-9, axis=2)
+    free = (capacity[-1] - used[:, :, -1])[:, :, None]
+    work = shape.dp * (tables.work[-1] - tables.work[stops])[None, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shared = np.where(work > 0, work / np.maximum(free, 1e-300) + shape.ahead.transfer, 0.0)
+    sends, _ = transfer_weights(index, shape.stages)
+    own = last + (sends * shape.ahead.transfer if left else 0.0)
+    most = np.maximum(np.maximum(slowest, own), np.maximum(shared, shape.ahead.slowest[left][stops]))
+    bound = (
+        (shape.micro_batches - 1) * most
+        + total
+        + own
+        + shape.ahead.total[left][stops]
+        + update
+        + np.maximum(reduced, reduce_ahead[left][stops])
+    )
+    keep = (bound < state.limit) & np.isfinite(bound) & room[:, :, None]
+    label, kind, stop = np.nonzero(keep)
+    full = bound.shape
+    return _Labels(
+        stop=stops[stop],
+        kind=kind,
+        total=np.broadcast_to(total, full)[keep],
+        slowest=np.broadcast_to(slowest, full)[keep],
+        last=np.broadcast_to(last, full)[keep],
+        update=np.broadcast_to(update, full)[keep],
+        reduce=np.broadcast_to(reduced, full)[keep],
+        used=used[label, kind],
+        parent=which[label],
+        bound=bound[keep],
+    )
+
+
+def _undominated(labels: _Labels) -> _Labels:
+    """Without those that another one, of equal end, kind and use of GPUs, is nowhere worse than."""
+    groups = np.column_stack([labels.stop, labels.kind, labels.used])
+    values = np.column_stack(
+        [labels.total, labels.slowest, labels.last, labels.update, labels.reduce]
+    )
+    order = np.lexsort((*values.T[::-1], *groups.T[::-1]))
+    keep: list[int] = []
+    begin = 0
+    changes = np.any(np.diff(groups[order], axis=0) != 0, axis=1)
+    for end in [*(np.nonzero(changes)[0] + 1), len(order)]:
+        front: list[int] = []
+        for one in order[begin:end]:
+            if not front or not np.any(np.all(values[front] <= values[one], axis=1)):
+                front.append(int(one))
+        keep += front
+        begin = end
+    return labels.take(np.array(sorted(keep), dtype=int))
+
+
+def _finish(
+    state: _State, shape: _Shape, levels: list[_Labels], leaf: int, bound: float
+) -> None:
+    """The plan of a whole pipeline, costed exactly."""
+    stops: list[int] = []
+    kinds: list[int] = []
+    for labels in reversed(levels):
+        stops.append(int(labels.stop[leaf]))
+        kinds.append(int(labels.kind[leaf]))
+        leaf = int(labels.parent[leaf])
+    stops, kinds = stops[::-1], kinds[::-1]
+    tables = shape.tables
+    chosen = [tables.kinds[kind] for kind in kinds]
+    gpus = [pool.gpus for pool in state.problem.pools]
+    counts, proven = find_counts(chosen, shape.dp, gpus, tables.weights)
+    if counts is None:
+        if not proven:
+            state.open_bounds.append(bound)
+        return
+    stages = tuple(
+        Stage(
+            start,
+            stop,
+            tuple(Replicas(*end, number) for end, number in zip(kind, each, strict=True)),
+        )
+        for start, stop, kind, each in zip([0, *stops], stops, chosen, counts, strict=False)
+    )
+    plan = Plan(stages, tables.micro_batch)
+    state.evaluations += 1
+    cost = step_seconds(state.problem, plan)
+    if cost < state.limit:
+        state.best, state.cost = plan, cost
+    # Other counts of these kinds might cost less than these, not less than the bound.
+    if bound < cost * (1 - _TOLERANCE):
+        state.open_bounds.append(bound)
