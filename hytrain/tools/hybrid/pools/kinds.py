@@ -70,14 +70,12 @@ def weights_of(problem: Problem) -> Floats:
     ratios = [1.0] if len(devices) == 1 else [1.0, 2.0, 4.0]
     rows: set[tuple[float, ...]] = set()
     for by_device in product([0.0, *ratios], repeat=len(devices)):
-        of = dict(zip(devices, by_device, strict=True))
-        for chosen in product([0.0, 1.0], repeat=len(problem.pools)):
-            row = [
-                flag * of[pool.device] for flag, pool in zip(chosen, problem.pools, strict=True)
-            ]
-            if any(row):
-                least = min(weight for weight in row if weight)
-                rows.add(tuple(weight / least for weight in row))
+        row = [dict(zip(devices, by_device, strict=True))[pool.device] for pool in problem.pools]
+        if any(row):
+            least = min(weight for weight in row if weight)
+            rows.add(tuple(weight / least for weight in row))
+    for one in range(len(problem.pools)):
+        rows.add(tuple(float(one == pool) for pool in range(len(problem.pools))))
     return np.array(sorted(rows))
 
 

@@ -7,6 +7,7 @@ where even the least that is left to come exceeds the best plan, or another labe
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Iterator
@@ -58,7 +59,6 @@ class _Shape:
     stages: int
     micro_batches: int
 
-
 @dataclass(frozen=True)
 class _Ahead:
     """The least that stages still to come take, by (how many, from which layer)."""
@@ -83,9 +83,13 @@ class _Labels:
     update: Floats
     reduce: Floats
     used: Floats
-    """[labels, W]."""
+    """[labels, W]: GPUs, at least."""
+    mixed: Floats
+    """Of the kinds of several pools that it has; equal for equal ones."""
     parent: Floats
     bound: Floats
+    floor: Floats
+    """What the slowest stage of every completion takes at least."""
 
     def take(self, which: Floats) -> _Labels:
         return _Labels(**{name: value[which] for name, value in vars(self).items()})
@@ -99,6 +103,7 @@ class _State:
     open_bounds: list[float] = field(default_factory=list)
     evaluations: int = 0
     labels: int = 0
+    reduction: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def limit(self) -> float:
@@ -122,16 +127,15 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     start = time.perf_counter()
     state = _State(problem)
     shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
-    for shape in shapes[: 2 * len(problem.sizes)]:
-        _search(state, shape, width=_FIRST_WIDTH)
-    state.open_bounds.clear()
-    for shape in shapes:
-        if shape.bound >= state.limit:
+    waiting = _first_pass(state, shapes)
+    while waiting:
+        bound, _, shape, begun = heapq.heappop(waiting)
+        if bound >= state.limit:
             break
         if max_seconds is not None and time.perf_counter() - start > max_seconds:
-            state.open_bounds.append(shape.bound)
+            state.open_bounds.append(bound)
             break
-        _search(state, shape)
+        _search(state, shape, begun)
     if state.best is None:
         raise PlanError("no plan fits into the memory of the GPUs, whatever their number of stages")
     return Result(
@@ -142,6 +146,26 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
         evaluations=state.evaluations,
         labels=state.labels,
     )
+
+
+def _first_pass(state: _State, shapes: list[_Shape]) -> list[tuple[float, int, _Shape, _Labels]]:
+    """Look at every shape, most promising first, with few labels; those cut short are returned."""
+    waiting: list[tuple[float, int, _Shape, _Labels | None]] = [
+        (shape.bound, number, shape, None) for number, shape in enumerate(shapes)
+    ]
+    again: list[tuple[float, int, _Shape, _Labels]] = []
+    while waiting:
+        bound, number, shape, begun = heapq.heappop(waiting)
+        if bound >= state.limit:
+            break
+        if begun is None:
+            begun = _undominated(_extend(state, shape, None, 0), shape)
+            if len(begun.stop):
+                heapq.heappush(waiting, (float(begun.bound.min()), number, shape, begun))
+        elif not _search(state, shape, begun, width=_FIRST_WIDTH):
+            again.append((bound, number, shape, begun))
+    heapq.heapify(again)
+    return again
 
 
 # -- which shapes there are --------------------------------------------------------------------
@@ -202,32 +226,43 @@ def _shape_bound(
     shared = dp * tables.work[-1] / capacity + transfer
     slowest = np.maximum(np.maximum(first, ahead.slowest[stages - 1]), shared)
     total = first + ahead.total[stages - 1]
-    return float(np.min((micro_batches - 1) * slowest + total) + tables.update.min())
+    update = tables.update.min()
+    with np.errstate(invalid="ignore"):
+        whole = (micro_batches - 1) * slowest + total
+    return float(np.nanmin(whole) + update)
 
 
 # -- one shape ---------------------------------------------------------------------------------
 
 
-def _search(state: _State, shape: _Shape, width: int | None = None) -> None:
-    problem, tables = state.problem, shape.tables
-    reduce = reduce_table(problem, tables, shape.dp)
-    reduce_ahead = _reduce_ahead(reduce, problem.num_layers, shape.stages)
-    levels: list[_Labels] = []
-    labels: _Labels | None = None
-    for index in range(shape.stages):
-        labels = _extend(state, shape, reduce, reduce_ahead, labels, index)
-        state.labels += len(labels.stop)
-        labels = _undominated(labels)
+def _search(state: _State, shape: _Shape, begun: _Labels, width: int | None = None) -> bool:
+    """Follow the labels of a first stage to whole plans.
+
+    Returns:
+        Whether that was all of them, rather than the ``width`` most promising after each stage.
+    """
+    levels = [begun]
+    whole = True
+    for index in range(1, shape.stages):
+        labels = _extend(state, shape, levels[-1], index)
+        if width is not None and len(labels.stop) > 16 * width:
+            labels, whole = _most_promising(labels, 16 * width), False
+        labels = _undominated(labels, shape)
         if width is not None and len(labels.stop) > width:
-            labels = labels.take(np.argsort(labels.bound, kind="stable")[:width])
+            labels, whole = _most_promising(labels, width), False
         if not len(labels.stop):
-            return
+            return whole
         levels.append(labels)
     for leaf in np.argsort(levels[-1].bound, kind="stable"):
         bound = float(levels[-1].bound[leaf])
         if bound >= state.limit:
             break
         _finish(state, shape, levels, int(leaf), bound)
+    return whole
+
+
+def _most_promising(labels: _Labels, count: int) -> _Labels:
+    return labels.take(np.argsort(labels.bound, kind="stable")[:count])
 
 
 def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
@@ -239,33 +274,29 @@ def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
     return ahead
 
 
-def _extend(
-    state: _State,
-    shape: _Shape,
-    reduce: Floats,
-    reduce_ahead: Floats,
-    labels: _Labels | None,
-    index: int,
-) -> _Labels:
+def _extend(state: _State, shape: _Shape, labels: _Labels | None, index: int) -> _Labels:
     """Every way to add stage ``index``, without those that cannot become better than the best."""
-    gpus = np.array([pool.gpus for pool in state.problem.pools])
     if labels is None:
-        nothing = np.zeros(1)
-        weights = np.zeros((1, shape.tables.usage.shape[1]))
-        zero = np.zeros(1, dtype=int)
-        begun = _Labels(
-            zero, zero, nothing, nothing, nothing, nothing, nothing, weights, zero - 1, nothing
-        )
-    else:
-        begun = labels
-    capacity = shape.tables.weights @ gpus
-    parts = [
-        _extended(state, shape, reduce, reduce_ahead, begun, which, index, capacity)
-        for which in _alike(begun)
-    ]
-    return _Labels(
+        none, zero = np.zeros(1), np.zeros(1, dtype=int)
+        used = np.zeros((1, shape.tables.usage.shape[1]))
+        labels = _Labels(zero, zero, none, none, none, none, none, used, none, zero - 1, none, none)
+    reduce = _reduction(state, shape)
+    parts = [_extended(state, shape, reduce, labels, which, index) for which in _alike(labels)]
+    found = _Labels(
         **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
     )
+    state.labels += len(found.stop)
+    return found
+
+
+def _reduction(state: _State, shape: _Shape) -> tuple[Floats, Floats]:
+    """The shape's :func:`reduce_table`, and the least of stages to come; kept for the next shape."""
+    key = (shape.tables.micro_batch, shape.dp)
+    if key not in state.reduction:
+        table = reduce_table(state.problem, shape.tables, shape.dp)
+        layers = state.problem.num_layers
+        state.reduction[key] = (table, _reduce_ahead(table, layers, layers))
+    return state.reduction[key]
 
 
 def _alike(labels: _Labels) -> Iterator[Floats]:
@@ -279,14 +310,14 @@ def _alike(labels: _Labels) -> Iterator[Floats]:
 def _extended(
     state: _State,
     shape: _Shape,
-    reduce: Floats,
-    reduce_ahead: Floats,
+    reduction: tuple[Floats, Floats],
     labels: _Labels,
     which: Floats,
     index: int,
-    capacity: Floats,
 ) -> _Labels:
     tables, layers = shape.tables, state.problem.num_layers
+    reduce, reduce_ahead = reduction
+    capacity = tables.weights @ np.array([pool.gpus for pool in state.problem.pools])
     begun = labels.take(which)
     start = int(begun.stop[0])
     left = shape.stages - 1 - index
@@ -327,7 +358,7 @@ def _extended(
     keep = (bound < state.limit) & np.isfinite(bound) & room[:, :, None]
     label, kind, stop = np.nonzero(keep)
     full = bound.shape
-    return _Labels(
+    found = _Labels(
         stop=stops[stop],
         kind=kind,
         total=np.broadcast_to(total, full)[keep],
@@ -336,29 +367,66 @@ def _extended(
         update=np.broadcast_to(update, full)[keep],
         reduce=np.broadcast_to(reduced, full)[keep],
         used=used[label, kind],
+        mixed=begun.mixed[label] + tables.mixed[kind],
         parent=which[label],
         bound=bound[keep],
+        floor=np.broadcast_to(most, full)[keep],
     )
+    if not left or not len(found.stop):
+        return found
+    floor = _floors(tables, (capacity - found.used) / shape.dp, left, found.stop)
+    found.bound = found.bound + (shape.micro_batches - 1) * np.maximum(floor - found.floor, 0)
+    found.floor = np.maximum(floor, found.floor)
+    return found.take(np.nonzero(found.bound < state.limit)[0])
 
 
-def _undominated(labels: _Labels) -> _Labels:
-    """Without those that another one, of equal end, kind and use of GPUs, is nowhere worse than."""
-    groups = np.column_stack([labels.stop, labels.kind, labels.used])
-    values = np.column_stack(
-        [labels.total, labels.slowest, labels.last, labels.update, labels.reduce]
-    )
-    order = np.lexsort((*values.T[::-1], *groups.T[::-1]))
+def _floors(tables: SizeTables, free: Floats, left: int, stop: Floats) -> Floats:
+    """What the slowest stage still to come takes at least, with the GPUs that are left."""
+    floors = np.empty(len(stop))
+    below = np.append(0.0, tables.thresholds)
+    for begin in range(0, len(stop), 4096):
+        part = slice(begin, begin + 4096)
+        needs = tables.needs[:, left, stop[part]]
+        enough = np.all(needs <= free[part][None] + 1e-9, axis=2)
+        first = np.where(enough.any(axis=0), enough.argmax(axis=0), len(tables.thresholds))
+        floors[part] = np.where(first < len(tables.thresholds), below[first], np.inf)
+    return floors
+
+
+def _undominated(labels: _Labels, shape: _Shape) -> _Labels:
+    """Without those whose every completion costs at least as much as the same one of another label.
+
+    The other must end with the same kind and layer, and leave as many GPUs. Kinds of several pools
+    use GPUs by counts still open, so it must have none, or the same.
+    """
+    groups = labels.stop * len(shape.tables.kinds) + labels.kind
+    order = np.lexsort((labels.total + labels.last, groups))
+    edges = np.nonzero(np.diff(groups[order]))[0] + 1
     keep: list[int] = []
-    begin = 0
-    changes = np.any(np.diff(groups[order], axis=0) != 0, axis=1)
-    for end in [*(np.nonzero(changes)[0] + 1), len(order)]:
-        front: list[int] = []
-        for one in order[begin:end]:
-            if not front or not np.any(np.all(values[front] <= values[one], axis=1)):
-                front.append(int(one))
-        keep += front
-        begin = end
+    for group in np.split(order, edges):
+        keep += _front(labels.take(group), group, shape.micro_batches - 1)
     return labels.take(np.array(sorted(keep), dtype=int))
+
+
+def _front(labels: _Labels, names: Floats, repeats: int) -> list[int]:
+    total = labels.total + labels.last
+    floor = np.maximum(labels.slowest, labels.floor)
+    front: list[int] = []
+    for one in range(len(total)):
+        if front:
+            slower = np.maximum(labels.slowest[front] - floor[one], labels.last[front] - labels.last[one])
+            more = (
+                (total[front] - total[one])
+                + repeats * np.maximum(slower, 0)
+                + np.maximum(labels.update[front] - labels.update[one], 0)
+                + np.maximum(labels.reduce[front] - labels.reduce[one], 0)
+            )
+            known = (labels.mixed[front] == 0) | (labels.mixed[front] == labels.mixed[one])
+            less = np.all(labels.used[front] <= labels.used[one] + 1e-9, axis=1)
+            if np.any((more <= 1e-12) & known & less):
+                continue
+        front.append(one)
+    return [int(names[one]) for one in front]
 
 
 def _finish(

@@ -17,6 +17,8 @@ from hytrain.tools.hybrid.pools.cost import (
 from hytrain.tools.hybrid.pools.kinds import Kind, kinds_of, usage, weights_of
 from hytrain.tools.hybrid.pools.problem import End, Floats, Problem
 
+_THRESHOLDS = 64
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -45,10 +47,19 @@ class SizeTables:
     """[L, K, K]: seconds of layer's activations from a kind to another; at least, of mixed ones."""
     usage: Floats
     """[K, W] of one replica."""
+    mixed: Floats
+    """[K]: 0 of a kind of one pool, else a number of its own (whose sums hardly coincide)."""
     weights: Floats
     """[W, pools], last the row whose sum over a stage bounds its time (:attr:`work`)."""
     work: Floats
     """[L+1]: sums of the least weighted GPU seconds of each layer."""
+    onward: Floats
+    """[L]: the least of :attr:`link` over the kinds."""
+    thresholds: Floats
+    """[G], rising: seconds of a stage."""
+    needs: Floats
+    """[G, L+1, L+1, W]: with all stages within a threshold, what so many stages from a layer on use at
+    least, of one replica each; none of them the pipeline's first."""
 
 
 def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
@@ -70,17 +81,73 @@ def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
     compute = np.array([np.max([compute_of[end] for end in kind], axis=0) for kind in kinds])
     compute[:, empty] = np.inf
     weights, work = _weights(problem, ends, compute_of)
+    depth = np.array([np.min([depth_of[end] for end in kind], axis=0) for kind in kinds])
+    link = _links(problem, kinds, ends, micro_batch)
+    onward, used = link.min(axis=(1, 2)), usage(kinds, weights)
+    thresholds = _thresholds(compute)
     return SizeTables(
         micro_batch=micro_batch,
         kinds=kinds,
         compute=compute,
         update=np.array([np.max([update_of[end] for end in kind], axis=0) for kind in kinds]),
-        depth=np.array([np.min([depth_of[end] for end in kind], axis=0) for kind in kinds]),
-        link=_links(problem, kinds, ends, micro_batch),
-        usage=usage(kinds, weights),
+        depth=depth,
+        link=link,
+        usage=used,
+        mixed=np.where([len(kind) > 1 for kind in kinds], np.sqrt(np.arange(len(kinds)) + 2.0), 0.0),
         weights=weights,
         work=work,
+        onward=onward,
+        thresholds=thresholds,
+        needs=_needs(compute, depth, used, onward, thresholds),
     )
+
+
+def later_transfer(onward: Floats, left: int) -> Floats:
+    """[start, stop]: the least transfers of a stage that is not the first, ``left`` to the last."""
+    back = np.append(onward, np.inf)[:, None]
+    return 2 * back if left == 1 else back + np.append(np.inf, onward)[None, :]
+
+
+def _thresholds(compute: Floats) -> Floats:
+    least = compute.min(axis=0)
+    layers = least.shape[0] - 1
+    low = max(least[layer, layer + 1] for layer in range(layers))
+    slowest = compute[:, 0, -1]
+    found = np.geomspace(low, slowest.max(), _THRESHOLDS)
+    found[-1] = np.inf
+    return found
+
+
+def _needs(
+    compute: Floats, depth: Floats, used: Floats, onward: Floats, thresholds: Floats
+) -> Floats:
+    layers = compute.shape[1] - 1
+    needs = np.full((len(thresholds), layers + 1, layers + 1, used.shape[1]), np.inf)
+    needs[:, 0, layers] = 0.0
+    least: Floats | None = None
+    fitting: Any = None
+    for left in range(1, layers + 1):
+        fits = depth >= left
+        if left <= 2 or not np.array_equal(fits, fitting):
+            fitting = fits
+            time = np.where(fits, compute, np.inf) + later_transfer(onward, left)
+            least = _least_usage(time, used, thresholds)
+        # A stage at a time: [G, start, W].
+        for stop in range(1, layers + 1):
+            after = needs[:, left - 1, stop][:, None]
+            needs[:, left, :stop] = np.minimum(needs[:, left, :stop], least[:, :stop, stop] + after)
+    return needs
+
+
+def _least_usage(time: Floats, used: Floats, thresholds: Floats) -> Floats:
+    """[G, start, stop, W]: of a replica, by the kinds within each threshold."""
+    found = np.full((len(thresholds), *time.shape[1:], used.shape[1]), np.inf)
+    first = np.where(np.isinf(time), len(thresholds), np.searchsorted(thresholds, time))
+    for kind, at in enumerate(first):
+        start, stop = np.nonzero(at < len(thresholds))
+        g = at[start, stop]
+        found[g, start, stop] = np.minimum(found[g, start, stop], used[kind])
+    return np.minimum.accumulate(found, axis=0)
 
 
 def _depth(problem: Problem, pool: int, tp: int, micro_batch: int) -> Floats:
