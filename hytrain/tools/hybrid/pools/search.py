@@ -24,8 +24,17 @@ from hytrain.tools.hybrid.pools.tables import SizeTables, reduce_table, size_tab
 _TOLERANCE = 1e-9
 """Relative; plans closer than this count as equal."""
 
-_FIRST_WIDTH = 64
-"""Labels kept in the first pass, which only looks for a good plan."""
+_FIRST_WIDTH = 4
+"""Labels of each layer kept in the first pass, which only looks for a good plan."""
+
+_SPARE = 8
+"""So many times as many are compared with each other, before they are left out."""
+
+_NO_MORE = 1e-9
+"""Seconds or GPUs that rounding may make of nothing."""
+
+_FRONT_ROWS = 512
+"""Labels compared with all others at a time."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +254,11 @@ def _search(state: _State, shape: _Shape, begun: _Labels, width: int | None = No
     whole = True
     for index in range(1, shape.stages):
         labels = _extend(state, shape, levels[-1], index)
-        if width is not None and len(labels.stop) > 16 * width:
-            labels, whole = _most_promising(labels, 16 * width), False
-        labels = _undominated(labels, shape)
-        if width is not None and len(labels.stop) > width:
-            labels, whole = _most_promising(labels, width), False
+        for few in () if width is None else (_SPARE * width, width):
+            kept = _most_promising(labels, few)
+            whole = whole and len(kept.stop) == len(labels.stop)
+            labels = _undominated(kept, shape) if few > width else kept
+        labels = _undominated(labels, shape) if width is None else labels
         if not len(labels.stop):
             return whole
         levels.append(labels)
@@ -262,7 +271,11 @@ def _search(state: _State, shape: _Shape, begun: _Labels, width: int | None = No
 
 
 def _most_promising(labels: _Labels, count: int) -> _Labels:
-    return labels.take(np.argsort(labels.bound, kind="stable")[:count])
+    """So many for each layer that they end with: those that end late have more to pay still."""
+    order = np.lexsort((labels.bound, labels.stop))
+    _, begin = np.unique(labels.stop[order], return_index=True)
+    rank = np.arange(len(order)) - np.repeat(begin, np.diff(np.append(begin, len(order))))
+    return labels.take(np.sort(order[rank < count]))
 
 
 def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
@@ -409,24 +422,31 @@ def _undominated(labels: _Labels, shape: _Shape) -> _Labels:
 
 
 def _front(labels: _Labels, names: Floats, repeats: int) -> list[int]:
+    """The names of those, in rising order of their seconds, that none before dominates."""
+    count = len(names)
+    if count == 1:
+        return [int(names[0])]
     total = labels.total + labels.last
     floor = np.maximum(labels.slowest, labels.floor)
-    front: list[int] = []
-    for one in range(len(total)):
-        if front:
-            slower = np.maximum(labels.slowest[front] - floor[one], labels.last[front] - labels.last[one])
-            more = (
-                (total[front] - total[one])
-                + repeats * np.maximum(slower, 0)
-                + np.maximum(labels.update[front] - labels.update[one], 0)
-                + np.maximum(labels.reduce[front] - labels.reduce[one], 0)
-            )
-            known = (labels.mixed[front] == 0) | (labels.mixed[front] == labels.mixed[one])
-            less = np.all(labels.used[front] <= labels.used[one] + 1e-9, axis=1)
-            if np.any((more <= 1e-12) & known & less):
-                continue
-        front.append(one)
-    return [int(names[one]) for one in front]
+    dominated = np.zeros(count, dtype=bool)
+    for begin in range(0, count, _FRONT_ROWS):
+        # Arrays are [dominating, dominated].
+        these = slice(begin, begin + _FRONT_ROWS)
+        before = np.arange(count)[:, None] < np.arange(count)[None, these]
+
+        def more(values: Floats, other: Floats, these: slice = these) -> Floats:
+            return np.maximum(values[:, None] - other[None, these], 0)
+
+        slower = np.maximum(more(labels.slowest, floor), more(labels.last, labels.last))
+        cost = total[:, None] - total[None, these] + repeats * slower
+        cost += more(labels.update, labels.update) + more(labels.reduce, labels.reduce)
+        mixed = labels.mixed
+        known = (mixed[:, None] == 0) | (mixed[:, None] == mixed[None, these])
+        found = before & known & (cost <= _NO_MORE)
+        rows, columns = np.nonzero(found)
+        less = np.all(labels.used[rows] <= labels.used[these][columns] + _NO_MORE, axis=1)
+        dominated[begin + columns[less]] = True
+    return [int(name) for name in names[~dominated]]
 
 
 def _finish(
