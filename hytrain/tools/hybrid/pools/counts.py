@@ -9,7 +9,7 @@ import numpy as np
 from hytrain.tools.hybrid.pools.kinds import Kind, usage
 from hytrain.tools.hybrid.pools.problem import Floats
 
-_MOST_TRIES = 20_000
+_MOST_TRIES = 500
 
 
 def find_counts(

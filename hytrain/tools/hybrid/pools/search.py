@@ -136,15 +136,14 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     start = time.perf_counter()
     state = _State(problem)
     shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
-    waiting = _first_pass(state, shapes)
-    while waiting:
-        bound, _, shape, begun = heapq.heappop(waiting)
-        if bound >= state.limit:
+    end = math.inf if max_seconds is None else start + max_seconds
+    waiting = _first_pass(state, shapes, end)
+    while waiting and waiting[0][0] < state.limit:
+        if time.perf_counter() > end:
+            state.open_bounds.append(waiting[0][0])
             break
-        if max_seconds is not None and time.perf_counter() - start > max_seconds:
-            state.open_bounds.append(bound)
-            break
-        _search(state, shape, begun)
+        _, _, shape, begun = heapq.heappop(waiting)
+        _search(state, shape, begun, end=end)
     if state.best is None:
         raise PlanError("no plan fits into the memory of the GPUs, whatever their number of stages")
     return Result(
@@ -157,16 +156,29 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     )
 
 
-def _first_pass(state: _State, shapes: list[_Shape]) -> list[tuple[float, int, _Shape, _Labels]]:
+_Waiting = list[tuple[float, int, _Shape, _Labels]]
+"""Shapes by bound and number, with the labels of their first stage."""
+
+
+def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
     """Look at every shape, most promising first, with few labels; those cut short are returned."""
+    for shape in shapes:
+        # One stage is soon decided, and a good plan spares looking at much of the rest.
+        if shape.stages == 1 and shape.bound < state.limit:
+            begun = _extend(state, shape, None, 0)
+            if len(begun.stop):
+                _search(state, shape, begun)
     waiting: list[tuple[float, int, _Shape, _Labels | None]] = [
-        (shape.bound, number, shape, None) for number, shape in enumerate(shapes)
+        (shape.bound, number, shape, None)
+        for number, shape in enumerate(shapes)
+        if shape.stages > 1
     ]
-    again: list[tuple[float, int, _Shape, _Labels]] = []
-    while waiting:
-        bound, number, shape, begun = heapq.heappop(waiting)
-        if bound >= state.limit:
+    again: _Waiting = []
+    while waiting and waiting[0][0] < state.limit:
+        if state.best is not None and time.perf_counter() > end:
+            state.open_bounds.append(waiting[0][0])
             break
+        bound, number, shape, begun = heapq.heappop(waiting)
         if begun is None:
             begun = _undominated(_extend(state, shape, None, 0), shape)
             if len(begun.stop):
@@ -244,8 +256,15 @@ def _shape_bound(
 # -- one shape ---------------------------------------------------------------------------------
 
 
-def _search(state: _State, shape: _Shape, begun: _Labels, width: int | None = None) -> bool:
-    """Follow the labels of a first stage to whole plans.
+def _search(
+    state: _State,
+    shape: _Shape,
+    begun: _Labels,
+    *,
+    width: int | None = None,
+    end: float = math.inf,
+) -> bool:
+    """Follow the labels of a first stage to whole plans, until the time ``end``.
 
     Returns:
         Whether that was all of them, rather than the ``width`` most promising after each stage.
@@ -253,6 +272,9 @@ def _search(state: _State, shape: _Shape, begun: _Labels, width: int | None = No
     levels = [begun]
     whole = True
     for index in range(1, shape.stages):
+        if time.perf_counter() > end:
+            state.open_bounds.append(float(levels[-1].bound.min()))
+            return False
         labels = _extend(state, shape, levels[-1], index)
         for few in () if width is None else (_SPARE * width, width):
             kept = _most_promising(labels, few)
@@ -395,15 +417,17 @@ def _extended(
 
 def _floors(tables: SizeTables, free: Floats, left: int, stop: Floats) -> Floats:
     """What the slowest stage still to come takes at least, with the GPUs that are left."""
-    floors = np.empty(len(stop))
-    below = np.append(0.0, tables.thresholds)
-    for begin in range(0, len(stop), 4096):
-        part = slice(begin, begin + 4096)
-        needs = tables.needs[:, left, stop[part]]
-        enough = np.all(needs <= free[part][None] + 1e-9, axis=2)
-        first = np.where(enough.any(axis=0), enough.argmax(axis=0), len(tables.thresholds))
-        floors[part] = np.where(first < len(tables.thresholds), below[first], np.inf)
-    return floors
+    last = len(tables.thresholds)
+    low, high = np.zeros(len(stop), dtype=int), np.full(len(stop), last)
+    # The higher the threshold the less is needed: halving finds the first that suffices.
+    while np.any(low < high):
+        middle = (low + high) // 2
+        needs = tables.needs[np.minimum(middle, last - 1), left, stop]
+        enough = np.all(needs <= free + _NO_MORE, axis=1) | (middle == last)
+        high = np.where(enough, middle, high)
+        low = np.where(enough, low, np.minimum(middle + 1, high))
+    below = np.concatenate([[0.0], tables.thresholds[:-1], [np.inf]])
+    return below[low]
 
 
 def _undominated(labels: _Labels, shape: _Shape) -> _Labels:
@@ -415,17 +439,19 @@ def _undominated(labels: _Labels, shape: _Shape) -> _Labels:
     groups = labels.stop * len(shape.tables.kinds) + labels.kind
     order = np.lexsort((labels.total + labels.last, groups))
     edges = np.nonzero(np.diff(groups[order]))[0] + 1
-    keep: list[int] = []
-    for group in np.split(order, edges):
-        keep += _front(labels.take(group), group, shape.micro_batches - 1)
-    return labels.take(np.array(sorted(keep), dtype=int))
+    begins, ends = np.append(0, edges), np.append(edges, len(order))
+    alone = ends - begins == 1
+    keep = [order[begins[alone]]] if len(order) else []
+    for begin, end in zip(begins[~alone], ends[~alone], strict=True):
+        group = order[begin:end]
+        if len(group):
+            keep.append(group[_front(labels.take(group), shape.micro_batches - 1)])
+    return labels.take(np.sort(np.concatenate(keep)) if keep else order)
 
 
-def _front(labels: _Labels, names: Floats, repeats: int) -> list[int]:
-    """The names of those, in rising order of their seconds, that none before dominates."""
-    count = len(names)
-    if count == 1:
-        return [int(names[0])]
+def _front(labels: _Labels, repeats: int) -> Floats:
+    """Whether none before it dominates each label; they come in rising order of their seconds."""
+    count = len(labels.stop)
     total = labels.total + labels.last
     floor = np.maximum(labels.slowest, labels.floor)
     dominated = np.zeros(count, dtype=bool)
@@ -446,7 +472,7 @@ def _front(labels: _Labels, names: Floats, repeats: int) -> list[int]:
         rows, columns = np.nonzero(found)
         less = np.all(labels.used[rows] <= labels.used[these][columns] + _NO_MORE, axis=1)
         dominated[begin + columns[less]] = True
-    return [int(name) for name in names[~dominated]]
+    return ~dominated
 
 
 def _finish(
