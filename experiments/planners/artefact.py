@@ -125,7 +125,9 @@ class Artefact:
             PlanError: a GPU type has no profile of this model.
         """
         pools = [
-            Pool(device, zone, count, memory_gib[device] * GIB, self.cluster[device]["gpus_per_node"])
+            Pool(
+                device, zone, count, memory_gib[device] * GIB, self.cluster[device]["gpus_per_node"]
+            )
             for (device, zone), count in ((key.split("_", 1), n) for key, n in case.pools.items())
         ]
         devices = sorted({pool.device for pool in pools})
@@ -238,7 +240,9 @@ def our_plan(problem: Problem, plan: Json) -> Plan:
         raise PlanError(f"{len(plan['pipeline_list'])} pipelines, each with stages of its own")
     pipeline = plan["pipeline_list"][0]
     stages: list[Stage] = []
-    for layers, replicas in zip(pipeline["layers_per_stage"], pipeline["tmp_per_stage"], strict=True):
+    for layers, replicas in zip(
+        pipeline["layers_per_stage"], pipeline["tmp_per_stage"], strict=True
+    ):
         members: list[Replicas] = []
         for machines, tp in replicas:
             if len(machines) > 1:

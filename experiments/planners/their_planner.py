@@ -252,6 +252,7 @@ def main(request_file: str, answer_file: str) -> None:
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
         import traceback
+
         answer["traceback"] = traceback.format_exc()
     Path(answer_file).write_text(json.dumps(answer))
 

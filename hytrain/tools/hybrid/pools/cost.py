@@ -69,7 +69,9 @@ def reduce_seconds(problem: Problem, size: Any, dp: int, curve: Sequence[float])
     full = np.ceil(sizes / bucket) - 1
     rest = sizes - full * bucket
     whole = seconds_of_bytes(bucket / dp, curve)
-    return 2 * (dp - 1) * (np.where(full > 0, full * whole, 0.0) + seconds_of_bytes(rest / dp, curve))
+    return (
+        2 * (dp - 1) * (np.where(full > 0, full * whole, 0.0) + seconds_of_bytes(rest / dp, curve))
+    )
 
 
 def micro_batches(problem: Problem, plan: Plan) -> int:

@@ -32,7 +32,9 @@ def find_counts(
     rest = np.vstack([np.cumsum(least[::-1], axis=0)[::-1], np.zeros(len(weights))])
     tries = 0
 
-    def follow(index: int, free: list[int], previous: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    def follow(
+        index: int, free: list[int], previous: tuple[int, ...]
+    ) -> list[tuple[int, ...]] | None:
         nonlocal tries
         if index == len(kinds):
             return []

@@ -19,7 +19,12 @@ from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import step_seconds, transfer_weights
 from hytrain.tools.hybrid.pools.counts import find_counts
 from hytrain.tools.hybrid.pools.problem import Floats, Plan, Problem, Replicas, Stage
-from hytrain.tools.hybrid.pools.tables import SizeTables, reduce_table, size_tables
+from hytrain.tools.hybrid.pools.tables import (
+    SizeTables,
+    later_transfer,
+    reduce_table,
+    size_tables,
+)
 
 _TOLERANCE = 1e-9
 """Relative; plans closer than this count as equal."""
@@ -67,6 +72,7 @@ class _Shape:
     dp: int
     stages: int
     micro_batches: int
+
 
 @dataclass(frozen=True)
 class _Ahead:
@@ -221,20 +227,15 @@ def _replica_numbers(problem: Problem, gpus: int, size: int) -> Iterator[tuple[i
 
 
 def _look_ahead(tables: SizeTables, layers: int) -> _Ahead:
-    onward = tables.link.min(axis=(1, 2))
     total = np.full((layers + 1, layers + 1), np.inf)
     slowest = np.full((layers + 1, layers + 1), np.inf)
     total[0, layers] = slowest[0, layers] = 0.0
-    back = np.append(onward, np.inf)
     for left in range(1, layers + 1):
         fitting = np.where(tables.depth >= left, tables.compute, np.inf).min(axis=0)
-        if left == 1:
-            stage = fitting + 2 * back[:, None]
-        else:
-            stage = fitting + back[:, None] + np.concatenate([[np.inf], onward])[None, :]
+        stage = fitting + later_transfer(tables.onward, left)
         total[left] = (stage + total[left - 1][None, :]).min(axis=1)
         slowest[left] = np.maximum(stage, slowest[left - 1][None, :]).min(axis=1)
-    return _Ahead(total, slowest, float(onward.min()))
+    return _Ahead(total, slowest, float(tables.onward.min()))
 
 
 def _shape_bound(
@@ -381,9 +382,12 @@ def _extended(
         shared = np.where(work > 0, work / np.maximum(free, 1e-300) + shape.ahead.transfer, 0.0)
     sends, _ = transfer_weights(index, shape.stages)
     own = last + (sends * shape.ahead.transfer if left else 0.0)
-    most = np.maximum(np.maximum(slowest, own), np.maximum(shared, shape.ahead.slowest[left][stops]))
+    most = np.maximum(
+        np.maximum(slowest, own), np.maximum(shared, shape.ahead.slowest[left][stops])
+    )
+    repeated = (shape.micro_batches - 1) * most if shape.micro_batches > 1 else 0.0
     bound = (
-        (shape.micro_batches - 1) * most
+        repeated
         + total
         + own
         + shape.ahead.total[left][stops]
@@ -410,7 +414,10 @@ def _extended(
     if not left or not len(found.stop):
         return found
     floor = _floors(tables, (capacity - found.used) / shape.dp, left, found.stop)
-    found.bound = found.bound + (shape.micro_batches - 1) * np.maximum(floor - found.floor, 0)
+    more = np.maximum(floor - found.floor, 0)
+    # Where no threshold suffices, not even for a single micro-batch, there are too few GPUs.
+    repeats = np.where(np.isinf(floor), 1, shape.micro_batches - 1)
+    found.bound = found.bound + repeats * more
     found.floor = np.maximum(floor, found.floor)
     return found.take(np.nonzero(found.bound < state.limit)[0])
 
@@ -475,9 +482,7 @@ def _front(labels: _Labels, repeats: int) -> Floats:
     return ~dominated
 
 
-def _finish(
-    state: _State, shape: _Shape, levels: list[_Labels], leaf: int, bound: float
-) -> None:
+def _finish(state: _State, shape: _Shape, levels: list[_Labels], leaf: int, bound: float) -> None:
     """The plan of a whole pipeline, costed exactly."""
     stops: list[int] = []
     kinds: list[int] = []

@@ -93,7 +93,9 @@ def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
         depth=depth,
         link=link,
         usage=used,
-        mixed=np.where([len(kind) > 1 for kind in kinds], np.sqrt(np.arange(len(kinds)) + 2.0), 0.0),
+        mixed=np.where(
+            [len(kind) > 1 for kind in kinds], np.sqrt(np.arange(len(kinds)) + 2.0), 0.0
+        ),
         weights=weights,
         work=work,
         onward=onward,
@@ -160,9 +162,7 @@ def _depth(problem: Problem, pool: int, tp: int, micro_batch: int) -> Floats:
 
 
 def _links(problem: Problem, kinds: list[Kind], ends: list[End], micro_batch: int) -> Floats:
-    sizes, which = np.unique(
-        np.array(problem.activation_bytes) * micro_batch, return_inverse=True
-    )
+    sizes, which = np.unique(np.array(problem.activation_bytes) * micro_batch, return_inverse=True)
     at = {end: index for index, end in enumerate(ends)}
     of_ends = np.array(
         [
