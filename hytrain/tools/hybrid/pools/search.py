@@ -18,6 +18,7 @@ import numpy as np
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import step_seconds, transfer_weights
 from hytrain.tools.hybrid.pools.counts import find_counts
+from hytrain.tools.hybrid.pools.merged import dealt, zones_as_one
 from hytrain.tools.hybrid.pools.problem import Floats, Plan, Problem, Replicas, Stage
 from hytrain.tools.hybrid.pools.tables import (
     SizeTables,
@@ -31,6 +32,10 @@ _TOLERANCE = 1e-9
 
 _FIRST_WIDTH = 4
 """Labels of each layer kept in the first pass, which only looks for a good plan."""
+
+_MERGED_SLACK = 0.02
+_NEAR = 8
+"""Of zones taken as one, plans this much above the best are dealt out too; at most so many a shape."""
 
 _SPARE = 8
 """So many times as many are compared with each other, before they are left out."""
@@ -119,10 +124,13 @@ class _State:
     evaluations: int = 0
     labels: int = 0
     reduction: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
+    slack: float = -_TOLERANCE
+    """Plans that cost this much more than the best are looked at still, and kept as ``near``."""
+    near: list[Plan] = field(default_factory=list)
 
     @property
     def limit(self) -> float:
-        return self.cost * (1 - _TOLERANCE)
+        return self.cost * (1 + self.slack)
 
 
 def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
@@ -141,8 +149,10 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     """
     start = time.perf_counter()
     state = _State(problem)
-    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
     end = math.inf if max_seconds is None else start + max_seconds
+    for smaller, members in zones_as_one(problem):
+        _begin_with_zones_as_one(state, smaller, members, (end - start) / 6)
+    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
     waiting = _first_pass(state, shapes, end)
     while waiting and waiting[0][0] < state.limit:
         if time.perf_counter() > end:
@@ -162,22 +172,37 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     )
 
 
+def _begin_with_zones_as_one(
+    state: _State, smaller: Problem, members: list[list[int]], seconds: float
+) -> None:
+    """Deal out what is nearly the best plan of zones taken as one; the others' links are as slow."""
+    part = _State(smaller, slack=_MERGED_SLACK)
+    shapes = sorted(_shapes(smaller), key=lambda shape: shape.bound)
+    _first_pass(part, shapes, time.perf_counter() + seconds)
+    state.labels += part.labels
+    for plan in part.near:
+        whole = dealt(state.problem, plan, members)
+        if whole is not None:
+            _consider(state, whole)
+
+
 _Waiting = list[tuple[float, int, _Shape, _Labels]]
 """Shapes by bound and number, with the labels of their first stage."""
 
 
 def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
     """Look at every shape, most promising first, with few labels; those cut short are returned."""
+    soon = 3 if len(state.problem.pools) == 1 else 1
     for shape in shapes:
-        # One stage is soon decided, and a good plan spares looking at much of the rest.
-        if shape.stages == 1 and shape.bound < state.limit:
+        # Few stages are soon decided, and a good plan spares looking at much of the rest.
+        if shape.stages <= soon and shape.bound < state.limit:
             begun = _extend(state, shape, None, 0)
             if len(begun.stop):
                 _search(state, shape, begun)
     waiting: list[tuple[float, int, _Shape, _Labels | None]] = [
         (shape.bound, number, shape, None)
         for number, shape in enumerate(shapes)
-        if shape.stages > 1
+        if shape.stages > soon
     ]
     again: _Waiting = []
     while waiting and waiting[0][0] < state.limit:
@@ -285,7 +310,8 @@ def _search(
         if not len(labels.stop):
             return whole
         levels.append(labels)
-    for leaf in np.argsort(levels[-1].bound, kind="stable"):
+    leaves = np.argsort(levels[-1].bound, kind="stable")
+    for leaf in leaves if state.slack < 0 else leaves[:_NEAR]:
         bound = float(levels[-1].bound[leaf])
         if bound >= state.limit:
             break
@@ -507,11 +533,18 @@ def _finish(state: _State, shape: _Shape, levels: list[_Labels], leaf: int, boun
         )
         for start, stop, kind, each in zip([0, *stops], stops, chosen, counts, strict=False)
     )
-    plan = Plan(stages, tables.micro_batch)
-    state.evaluations += 1
-    cost = step_seconds(state.problem, plan)
-    if cost < state.limit:
-        state.best, state.cost = plan, cost
+    cost = _consider(state, Plan(stages, tables.micro_batch))
     # Other counts of these kinds might cost less than these, not less than the bound.
     if bound < cost * (1 - _TOLERANCE):
         state.open_bounds.append(bound)
+
+
+def _consider(state: _State, plan: Plan) -> float:
+    """Its cost; it is kept if it is the best so far."""
+    state.evaluations += 1
+    cost = step_seconds(state.problem, plan)
+    if cost < state.limit and state.slack > 0:
+        state.near.append(plan)
+    if cost < state.cost * (1 - _TOLERANCE):
+        state.best, state.cost = plan, cost
+    return cost
