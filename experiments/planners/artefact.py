@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from experiments.common.records import Json, read_json
@@ -264,7 +265,7 @@ def _grid_plan(problem: Problem, plan: Json) -> Plan:
     cuts = [each * i + min(i, more) for i in range(count + 1)]
     pool = _pool(problem, plan["gpu_type"], plan["zone"])
     replicas = (Replicas(pool, plan["T"], plan["D"]),)
-    stages = [Stage(a, b, replicas) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    stages = [Stage(a, b, replicas) for a, b in pairwise(cuts)]
     return Plan(tuple(stages), plan["mbs"])
 
 

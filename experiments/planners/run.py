@@ -4,8 +4,8 @@
     python experiments/planners/run.py --sailor DIR --out OUT --planners hytrain
     python experiments/planners/report.py OUT/result.json
 
-DIR is a checkout of the artefact, made ready as README.md says. One search runs at a time. What is in
-OUT/result.json already is kept and not run again; it is rewritten after every search.
+DIR is a checkout of the artefact, made ready as README.md says. One search runs at a time. What is
+in OUT/result.json already is kept and not run again; it is rewritten after every search.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import records
+from experiments.common.hardware import describe
 from experiments.common.records import Json
 from experiments.planners.artefact import MODELS, QUOTAS, Artefact, Case, our_plan, their_plan
-from experiments.common.hardware import describe
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import fits, step_seconds
 from hytrain.tools.hybrid.pools.problem import Problem
@@ -39,7 +39,7 @@ SLOW = ("Metis", "DTFM", "Aceso")
 THEIR_PLANNER = Path(__file__).with_name("their_planner.py")
 
 GRACE_SECONDS = 120.0
-"""Beside the limit: to start, compile and rank; Aceso's own budget is 200 s whatever is asked for."""
+"""Beside the limit: to start, compile and rank; Aceso's own budget is always 200 s."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -44,7 +44,7 @@ def _nodes(request: Json, gpu_type: str, count: int) -> Json:
 
 def _pools(request: Json) -> list[tuple[str, str, int]]:
     """(GPU type, zone, GPUs) of every pool, in the artefact's order."""
-    named = (key.split("_", 1) + [count] for key, count in request["pools"].items())
+    named = ([*key.split("_", 1), count] for key, count in request["pools"].items())
     return [(gpu_type, zone, count) for gpu_type, zone, count in named]
 
 
@@ -65,11 +65,9 @@ def _device_pools(request: Json) -> Json:
 
 def _types(request: Json) -> Json:
     """Metis, AMP, FlashFlex: GPU types of one zone, the last pool's zone for all."""
-    cluster: Json = {}
-    zone = ""
-    for gpu_type, zone, count in _pools(request):
-        cluster[gpu_type] = _nodes(request, gpu_type, count)
-    return {**cluster, "zone": zone}
+    pools = _pools(request)
+    cluster = {gpu_type: _nodes(request, gpu_type, count) for gpu_type, _, count in pools}
+    return {**cluster, "zone": pools[-1][1]}
 
 
 def _zones(request: Json) -> Json:
@@ -157,11 +155,16 @@ def _built(request: Json) -> tuple[Any, Json]:
         module = _module("sailor.Planner.sailor_planner.cpp_src.planner")
         # Its constructor builds the library with make on every call, for another Python; ours is
         # built beforehand (README.md) and found on the path.
-        module.os.system = lambda command: 0
+        module.os.system = _nothing
         return module.SailorPlanner(
             f"{folder}/", training, request["quotas"], goal, False
         ), _all_pools(request)
     raise ValueError(f"no planner {name!r}")
+
+
+def _nothing(command: str) -> int:
+    """In place of os.system."""
+    return 0
 
 
 def _plain(data: Any) -> Any:
@@ -219,7 +222,7 @@ def plan(request: Json) -> Json:
 
 
 def simulate(request: Json) -> Json:
-    """The simulator's verdict on the request's ``plans``: seconds an iteration, and whether each fits."""
+    """The simulator's verdict on the request's ``plans``: seconds, and whether each fits."""
     simulator = _simulator(request)
     verdicts: list[Json] = []
     for one in request["plans"]:
@@ -251,9 +254,6 @@ def main(request_file: str, answer_file: str) -> None:
         answer = {"plan": plan, "simulate": simulate, "memory": memory}[request["task"]](request)
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
-        import traceback
-
-        answer["traceback"] = traceback.format_exc()
     Path(answer_file).write_text(json.dumps(answer))
 
 

@@ -31,7 +31,7 @@ def test_no_plan_is_cheaper(seed: int, layers: int, gpus: tuple[int, ...]) -> No
     assert found.bound <= min(costs) * (1 + 1e-9)
     if found.optimal:
         assert found.cost <= min(costs) * (1 + 1e-6)
-    # Other counts of the best kinds may be better by what their links differ, and the bound says so.
+    # Other counts of the best kinds may be better by what their links differ; the bound says so.
     assert found.cost <= 1.05 * min(costs)
 
 

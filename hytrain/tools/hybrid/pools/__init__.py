@@ -1,1 +1,1 @@
-"""Stages whose replicas come from pools of GPUs: measured bandwidth curves, GPUs may stay unused."""
+"""Stages whose replicas come from pools of GPUs, by measured bandwidth; GPUs may stay unused."""

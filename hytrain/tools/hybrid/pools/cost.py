@@ -1,12 +1,12 @@
 """What a plan costs: pure functions of a problem and a plan, in seconds and bytes.
 
-The model of Sailor's simulator (SOSP 2025), for M = ceil(batch / (micro-batch * dp)) micro-batches::
+The model of Sailor's simulator (SOSP 2025), of M = ceil(batch / (micro-batch * dp))::
 
     (M-1)*max_s (compute_s + transfer_s) + sum_s (compute_s + transfer_s)
         + max_s update_s + max_s reduce_s
 
-Replicas of a stage may have different types of GPU and tensor parallel degrees; it is as slow as its
-slowest. The last micro-batch may be smaller, and counts as a whole one.
+Replicas of a stage may have different types of GPU and tensor parallel degrees; it is as slow as
+its slowest. The last micro-batch may be smaller, and counts as a whole one.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def _orders(problem: Problem, members: tuple[int, ...]) -> list[tuple[int, ...]]
 def weights_of(problem: Problem) -> Floats:
     """Linear bounds on what kinds can use together, one a row, one weight a pool.
 
-    With weights w, a stage of D replicas uses at least D * min over its pools of w * tp, and there is
-    sum w * GPUs. The ratios of tensor parallel degrees are the only ones that can bind.
+    With weights w, a stage of D replicas uses at least D * min over its pools of w * tp, and there
+    is sum w * GPUs. The ratios of tensor parallel degrees are the only ones that can bind.
     """
     devices = sorted({pool.device for pool in problem.pools})
     ratios = [1.0] if len(devices) == 1 else [1.0, 2.0, 4.0]

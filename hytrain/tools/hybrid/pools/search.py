@@ -1,8 +1,9 @@
 """The cheapest plan over pools of GPUs, with a lower bound on every other.
 
-For each micro-batch size, number of replicas and number of stages (in the order of their bounds, until
-the next is above the best plan): labels of partial pipelines are extended stage by stage, and dropped
-where even the least that is left to come exceeds the best plan, or another label is nowhere worse.
+For each micro-batch size, number of replicas and number of stages (in the order of their bounds,
+until the next is above the best plan): labels of partial pipelines are extended stage by stage, and
+dropped where even the least that is left to come exceeds the best plan, or another label is nowhere
+worse.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import step_seconds, transfer_weights
 from hytrain.tools.hybrid.pools.counts import find_counts
+from hytrain.tools.hybrid.pools.labels import NO_MORE, Labels, alike, most_promising, undominated
 from hytrain.tools.hybrid.pools.merged import dealt, zones_as_one
-from hytrain.tools.hybrid.pools.problem import Floats, Plan, Problem, Replicas, Stage
+from hytrain.tools.hybrid.pools.problem import Floats, Ints, Plan, Problem, Replicas, Stage
 from hytrain.tools.hybrid.pools.tables import (
     SizeTables,
     later_transfer,
@@ -35,16 +37,10 @@ _FIRST_WIDTH = 4
 
 _MERGED_SLACK = 0.02
 _NEAR = 8
-"""Of zones taken as one, plans this much above the best are dealt out too; at most so many a shape."""
+"""Of zones taken as one, plans this much above the best are dealt out too, so many a shape."""
 
 _SPARE = 8
 """So many times as many are compared with each other, before they are left out."""
-
-_NO_MORE = 1e-9
-"""Seconds or GPUs that rounding may make of nothing."""
-
-_FRONT_ROWS = 512
-"""Labels compared with all others at a time."""
 
 
 @dataclass(frozen=True)
@@ -87,32 +83,6 @@ class _Ahead:
     slowest: Floats
     transfer: float
     """The least of one stage's transfers, where there are two stages or more."""
-
-
-@dataclass
-class _Labels:
-    """Pipelines begun, an entry of every array each."""
-
-    stop: Floats
-    kind: Floats
-    total: Floats
-    """Seconds of the stages before the last."""
-    slowest: Floats
-    last: Floats
-    """Of the last stage, without its transfer onward."""
-    update: Floats
-    reduce: Floats
-    used: Floats
-    """[labels, W]: GPUs, at least."""
-    mixed: Floats
-    """Of the kinds of several pools that it has; equal for equal ones."""
-    parent: Floats
-    bound: Floats
-    floor: Floats
-    """What the slowest stage of every completion takes at least."""
-
-    def take(self, which: Floats) -> _Labels:
-        return _Labels(**{name: value[which] for name, value in vars(self).items()})
 
 
 @dataclass
@@ -175,7 +145,7 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
 def _begin_with_zones_as_one(
     state: _State, smaller: Problem, members: list[list[int]], seconds: float
 ) -> None:
-    """Deal out what is nearly the best plan of zones taken as one; the others' links are as slow."""
+    """Deal out what is nearly the best plan of zones taken as one."""
     part = _State(smaller, slack=_MERGED_SLACK)
     shapes = sorted(_shapes(smaller), key=lambda shape: shape.bound)
     _first_pass(part, shapes, time.perf_counter() + seconds)
@@ -186,7 +156,7 @@ def _begin_with_zones_as_one(
             _consider(state, whole)
 
 
-_Waiting = list[tuple[float, int, _Shape, _Labels]]
+_Waiting = list[tuple[float, int, _Shape, Labels]]
 """Shapes by bound and number, with the labels of their first stage."""
 
 
@@ -199,7 +169,7 @@ def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
             begun = _extend(state, shape, None, 0)
             if len(begun.stop):
                 _search(state, shape, begun)
-    waiting: list[tuple[float, int, _Shape, _Labels | None]] = [
+    waiting: list[tuple[float, int, _Shape, Labels | None]] = [
         (shape.bound, number, shape, None)
         for number, shape in enumerate(shapes)
         if shape.stages > soon
@@ -211,7 +181,9 @@ def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
             break
         bound, number, shape, begun = heapq.heappop(waiting)
         if begun is None:
-            begun = _undominated(_extend(state, shape, None, 0), shape)
+            begun = undominated(
+                _extend(state, shape, None, 0), len(shape.tables.kinds), shape.micro_batches - 1
+            )
             if len(begun.stop):
                 heapq.heappush(waiting, (float(begun.bound.min()), number, shape, begun))
         elif not _search(state, shape, begun, width=_FIRST_WIDTH):
@@ -285,7 +257,7 @@ def _shape_bound(
 def _search(
     state: _State,
     shape: _Shape,
-    begun: _Labels,
+    begun: Labels,
     *,
     width: int | None = None,
     end: float = math.inf,
@@ -303,10 +275,18 @@ def _search(
             return False
         labels = _extend(state, shape, levels[-1], index)
         for few in () if width is None else (_SPARE * width, width):
-            kept = _most_promising(labels, few)
+            kept = most_promising(labels, few)
             whole = whole and len(kept.stop) == len(labels.stop)
-            labels = _undominated(kept, shape) if few > width else kept
-        labels = _undominated(labels, shape) if width is None else labels
+            labels = (
+                undominated(kept, len(shape.tables.kinds), shape.micro_batches - 1)
+                if few > width
+                else kept
+            )
+        labels = (
+            undominated(labels, len(shape.tables.kinds), shape.micro_batches - 1)
+            if width is None
+            else labels
+        )
         if not len(labels.stop):
             return whole
         levels.append(labels)
@@ -319,14 +299,6 @@ def _search(
     return whole
 
 
-def _most_promising(labels: _Labels, count: int) -> _Labels:
-    """So many for each layer that they end with: those that end late have more to pay still."""
-    order = np.lexsort((labels.bound, labels.stop))
-    _, begin = np.unique(labels.stop[order], return_index=True)
-    rank = np.arange(len(order)) - np.repeat(begin, np.diff(np.append(begin, len(order))))
-    return labels.take(np.sort(order[rank < count]))
-
-
 def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
     least = np.where(np.tri(layers + 1, dtype=bool), np.inf, reduce.min(axis=0))
     ahead = np.full((stages + 1, layers + 1), np.inf)
@@ -336,15 +308,15 @@ def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
     return ahead
 
 
-def _extend(state: _State, shape: _Shape, labels: _Labels | None, index: int) -> _Labels:
+def _extend(state: _State, shape: _Shape, labels: Labels | None, index: int) -> Labels:
     """Every way to add stage ``index``, without those that cannot become better than the best."""
     if labels is None:
         none, zero = np.zeros(1), np.zeros(1, dtype=int)
         used = np.zeros((1, shape.tables.usage.shape[1]))
-        labels = _Labels(zero, zero, none, none, none, none, none, used, none, zero - 1, none, none)
+        labels = Labels(zero, zero, none, none, none, none, none, used, none, zero - 1, none, none)
     reduce = _reduction(state, shape)
-    parts = [_extended(state, shape, reduce, labels, which, index) for which in _alike(labels)]
-    found = _Labels(
+    parts = [_extended(state, shape, reduce, labels, which, index) for which in alike(labels)]
+    found = Labels(
         **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
     )
     state.labels += len(found.stop)
@@ -352,7 +324,7 @@ def _extend(state: _State, shape: _Shape, labels: _Labels | None, index: int) ->
 
 
 def _reduction(state: _State, shape: _Shape) -> tuple[Floats, Floats]:
-    """The shape's :func:`reduce_table`, and the least of stages to come; kept for the next shape."""
+    """The shape's :func:`reduce_table`, and the least of stages to come; kept for others."""
     key = (shape.tables.micro_batch, shape.dp)
     if key not in state.reduction:
         table = reduce_table(state.problem, shape.tables, shape.dp)
@@ -361,22 +333,14 @@ def _reduction(state: _State, shape: _Shape) -> tuple[Floats, Floats]:
     return state.reduction[key]
 
 
-def _alike(labels: _Labels) -> Iterator[Floats]:
-    """Indices of labels that stop at the same layer, not too many at a time."""
-    for stop in np.unique(labels.stop):
-        which = np.nonzero(labels.stop == stop)[0]
-        for begin in range(0, len(which), 512):
-            yield which[begin : begin + 512]
-
-
 def _extended(
     state: _State,
     shape: _Shape,
     reduction: tuple[Floats, Floats],
-    labels: _Labels,
-    which: Floats,
+    labels: Labels,
+    which: Ints,
     index: int,
-) -> _Labels:
+) -> Labels:
     tables, layers = shape.tables, state.problem.num_layers
     reduce, reduce_ahead = reduction
     capacity = tables.weights @ np.array([pool.gpus for pool in state.problem.pools])
@@ -423,7 +387,7 @@ def _extended(
     keep = (bound < state.limit) & np.isfinite(bound) & room[:, :, None]
     label, kind, stop = np.nonzero(keep)
     full = bound.shape
-    found = _Labels(
+    found = Labels(
         stop=stops[stop],
         kind=kind,
         total=np.broadcast_to(total, full)[keep],
@@ -448,7 +412,7 @@ def _extended(
     return found.take(np.nonzero(found.bound < state.limit)[0])
 
 
-def _floors(tables: SizeTables, free: Floats, left: int, stop: Floats) -> Floats:
+def _floors(tables: SizeTables, free: Floats, left: int, stop: Ints) -> Floats:
     """What the slowest stage still to come takes at least, with the GPUs that are left."""
     last = len(tables.thresholds)
     low, high = np.zeros(len(stop), dtype=int), np.full(len(stop), last)
@@ -456,59 +420,14 @@ def _floors(tables: SizeTables, free: Floats, left: int, stop: Floats) -> Floats
     while np.any(low < high):
         middle = (low + high) // 2
         needs = tables.needs[np.minimum(middle, last - 1), left, stop]
-        enough = np.all(needs <= free + _NO_MORE, axis=1) | (middle == last)
+        enough = np.all(needs <= free + NO_MORE, axis=1) | (middle == last)
         high = np.where(enough, middle, high)
         low = np.where(enough, low, np.minimum(middle + 1, high))
     below = np.concatenate([[0.0], tables.thresholds[:-1], [np.inf]])
     return below[low]
 
 
-def _undominated(labels: _Labels, shape: _Shape) -> _Labels:
-    """Without those whose every completion costs at least as much as the same one of another label.
-
-    The other must end with the same kind and layer, and leave as many GPUs. Kinds of several pools
-    use GPUs by counts still open, so it must have none, or the same.
-    """
-    groups = labels.stop * len(shape.tables.kinds) + labels.kind
-    order = np.lexsort((labels.total + labels.last, groups))
-    edges = np.nonzero(np.diff(groups[order]))[0] + 1
-    begins, ends = np.append(0, edges), np.append(edges, len(order))
-    alone = ends - begins == 1
-    keep = [order[begins[alone]]] if len(order) else []
-    for begin, end in zip(begins[~alone], ends[~alone], strict=True):
-        group = order[begin:end]
-        if len(group):
-            keep.append(group[_front(labels.take(group), shape.micro_batches - 1)])
-    return labels.take(np.sort(np.concatenate(keep)) if keep else order)
-
-
-def _front(labels: _Labels, repeats: int) -> Floats:
-    """Whether none before it dominates each label; they come in rising order of their seconds."""
-    count = len(labels.stop)
-    total = labels.total + labels.last
-    floor = np.maximum(labels.slowest, labels.floor)
-    dominated = np.zeros(count, dtype=bool)
-    for begin in range(0, count, _FRONT_ROWS):
-        # Arrays are [dominating, dominated].
-        these = slice(begin, begin + _FRONT_ROWS)
-        before = np.arange(count)[:, None] < np.arange(count)[None, these]
-
-        def more(values: Floats, other: Floats, these: slice = these) -> Floats:
-            return np.maximum(values[:, None] - other[None, these], 0)
-
-        slower = np.maximum(more(labels.slowest, floor), more(labels.last, labels.last))
-        cost = total[:, None] - total[None, these] + repeats * slower
-        cost += more(labels.update, labels.update) + more(labels.reduce, labels.reduce)
-        mixed = labels.mixed
-        known = (mixed[:, None] == 0) | (mixed[:, None] == mixed[None, these])
-        found = before & known & (cost <= _NO_MORE)
-        rows, columns = np.nonzero(found)
-        less = np.all(labels.used[rows] <= labels.used[these][columns] + _NO_MORE, axis=1)
-        dominated[begin + columns[less]] = True
-    return ~dominated
-
-
-def _finish(state: _State, shape: _Shape, levels: list[_Labels], leaf: int, bound: float) -> None:
+def _finish(state: _State, shape: _Shape, levels: list[Labels], leaf: int, bound: float) -> None:
     """The plan of a whole pipeline, costed exactly."""
     stops: list[int] = []
     kinds: list[int] = []

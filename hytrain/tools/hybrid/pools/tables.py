@@ -1,4 +1,4 @@
-"""A problem's cost as arrays over stages: for one micro-batch size, and for one number of replicas."""
+"""A problem's cost as arrays over stages, for one micro-batch size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from hytrain.tools.hybrid.pools.kinds import Kind, kinds_of, usage, weights_of
 from hytrain.tools.hybrid.pools.problem import End, Floats, Problem
 
 _THRESHOLDS = 64
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _sums(values: Any) -> Floats:
@@ -58,8 +56,8 @@ class SizeTables:
     thresholds: Floats
     """[G], rising: seconds of a stage."""
     needs: Floats
-    """[G, L+1, L+1, W]: with all stages within a threshold, what so many stages from a layer on use at
-    least, of one replica each; none of them the pipeline's first."""
+    """[G, L+1, L+1, W]: with all stages within a threshold, what so many stages from a layer on use
+    at least, of one replica each; none of them the pipeline's first."""
 
 
 def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
@@ -126,7 +124,7 @@ def _needs(
     layers = compute.shape[1] - 1
     needs = np.full((len(thresholds), layers + 1, layers + 1, used.shape[1]), np.inf)
     needs[:, 0, layers] = 0.0
-    least: Floats | None = None
+    least = needs[:, 0]
     fitting: Any = None
     for left in range(1, layers + 1):
         fits = depth >= left
