@@ -12,9 +12,6 @@ from hytrain.tools.hybrid.pools.problem import Bools, Floats, Ints
 NO_MORE = 1e-9
 """Seconds or GPUs that rounding may make of nothing."""
 
-_NO_MORE = 1e-9
-"""Seconds or GPUs that rounding may make of nothing."""
-
 _FRONT_ROWS = 512
 """Labels compared with all others at a time."""
 

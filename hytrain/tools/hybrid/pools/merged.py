@@ -18,22 +18,31 @@ _REFERENCE_BYTES = 32e6
 
 
 def zones_as_one(problem: Problem) -> Iterator[tuple[Problem, list[list[int]]]]:
-    """Problems of one pool a type, for 2, 3, ... zones: of each number those with the best links.
+    """Problems of one pool a type, of each type alone first, then of all.
+
+    Of 2, 3, ... zones (1 where there is no other) those with the best links.
 
     Yields:
         The problem, and of each of its pools the pools that it is made of.
     """
     zones = sorted({pool.zone for pool in problem.pools})
     devices = sorted({pool.device for pool in problem.pools})
-    if len(devices) == len(problem.pools):
-        return
-    for number in range(2, len(zones) + 1):
-        chosen = min(combinations(zones, number), key=lambda some: _slowest(problem, some))
-        members = [
-            [i for i, pool in enumerate(problem.pools) if (pool.device, pool.zone in chosen) == key]
-            for key in ((device, True) for device in devices)
-        ]
-        yield _merged(problem, [some for some in members if some])
+    together = [[device] for device in devices] if len(devices) > 1 else []
+    if len(devices) < len(problem.pools):
+        together.append(devices)
+    for types in together:
+        for number in range(min(2, len(zones)), len(zones) + 1):
+            chosen = min(combinations(zones, number), key=lambda some: _slowest(problem, some))
+            members = [
+                [
+                    index
+                    for index, pool in enumerate(problem.pools)
+                    if pool.device == device and pool.zone in chosen
+                ]
+                for device in types
+            ]
+            if any(members):
+                yield _merged(problem, [some for some in members if some])
 
 
 def _slowest(problem: Problem, zones: Sequence[str]) -> float:
