@@ -248,7 +248,8 @@ def _shape_bound(
     update = tables.update.min()
     with np.errstate(invalid="ignore"):
         whole = (micro_batches - 1) * slowest + total
-    return float(np.nanmin(whole) + update)
+    # Without further micro-batches, 0 times what is impossible is not a number.
+    return float(np.min(np.where(np.isnan(whole), np.inf, whole)) + update)
 
 
 # -- one shape ---------------------------------------------------------------------------------
