@@ -44,7 +44,7 @@ def test_a_search_that_is_stopped_has_a_plan_and_a_bound() -> None:
 
 def test_the_result_does_not_depend_on_the_order_of_the_profiles() -> None:
     problem = random_problem(3)
-    turned = dataclasses.replace(problem, profiles=dict(reversed(problem.profiles.items())))
+    turned = dataclasses.replace(problem, profiles=dict(reversed(list(problem.profiles.items()))))
     assert plan_pools(problem).plan == plan_pools(turned).plan
 
 
