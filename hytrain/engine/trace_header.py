@@ -14,6 +14,7 @@ from hytrain import _C
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import HyTrainError
 from hytrain.formats.trace_file import Peaks, TraceHeader
+from hytrain.kernels.moments import native_moments
 from hytrain.offload.pipeline import UpdatePipeline
 
 _SWEPT_BYTES = 4 << 30
@@ -113,8 +114,7 @@ def _memory_rate(pipeline: UpdatePipeline, num_threads: int) -> float | None:
             continue
         _C.read_write(
             layer.master.data_ptr(),
-            layer.exp_avg.data_ptr(),
-            layer.exp_avg_sq.data_ptr(),
+            native_moments(layer.exp_avg, layer.exp_avg_sq, None),
             layer.shard_size,
             num_threads,
         )

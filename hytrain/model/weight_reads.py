@@ -130,7 +130,7 @@ class _Watched(nn.Parameter):
 
     @classmethod
     @torch.compiler.disable
-    def __torch_function__(
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -169,7 +169,7 @@ class _Watched(nn.Parameter):
             return own.__reduce_ex__(proto)
 
 
-_autograd: Any = vars(torch._C)["_autograd"]
+_autograd: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
 """torch's stack of hooks for what autograd saves."""
 _reads_nothing: set[Callable[..., Any]] = set()
 """Functions of which :func:`_read_by` has said so."""
