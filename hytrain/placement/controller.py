@@ -137,6 +137,7 @@ class PlacementController:
             launch_bound: the GPU waits for the host to launch its kernels.
         """
         allowed = self._allowed(step, limits)
+        launch_bound = launch_bound or self._steps.launch_bound
         here, last = self.num_gpu_layers, self._solved_with
         solved_here = last if self._solved_for == here else None
         if solved_here is not None and is_other_workload(solved_here, (costs, allowed)):

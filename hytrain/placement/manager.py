@@ -121,7 +121,7 @@ class PlacementManager:
         estimator.add_samples(samples[warm:])
         if controller.is_settled:
             for sample in samples[warm:]:
-                controller.add_step(sample.seconds, launch_bound=estimator.launch_bound)
+                controller.add_step(sample.seconds, launch_bound=sample.launch_bound)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)

@@ -44,8 +44,6 @@ _LATEST = 5
 """Steps that the residual is of: as many as costs are medians over, so that both change at once."""
 _MILESTONES = (ENOUGH_SAMPLES, _REFERENCE, _WINDOW)
 """Numbers of steps at which a median is worth solving with again."""
-_MOST_RESIDUAL = 0.1
-"""Share of a predicted step; where more is missing, costs and steps are not of the same time."""
 _CHANGE = 0.1
 """Share of the step by which it must differ from what it was at this placement, to be another."""
 _CHANGE_NOISE = 4.0
@@ -69,13 +67,16 @@ class _Record:
     first: list[float] = field(default_factory=list)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     count: int = 0
+    launch_bound: int = 0
+    """Of so many steps the GPU waited for launches."""
     compute: float | None = None
     worker: float | None = None
     residual: float | None = None
     is_news: bool = False
     """The steps are known better than when the residual was taken."""
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, *, launch_bound: bool) -> None:
+        self.launch_bound += launch_bound
         if len(self.first) < _REFERENCE:
             self.first.append(seconds)
         self.last.append(seconds)
@@ -120,7 +121,7 @@ class _Record:
         fresh = _Record()
         for seconds in latest:
             if abs(seconds - now) < abs(seconds - before):
-                fresh.add(seconds)
+                fresh.add(seconds, launch_bound=2 * self.launch_bound > self.count)
         return fresh
 
 
@@ -144,13 +145,13 @@ class MeasuredSteps:
         smaller change of launch-bound steps they are scaled by it.
         """
         record = self._records.setdefault(gpu_layers, _Record())
-        record.add(seconds)
+        record.add(seconds, launch_bound=launch_bound)
         self.version += record.count in _MILESTONES
         if not record.has_changed:
             return False
         fresh = record.since_change()
         ratio = fresh.seconds / statistics.median(record.first)
-        is_other = not launch_bound or not 1.0 / _OTHER_WORKLOAD < ratio < _OTHER_WORKLOAD
+        is_other = not self.launch_bound or not 1.0 / _OTHER_WORKLOAD < ratio < _OTHER_WORKLOAD
         if is_other:
             self._records.clear()
         for other in self._records.values():
@@ -158,6 +159,15 @@ class MeasuredSteps:
         self._records[gpu_layers] = fresh
         self.version += 1
         return is_other
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether most steps at any measured number of GPU layers were.
+
+        With few layers on the GPU the wait for the CPU may hide it.
+        """
+        known = [self._records[number] for number in self.known]
+        return any(2 * record.launch_bound > record.count for record in known)
 
     def count(self, gpu_layers: int) -> int:
         """Steps measured at a number of GPU layers; at most the window's."""
@@ -197,8 +207,8 @@ class MeasuredSteps:
         # Not whenever costs change: some are known sooner than steps that show the change.
         if record.is_news:
             record.is_news = False
-            rest = statistics.median(list(record.last)[-_LATEST:]) - here.step_seconds
-            record.residual = rest if abs(rest) < _MOST_RESIDUAL * here.step_seconds else None
+            latest = statistics.median(list(record.last)[-_LATEST:])
+            record.residual = latest - here.step_seconds
 
     def interference(self, here: int) -> float:
         """Seconds by which compute grows with each second of the worker's work; 0: none seen.

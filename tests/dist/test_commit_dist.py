@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import RankError, RankPool, RankPools
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import writer
+from hytrain.checkpoint import target, writer
 from hytrain.errors import CheckpointError
 
 RUN = Run(fractions=(0.6, 0.4))
@@ -81,16 +81,16 @@ def _fail_everywhere(folder: Path) -> None:
                 patch.setattr(writer, "write_file", _no_space)
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left.*unchanged"):
                 engine.save_checkpoint(folder, tag=TAG)
-        for refuse in ("begin_save", "finish_save"):
+        for module, refuse in ((target, "begin_save"), (writer, "finish_save")):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
-                    patch.setattr(writer, refuse, _no_space)
+                    patch.setattr(module, refuse, _no_space)
                 with pytest.raises(CheckpointError, match="No space left"):
                     engine.save_checkpoint(folder, tag=TAG)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                from_first = writer.from_first
-                patch.setattr(writer, "from_first", lambda *a: str(from_first(*a)) + "-not-here")
+                from_first = target.from_first
+                patch.setattr(target, "from_first", lambda *a: str(from_first(*a)) + "-not-here")
             with pytest.raises(CheckpointError, match=r"on rank 1: .*that all hosts share"):
                 engine.save_checkpoint(folder, tag=TAG)
         with pytest.raises(CheckpointError, match="on rank 1: client_state has the keys module"):

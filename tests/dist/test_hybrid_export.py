@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rank_pipelines
 import torch
-from harness import RankPools
+from harness import RankPool, RankPools
 
 from hytrain.tools.hybrid.export import write_export
 from hytrain.tools.hybrid.plan_record import plan_record
@@ -37,7 +37,7 @@ def _problem() -> Problem:
     )
 
 
-def test_two_stages_train_as_exported(ranks: RankPools, tmp_path: Path) -> None:
+def test_two_stages_train_as_exported(tmp_path: Path) -> None:
     result = plan(_problem())
     record = plan_record(_problem(), result.plan, result.bound)
     # Unequal on purpose: a uniform cut of five layers would be another one.
@@ -46,7 +46,8 @@ def test_two_stages_train_as_exported(ranks: RankPools, tmp_path: Path) -> None:
     write_export(folder, record)
     names = [node.name for stage in record.stages for node in stage.nodes]
     assert (folder / "hostfile").read_text() == "".join(f"{name} slots=1\n" for name in names)
-    found = ranks(2).run(rank_pipelines.train, str(folder), timeout=120)
+    with RankPool(2) as pool:  # of its own: DeepSpeed's pipeline leaves its grid to the process
+        found = pool.run(rank_pipelines.train, str(folder), timeout=120)
 
     model = torch.nn.Sequential(*rank_pipelines.layers())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
