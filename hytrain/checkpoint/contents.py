@@ -106,12 +106,14 @@ class SaveContents:
         steps: that each parameter has made, in that order.
         optimizer_state: what ``optimizer_state.pt`` holds.
         model_states: on rank 0 only.
+        failure: why there are none, on rank 0 only.
     """
 
     places: list[ParameterPlace]
     steps: list[float]
     optimizer_state: dict[str, Any] = field(repr=False)
     model_states: ModelStates | None
+    failure: str | None = None
 
 
 def collect_contents(
@@ -131,9 +133,21 @@ def collect_contents(
         clip=kept.pipeline.norm.settings.max_norm,
         num_ranks=kept.collectives.world_size,
     )
+    states = failure = None
+    if kept.collectives.rank == 0:
+        try:
+            states = model_states(places)
+        except Exception as error:
+            # The user's client state, say, that cannot be pickled. A rank that raised here would
+            # leave the others waiting; it raises with them when nothing has been written.
+            failure = (
+                f"mp_rank_00_model_states.pt could not be written ({type(error).__name__}: "
+                f"{error}): leave it out of the client state, or out of the module's"
+            )
     return SaveContents(
         places,
         [float(kept.hyper.steps[place.group]) for place in places],
         copy.deepcopy(state),
-        model_states(places) if kept.collectives.rank == 0 else None,
+        states,
+        failure,
     )

@@ -237,7 +237,8 @@ def write_contents(
     """
     is_first = collectives.rank == 0
     paths = CheckpointPaths(saving)
-    writes = Writes(_missing(saving))
+    failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
+    writes = Writes(failure or _missing(saving))
     archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
     steps = {place.name: step for place, step in zip(contents.places, contents.steps, strict=True)}
 

@@ -236,7 +236,7 @@ def _zero_keys(rng: random.Random, stage: int) -> Pairs:
         allgather_bucket_size=(1, 1000),
         allgather_partitions=(True, False),
         round_robin_gradients=(True, False),
-        ignore_unused_parameters=(True, False),
+        ignore_unused_parameters=(True,),  # False refuses the drawn models' unused ones
     )
     if stage < 3:
         return keys

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
+from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.errors import CheckpointError
 
 TAG = "global_step2"
@@ -49,6 +50,8 @@ def test_no_latest_is_a_warning(
 def test_wrong_tag(engine: Any, folder: Path) -> None:
     check_refused(engine, folder, "no checkpoint 'x'", f"the tags {TAG}", tag="x")
     (folder / "latest").write_text("gone\n")
+    for path in (folder / TAG / "zero").glob("*.json"):
+        path.unlink()  # what has no manifest is not gone back to
     check_refused(engine, folder, "no checkpoint 'gone'")
 
 
@@ -137,7 +140,14 @@ def test_a_failed_save_leaves_latest_alone(
         if path.name.startswith(failing):
             raise OSError(28, "No space left on device")
 
+    def fail_to_close(archive: ArchiveWriter) -> None:
+        close(archive)
+        if failing == "mp_rank_00_model":
+            raise OSError(28, "No space left on device")
+
+    close = ArchiveWriter.close
     monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(ArchiveWriter, "close", fail_to_close)
     with pytest.raises(CheckpointError, match=rf"(?s){failing}.*No space left.*is unchanged"):
         engine.save_checkpoint(tmp_path, tag="bad")
     monkeypatch.undo()
