@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -150,11 +151,9 @@ class _Watched(nn.Parameter):
         # Some may be watched still: nothing was read of them, or nothing has to be done about it.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
-        if func is torch.Tensor.detach:
-            caller = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage]
-            if caller is nn.Parameter.__new__.__code__:
-                # It wants of a class that is not its own an object of that class.
-                return torch.Tensor._make_subclass(type(args[0]), result, False)
+        if func is torch.Tensor.detach and _calling_code() is nn.Parameter.__new__.__code__:
+            # It wants of a class that is not its own an object of that class.
+            return torch.Tensor._make_subclass(type(args[0]), result, False)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -167,6 +166,14 @@ class _Watched(nn.Parameter):
         self.watch.tell("pickle")
         with _as_own(self) as own:
             return own.__reduce_ex__(proto)
+
+
+def _calling_code() -> CodeType | None:
+    """Of whoever called the function that asks, past what keeps that out of torch.compile."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 _autograd: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
