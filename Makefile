@@ -24,8 +24,9 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-# Every test belongs to one of the four targets: test, test-parity, test-experiments, test-gpu.
-EVERYDAY := not parity_full and not experiment and not gpu
+# Every test belongs to one of the five targets: test, test-parity, test-experiments, test-plans,
+# test-gpu.
+EVERYDAY := not parity_full and not experiment and not all_plans and not gpu
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are dealt
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
@@ -34,7 +35,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: all install demo check docs lint format bench clean
-.PHONY: test test-parity test-experiments test-gpu test-fuzz test-configs
+.PHONY: test test-parity test-experiments test-plans test-gpu test-fuzz test-configs
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -71,6 +72,12 @@ test-parity: install
 # Whole experiments on toy models: what `python experiments/.../run.py --device cpu` does.
 test-experiments: install
 	$(PYTEST_BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
+
+# 200 random clusters, each plan held against an independent bound; `test` has some of them.
+test-plans: TEST_SECONDS = 7200
+test-plans: install
+	$(PYTEST_BESIDE) --dist load -m '(all_plans or not all_plans) and not gpu' $(TEST_ARGS) \
+	    tests/unit/planner/test_planner_large_batches.py
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install
