@@ -14,6 +14,7 @@ import torch
 from support.engines import built, join_process_group, make_config
 from support.models import Mlp, make_batch, make_model
 from support.traces import Trace, traced_config, train
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
 from hytrain.errors import ConfigError
@@ -208,6 +209,32 @@ def test_checkpointed_blocks_are_recomputed(tmp_path: Path) -> None:
         assert [e["args"]["layer"] for e in again] == expected
         loads = [e for e in trace.spans("Python: MainThread") if e["name"] == "data loading"]
         assert len(loads) >= 4
+
+
+class _Checkpointed(Mlp):
+    """Its blocks are recomputed by what ends their forward as soon as it can."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).pow(2).mean()
+
+
+def test_backward_follows_a_recomputed_forward_that_is_left_early(tmp_path: Path) -> None:
+    """torch's checkpointing ends it with an exception as soon as backward has what it needs."""
+    join_process_group()
+    with built(_Checkpointed(), traced_config(tmp_path, (2, 3))) as engine:
+        for step in range(8):
+            engine.backward(engine(**make_batch("mlp", step)))
+            engine.step()
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    again = trace.spans(names.GPU_COMPUTE, **{"pass": "recompute"}, step=2)
+    assert again
+    for span in again:
+        layer, end = span["args"]["layer"], span["ts"] + span["dur"]
+        after = trace.spans(names.GPU_COMPUTE, **{"pass": "backward"}, layer=layer, step=2)
+        assert any(abs(one["ts"] - end) < 1.0 and one["dur"] > 0.0 for one in after)
 
 
 def _train_batches(config: dict, steps: int) -> None:
