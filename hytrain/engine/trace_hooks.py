@@ -28,8 +28,8 @@ def follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Call
     handles: list[RemovableHandle] = []
     for number, (module, layer) in enumerate(layer_of.items()):
         handles.append(module.register_forward_pre_hook(_enter(layer, number, recorder)))
-        # Also where it ends with an exception: torch's checkpointing leaves a recomputed forward that
-        # way, as soon as it has what backward needs.
+        # Also where it ends with an exception: torch's checkpointing leaves a recomputed forward
+        # that way, as soon as it has what backward needs.
         handles.append(module.register_forward_hook(_leave(layer, recorder), always_call=True))
 
     def remove() -> None:

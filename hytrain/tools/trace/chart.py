@@ -18,6 +18,8 @@ from hytrain.tools.trace.viewer import middle_step
 _LEFT_OUT: Final = ("Python", "host", "data loading", "host waits", "waits of forward")
 _MARGIN: Final = 0.06
 _WIDTH: Final = 12.0
+_CHARACTER: Final = 0.0075
+"""Width of a character of a cause's words, as a share of the longest step's picture."""
 _LEAST_LABEL: Final = 0.025
 """Share of the picture that a bar needs for words."""
 
@@ -140,24 +142,35 @@ def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float, theme
 
 
 def _name_causes(axes: Any, row: Row, step: Any, longest: float, theme: Theme) -> None:
-    """Words beside idle intervals that are long enough: the longest cause of each."""
+    """Words in or beside idle intervals that are long enough: the longest cause of each.
+
+    The longest intervals have theirs first; words that would lie over others are left out.
+    """
     bars = row.bars
     firsts = np.flatnonzero(np.concatenate([[True], bars.begin[1:] > bars.end[:-1]]))
     lasts = np.concatenate([firsts[1:], [len(bars)]])
+    idle: list[tuple[float, float, str]] = []
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        begin, end = (int(bars.begin[first]) - step.begin, int(bars.end[last - 1]) - step.begin)
-        if end <= 0 or (end - begin) * 1e-6 < _LEAST_LABEL / 2 * longest:
+        begin = (int(bars.begin[first]) - step.begin) * 1e-6
+        end = (int(bars.end[last - 1]) - step.begin) * 1e-6
+        if end <= 0 or end - begin < _LEAST_LABEL / 2 * longest:
             continue
         most = first + int(np.argmax((bars.end - bars.begin)[first:last]))
         layer = f", layer {bars.layer[most]}" if bars.layer[most] >= 0 else ""
-        is_left = begin * 1e-6 > 0.2 * longest
-        place = begin * 1e-6 - 0.005 * longest if is_left else end * 1e-6 + 0.005 * longest
+        idle.append((begin, end, f"{bars.name[most]}{layer}"))
+    taken = [(begin, end) for begin, end, _ in idle]
+    for begin, end, words in sorted(idle, key=lambda one: one[0] - one[1]):
+        width = len(words) * _CHARACTER * longest
+        place, colour = (begin + end) / 2 - width / 2, "white"
+        if width > end - begin:
+            gap = 0.005 * longest
+            place = begin - gap - width if begin > 0.2 * longest else end + gap
+            colour = theme.text
+            if any(low < place + width and place < high for low, high in taken):
+                continue
+            taken.append((place, place + width))
         axes.text(
-            place,
-            0,
-            f"{bars.name[most]}{layer}",
-            **{"fontsize": 8, "color": theme.text, "va": "center", "clip_on": True},
-            ha="right" if is_left else "left",
+            place, 0, words, **{"fontsize": 8, "color": colour, "va": "center", "clip_on": True}
         )
 
 
