@@ -18,7 +18,7 @@ from hytrain.tools.trace.viewer import middle_step
 _LEFT_OUT: Final = ("Python", "host", "data loading", "host waits", "waits of forward")
 _MARGIN: Final = 0.06
 _WIDTH: Final = 12.0
-_CHARACTER: Final = 0.0075
+_CHARACTER: Final = 0.006
 """Width of a character of a cause's words, as a share of the longest step's picture."""
 _LEAST_LABEL: Final = 0.025
 """Share of the picture that a bar needs for words."""
@@ -160,17 +160,20 @@ def _name_causes(axes: Any, row: Row, step: Any, longest: float, theme: Theme) -
         idle.append((begin, end, f"{bars.name[most]}{layer}"))
     taken = [(begin, end) for begin, end, _ in idle]
     for begin, end, words in sorted(idle, key=lambda one: one[0] - one[1]):
-        width = len(words) * _CHARACTER * longest
-        place, colour = (begin + end) / 2 - width / 2, "white"
+        width, gap = len(words) * _CHARACTER * longest, 0.005 * longest
+        place, side, colour = (begin + end) / 2, "center", "white"
         if width > end - begin:
-            gap = 0.005 * longest
-            place = begin - gap - width if begin > 0.2 * longest else end + gap
             colour = theme.text
-            if any(low < place + width and place < high for low, high in taken):
+            place, side = (begin - gap, "right") if begin > 0.2 * longest else (end + gap, "left")
+            left = place - width if side == "right" else place
+            if any(low < left + width and left < high for low, high in taken):
                 continue
-            taken.append((place, place + width))
+            taken.append((left, left + width))
         axes.text(
-            place, 0, words, **{"fontsize": 8, "color": colour, "va": "center", "clip_on": True}
+            place,
+            0,
+            words,
+            **{"fontsize": 8, "color": colour, "ha": side, "va": "center", "clip_on": True},
         )
 
 
