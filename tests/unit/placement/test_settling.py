@@ -232,15 +232,19 @@ def test_a_decision_keeps_what_measurements_added() -> None:
     assert row.predicted_seconds == pytest.approx(last.predicted_seconds)
 
 
-@pytest.mark.parametrize("name", ["launch-bound", "small", "dear launches"])
-def test_it_settles_where_waits_hide_that_steps_are_launch_bound(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # Where GPU updates are dear besides, what is left is below what a launch-bound move must win.
+    [("launch-bound", 0.03), ("small", 0.03), ("dear launches", 0.12)],
+)
+def test_it_settles_where_waits_hide_that_steps_are_launch_bound(name: str, most: float) -> None:
     for seed in range(6):
         machine = replace(MACHINES[name], waits_hide=True, noise=0.03)
         training = Training(machine, seed, gpu_layers=machine.layers)
         training.run(150)
-        assert training.regret < 0.04 + machine.noise, training.controller.decisions[-1].reason
+        assert training.regret < most, training.controller.decisions[-1].reason
         assert training.run(300) <= 2
-        assert training.regret < 0.04 + machine.noise
+        assert training.regret < most
 
 
 def test_a_step_that_was_predicted_far_too_short_is_left_again() -> None:
