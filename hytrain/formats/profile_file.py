@@ -12,8 +12,6 @@ Times are milliseconds of one micro-batch, sizes bytes, rates a second.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,7 +20,7 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
-from hytrain.formats.record import Record, parse_record, read_text
+from hytrain.formats.record import Record, parse_record, read_text, write_record
 
 VERSION = 1
 
@@ -301,14 +299,7 @@ def write_profile(path: Path, profile: ProfileFile) -> None:
     Raises:
         PlanError: the file cannot be written.
     """
-    text = json.dumps(profile.model_dump(mode="json"), indent=2) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise PlanError(f"cannot write the profile {path} ({error.strerror})") from None
+    write_record(path, profile, what="profile")
 
 
 def read_profile(path: Path) -> ProfileFile:

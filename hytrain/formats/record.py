@@ -1,8 +1,9 @@
-"""What the files of this folder have in common: checked records, read from JSON of one version."""
+"""What files of checked records have in common: JSON of one version, read and written."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,3 +70,24 @@ def parse_record(
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise PlanError(f"the {what} {path}, {where}: {first['msg']}") from None
+
+
+def write_record(path: Path, record: Record, *, what: str) -> None:
+    """Writes a record as JSON: all of the file or nothing.
+
+    Args:
+        path: the file.
+        record: what it holds.
+        what: it is, for errors.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
+    text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise PlanError(f"cannot write the {what} {path} ({error.strerror})") from None

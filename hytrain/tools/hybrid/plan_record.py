@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from hytrain.errors import PlanError
-from hytrain.formats.record import Record, parse_record, read_text
+from hytrain.formats.record import Record, parse_record, read_text, write_record
 from hytrain.tools.hybrid.cost_model import plan_cost
 from hytrain.tools.hybrid.problem import Plan, Problem
 
@@ -141,14 +138,7 @@ def write_hybrid_plan(path: Path, record: HybridPlanFile) -> None:
     Raises:
         PlanError: it cannot be written.
     """
-    text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise PlanError(f"cannot write the plan {path} ({error.strerror})") from None
+    write_record(path, record, what="plan")
 
 
 def read_hybrid_plan(path: Path) -> HybridPlanFile:
