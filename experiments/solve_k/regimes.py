@@ -5,8 +5,10 @@
 
 A cell is MODEL/BATCHxTOKENS/CORES[/noclip]. Its process trains with k solved for --steps steps and
 for --stay more, then measures the number of layers that it has come to in turns with fixed
-fractions, some steps of each, several times. DIR/regimes.json is rewritten after every cell, and a
-table is printed: seconds a step (medians), solved over best, and moves after the first steps.
+fractions, some steps of each, several times. Before there is an engine it measures forward and
+backward alone, and where everything is on the GPU (fp32 master weights, torch's fused AdamW).
+DIR/regimes.json is rewritten after every cell, and a table is printed: seconds a step (medians),
+solved over best, and moves after the first steps.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from experiments.common.hardware import describe
 from experiments.common.processes import free_port
 from experiments.common.records import Json, write_json
+from experiments.common.systems.all_gpu import AllGpu
 
 SHAPES = {
     # blocks, hidden, intermediate; vocabulary 32000
@@ -36,7 +39,9 @@ SHAPES = {
     "0.37B": (24, 1024, 2816),
     "0.95B": (16, 2048, 5632),
     "2.9B": (32, 2560, 6912),
+    "9.8B": (48, 4096, 11008),
 }
+ALL_GPU_FITS = ("toy", "0.1B", "0.37B", "0.95B", "2.9B")
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 MARK = "RESULT "
 
@@ -133,6 +138,17 @@ class Trainer:
             times.append(time.perf_counter() - begin)
         return times
 
+    def all_gpu(self, steps: int, clip: float | None) -> list[float]:
+        """Seconds of whole steps with everything on the GPU; the weights go on from there."""
+        system = AllGpu(self._model, clip)
+        times: list[float] = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            system.step({"input_ids": self._ids, "labels": self._ids})
+            self._wait()
+            times.append(time.perf_counter() - begin)
+        return times
+
     def start(self, config: Json) -> None:
         """Wraps the model."""
         import hytrain
@@ -167,6 +183,9 @@ def work(cell: Cell, device: str, steps: int, stay: int, rounds: int) -> Json:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: cell.cores])
     trainer = Trainer(cell, device)
     compute = statistics.median(trainer.compute(12)[4:])
+    all_gpu = None
+    if cell.model in ALL_GPU_FITS:
+        all_gpu = statistics.median(trainer.all_gpu(12, 1e-3 if cell.clips else None)[4:])
     trainer.start(_ds_config(cell))
     engine = trainer.engine
     trainer.train(steps)
@@ -188,6 +207,7 @@ def work(cell: Cell, device: str, steps: int, stay: int, rounds: int) -> Json:
     return {
         "layers": layers,
         "compute": compute,
+        "all_gpu": all_gpu,
         "fixed": {str(number): seconds for number, seconds in fixed.items()},
         "solved": solved,
         "settled_seconds": statistics.median(settled or [0.0]),
@@ -225,10 +245,11 @@ def _row(text: str, cell: Json) -> str:
     if "failed" in cell:
         return f"{text:24} failed: see its log"
     fixed = "  ".join(f"{k}: {1e3 * float(s):.1f}" for k, s in cell["fixed"].items())
+    all_gpu = f" AdamW {1e3 * cell['all_gpu']:.1f}" if cell["all_gpu"] else ""
     path = " ".join(f"{m['step']}:{m['to']}" for m in cell["moves"])
     return (
-        f"{text:24} compute {1e3 * cell['compute']:.1f}  [{fixed}] ms; solved {cell['solved']} of "
-        f"{cell['layers']}: {cell['solved_over_best']:.3f} of the best ({cell['best']}), "
+        f"{text:24} compute {1e3 * cell['compute']:.1f}{all_gpu}  [{fixed}] ms; "
+        f"solved {cell['solved']} of {cell['layers']}: {cell['solved_over_best']:.3f} of the best ({cell['best']}), "
         f"{cell['late_moves']} late moves ({path})"
     )
 

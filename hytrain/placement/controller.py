@@ -15,6 +15,7 @@ import torch
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import STATE_BYTES, Bounds, bounds
 from hytrain.placement.prediction import predict
@@ -37,8 +38,6 @@ _SETTLED_STEPS = 4
 """Steps after the last move whose times are taken for those of the new placement."""
 _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory."""
-_MOST_TRIAL_COST = 1.25
-"""A placement is not tried for interference alone where it is predicted to take so much longer."""
 _SOLVE_EVERY = 5
 """Launch-bound steps between two solves for nothing but other costs: their host is busy."""
 
@@ -95,6 +94,7 @@ class PlacementController:
         self._steps = MeasuredSteps()
         self._steps_version = 0
         self._trials = Trials()
+        self._launch_bound = LaunchBoundPlacement()
         self.target = self.num_gpu_layers
         self._refused = RefusedNumbers()
         self._settled = 0
@@ -141,11 +141,18 @@ class PlacementController:
         here, last = self.num_gpu_layers, self._solved_with
         solved_here = last if self._solved_for == here else None
         if solved_here is not None and is_other_workload(solved_here, (costs, allowed)):
-            self._trials.restart()
+            self._restart()
         self._trials.see(step)
         if self._solution is None or self._is_out_of_date(step, costs, allowed, launch_bound):
             self._solution = self._solve(step, costs, allowed, launch_bound=launch_bound)
         solution = self._solution
+        if launch_bound and self._settings.method == "pipeline":
+            number = self._launch_bound.choose(
+                here, allowed, self._steps, solution.predictions, solution.gpu_layers
+            )
+            if number is not None:
+                self._place_launch_bound(step, solution, number, costs, limits)
+                return
         # The closed form is there to reproduce the published system: it is followed as it is.
         moves = solution.gpu_layers != here and (
             self._settings.method == "closed_form"
@@ -155,13 +162,6 @@ class PlacementController:
             if self._steps.seconds(solution.gpu_layers) is None:
                 self._trials.use()
             self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
-        elif launch_bound and self._may_try_all(solution, allowed):
-            self._trials.use()
-            reason = (
-                "launch-bound: kernels are launched as fast as the host can, which updates on the "
-                f"CPU slow down; {allowed.max_gpu_layers} of {len(self._layers)} layers to the GPU"
-            )
-            self._decide(step, solution, allowed.max_gpu_layers, reason, costs, limits)
         elif self.decisions[-1].costs is None:
             # Nothing moves, but now it is known why.
             reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
@@ -195,24 +195,30 @@ class PlacementController:
             choices={here, *self._steps.known} if tried_enough else None,
         )
 
-    def _may_try_all(self, solution: Solution, allowed: Bounds) -> bool:
-        """Whether what the host does besides may cost more than a move of all layers that fit.
+    def _place_launch_bound(
+        self, step: int, solution: Solution, number: int, costs: StepCosts, limits: MemoryLimits
+    ) -> None:
+        if number == self.num_gpu_layers and self.decisions[-1].costs is not None:
+            return  # it is there, and known why
+        reason = (
+            "launch-bound: the GPU waits for the host to launch kernels, which updates on the CPU "
+            f"slow down; {number} of {len(self._layers)} layers to the GPU"
+        )
+        if number < solution.bounds.max_gpu_layers:
+            reason = f"launch-bound: {solution.reason}, to compare with all that fit"
+        elif number < len(self._layers):
+            reason += ", as many as fit"
+        self._decide(step, solution, number, reason, costs, limits)
 
-        No step at one placement shows by how much updates on the CPU slow the launching thread
-        down; a step without them does.
-        """
-        here, most = self.num_gpu_layers, allowed.max_gpu_layers
-        if self._settings.method != "pipeline" or most <= here:
-            return False
-        if self._steps.seconds(most) is not None:
-            return False
-        steps = solution.predictions
-        return steps[most].step_seconds <= _MOST_TRIAL_COST * steps[here].step_seconds
+    def _restart(self) -> None:
+        """The workload is another one: what was tried for the last one tells nothing."""
+        self._trials.restart()
+        self._launch_bound.restart()
 
     def add_step(self, seconds: float, *, launch_bound: bool) -> None:
         """A step of the present placement took so many seconds; call it only when settled."""
         if self._steps.add(self.num_gpu_layers, seconds, launch_bound=launch_bound):
-            self._trials.restart()
+            self._restart()
 
     @property
     def num_measured(self) -> int:
@@ -347,7 +353,7 @@ class PlacementController:
         self.decisions = [*history, *mine]
         self._refused.forget()
         self._steps = MeasuredSteps()
-        self._trials.restart()
+        self._restart()
         if self.solves and history and self._is_comparable(history[-1]):
             last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:

@@ -14,7 +14,7 @@ import pytest
 from hytrain.placement.controller import ControllerSettings, PlacementController
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.measured_steps import ENOUGH_SAMPLES
-from hytrain.placement.memory import Bounds
+from hytrain.placement.memory import STATE_BYTES, Bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
@@ -204,7 +204,8 @@ def test_it_settles_near_the_best_and_stays(name: str, noise: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "drift"), [("launch-bound", 0.08), ("small", 0.08), ("gpu-bound", 0.015)]
+    ("name", "drift"),
+    [("launch-bound", 0.08), ("launch-bound", 0.2), ("small", 0.08), ("gpu-bound", 0.015)],
 )
 def test_it_does_not_follow_a_host_that_is_now_slow_now_fast(name: str, drift: float) -> None:
     moves, regret = 0, 0.0
@@ -218,8 +219,33 @@ def test_it_does_not_follow_a_host_that_is_now_slow_now_fast(name: str, drift: f
     assert regret / len(seeds) < 0.05
 
 
+def test_launch_bound_steps_do_not_follow_free_memory_that_wavers() -> None:
+    training = Training(replace(LAUNCH_BOUND, noise=0.03))
+    wavering = random.Random(1)
+
+    def limits() -> MemoryLimits:
+        fits = 12 + wavering.choice([0, 0, 1])
+        return replace(training.limits, gpu=STATE_BYTES * PARAMETERS * fits + PARAMETERS)
+
+    def run(steps: int) -> int:
+        moves = 0
+        for _ in range(steps):
+            training.limits = limits()
+            moves += training.run(1)
+        return moves
+
+    run(80)
+    last = training.controller.decisions[-1]
+    assert 8 < last.bounds.max_gpu_layers - 1 <= training.controller.num_gpu_layers < 14
+    assert run(200) <= 2
+    # Much more fits: it is used.
+    training.limits = replace(training.limits, gpu=None)
+    training.run(60)
+    assert training.controller.num_gpu_layers == 18
+
+
 def test_a_decision_keeps_what_measurements_added() -> None:
-    training = Training(LAUNCH_BOUND)
+    training = Training(DEAR_LAUNCHES)
     training.run(60)
     last = training.controller.decisions[-1]
     assert last.costs is not None
@@ -285,7 +311,7 @@ def test_a_launch_bound_step_without_any_update_on_the_cpu_is_tried_once() -> No
     dear.run(150)
     assert dear.controller.num_gpu_layers < 18
     reasons = [d.reason for d in dear.controller.decisions]
-    assert sum(reason.startswith("launch-bound") for reason in reasons) == 1
+    assert sum("18 of 18 layers to the GPU" in reason for reason in reasons) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
