@@ -31,6 +31,7 @@ from experiments.common.hardware import describe
 from experiments.common.processes import free_port
 from experiments.common.records import Json, write_json
 from experiments.common.systems.all_gpu import AllGpu
+from hytrain.placement.costs import StepCosts
 
 SHAPES = {
     # blocks, hidden, intermediate; vocabulary 32000
@@ -177,6 +178,19 @@ def _moves(engine: Any, after: int) -> list[Json]:
     ]
 
 
+def _rounded(costs: StepCosts | None) -> Any:
+    """For a file: of times four digits say enough."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: rounded(v) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(v) for v in value]
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    return None if costs is None else rounded(costs.to_json())
+
+
 def work(cell: Cell, device: str, steps: int, stay: int, rounds: int) -> Json:
     """A cell's process: k solved, then fixed fractions in turns with it."""
     if hasattr(os, "sched_setaffinity"):
@@ -195,12 +209,16 @@ def work(cell: Cell, device: str, steps: int, stay: int, rounds: int) -> Json:
     solved = decisions.controller.num_gpu_layers
     early, late = _moves(engine, 0), _moves(engine, steps)
     numbers = sorted({round(f * layers) for f in FRACTIONS} | {solved})
+    costs: Json = {}
+    numbers = sorted({*numbers, layers // 2})
     seen: dict[int, list[float]] = {number: [] for number in numbers}
     for turn in range(rounds):
         for number in numbers if turn % 2 == 0 else reversed(numbers):
             engine.set_gpu_fraction(number / layers)
             # Moves end beside the first of them.
             seen[number] += trainer.train(9)[4:]
+            if number in (0, layers // 2, layers):
+                costs[str(number)] = _rounded(decisions.costs())
     fixed = {number: statistics.median(times) for number, times in seen.items()}
     best = min(fixed, key=lambda number: fixed[number])
     engine.destroy()
@@ -213,6 +231,7 @@ def work(cell: Cell, device: str, steps: int, stay: int, rounds: int) -> Json:
         "settled_seconds": statistics.median(settled or [0.0]),
         "best": best,
         "solved_over_best": fixed[solved] / fixed[best],
+        "costs": costs,
         "moves": early,
         "late_moves": len(late),
     }
@@ -249,7 +268,8 @@ def _row(text: str, cell: Json) -> str:
     path = " ".join(f"{m['step']}:{m['to']}" for m in cell["moves"])
     return (
         f"{text:24} compute {1e3 * cell['compute']:.1f}{all_gpu}  [{fixed}] ms; "
-        f"solved {cell['solved']} of {cell['layers']}: {cell['solved_over_best']:.3f} of the best ({cell['best']}), "
+        f"solved {cell['solved']} of {cell['layers']}: {cell['solved_over_best']:.3f} of the best "
+        f"({cell['best']}), "
         f"{cell['late_moves']} late moves ({path})"
     )
 

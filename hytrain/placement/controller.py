@@ -148,7 +148,7 @@ class PlacementController:
         solution = self._solution
         if launch_bound and self._settings.method == "pipeline":
             number = self._launch_bound.choose(
-                here, allowed, self._steps, solution.predictions, solution.gpu_layers
+                here, allowed, solution.predictions, solution.gpu_layers
             )
             if number is not None:
                 self._place_launch_bound(step, solution, number, costs, limits)
@@ -217,8 +217,10 @@ class PlacementController:
 
     def add_step(self, seconds: float, *, launch_bound: bool) -> None:
         """A step of the present placement took so many seconds; call it only when settled."""
-        if self._steps.add(self.num_gpu_layers, seconds, launch_bound=launch_bound):
-            self._restart()
+        here = self.num_gpu_layers
+        self._launch_bound.add_step(here, seconds)
+        if self._steps.add(here, seconds, launch_bound=launch_bound):
+            self._trials.restart()
 
     @property
     def num_measured(self) -> int:

@@ -1,120 +1,119 @@
-"""What launch-bound steps are placed by: all layers that fit go to the GPU, and mostly stay there.
+"""Placement of launch-bound steps: all layers that fit go to the GPU, unless that proves worse.
 
 The GPU waits for the host to launch its kernels then. It has time for the updates, while updates on
 the CPU take cores and memory bandwidth from the launching thread, by an amount that no step at
 another placement shows. What can be won by fewer GPU layers is at most what the GPU's own update
-takes; what such steps scatter by, as the host is now faster and now slower, is more. So the few
-steps that a solver would compare decide nothing: a placement that was measured before must have
-been much faster for all that fits to be left again.
+takes; such steps scatter by more, since the host is now faster and now slower for seconds on end.
+
+So steps of different times are not compared. Where training comes to a launch-bound workload, all
+that fits is measured right behind the number that the solver would choose. Where it is slower, both
+are measured once more, in turns, and then it is settled for this workload.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from typing import Literal
 
-from hytrain.placement.measured_steps import WINDOW, MeasuredSteps
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import Candidate
 
 _MOST_TRIAL_COST = 1.25
-"""All that fits is not tried where it is predicted to take so much longer than here."""
-_FAR_WORSE = 1.25
-"""Ratio to another measured placement from which on a few steps are enough to leave again."""
-_LEAST_LOSS, _MOST_LOSS = 0.04, 0.1
-"""What must be lost by it, as a share, once as many steps as are kept say so: by their scatter."""
-_DEVIATIONS = 1.5
-"""Times a step's deviation is what the host's speed may have changed by between two placements."""
-_FEW_STEPS = 9
+"""What is predicted to take so much longer than the other is not measured."""
+_STEPS = 8
+"""Of each visit to one of the two numbers."""
+_LEAST_LOSS = 1.06
+"""Ratio of the two's steps from which on all that fits is worse."""
 _LEAST_GROWTH = 0.1
 """Share of the layers that must fit besides for them to be moved too."""
 
 
 class LaunchBoundPlacement:
-    """Keeps all that fits on the GPU until it has proved worse for the workload at hand."""
+    """Compares all that fits with the solver's choice, for one workload."""
 
     def __init__(self) -> None:
-        self._is_refuted = False
+        self._verdict: Literal["open", "kept", "worse"] = "open"
         self._went_to: int | None = None
-        self._compared_with: int | None = None
+        self._other: int | None = None
+        self._visits: list[tuple[int, list[float]]] = []
 
     def restart(self) -> None:
         """The workload is another one."""
-        self._is_refuted = False
-        self._went_to = None
-        self._compared_with = None
+        self._verdict, self._other = "open", None
+        self._visits.clear()
+
+    def add_step(self, gpu_layers: int, seconds: float) -> None:
+        """A step took so long at a settled placement."""
+        if not self._visits or self._visits[-1][0] != gpu_layers:
+            self._visits.append((gpu_layers, []))
+        if len(self._visits[-1][1]) < _STEPS:
+            self._visits[-1][1].append(seconds)
 
     def choose(
-        self,
-        here: int,
-        allowed: Bounds,
-        measured: MeasuredSteps,
-        predictions: Sequence[Candidate],
-        solved: int,
+        self, here: int, allowed: Bounds, predictions: Sequence[Candidate], solved: int
     ) -> int | None:
         """The number of GPU layers; None: the solver's choice holds.
 
         Args:
             here: GPU layers now.
             allowed: what fits.
-            measured: steps of this workload.
             predictions: of steps with 0..L GPU layers.
-            solved: the number that the solver would choose. It is measured first, where nothing but
-                the present number has been: it is what all that fits is then compared with.
+            solved: the number that the solver would choose.
         """
         most = allowed.max_gpu_layers
-        if self._is_refuted or most == 0:
+        if self._verdict == "worse" or most == 0:
             return None
-        if here == self._went_to and allowed.allow(here) and not self._is_more(here, allowed):
+        if here == self._went_to and allowed.allow(here) and not _is_more(here, allowed):
             most = here
-        if measured.seconds(most) is None:
-            return self._first_visit(here, most, allowed, measured, predictions, solved)
-        others = [number for number in measured.known if number != most]
-        if not others:
-            return None  # training began there: the solver has not been asked yet
-        if here != most and measured.count(here) < _FEW_STEPS:
-            return here
-        self._is_refuted = any(self._is_worse(most, other, measured) for other in others)
-        return None if self._is_refuted else most
+        number = most if self._verdict == "kept" else self._compare(here, most, predictions, solved)
+        if number == most:
+            self._went_to = most
+        return number
 
-    def _first_visit(
-        self,
-        here: int,
-        most: int,
-        allowed: Bounds,
-        measured: MeasuredSteps,
-        predictions: Sequence[Candidate],
-        solved: int,
+    def _compare(
+        self, here: int, most: int, predictions: Sequence[Candidate], solved: int
     ) -> int | None:
-        """The way to all that fits, by way of what it is compared with."""
-        if here == most:
-            return here
-        here_seconds, seconds = (predictions[k].step_seconds for k in (here, most))
-        if seconds > _MOST_TRIAL_COST * here_seconds:
+        """Where to measure next; settles it where both have been."""
+        if self._other is None:
+            self._other = here if solved == most else solved
+        other = self._other
+        steps = {k: predictions[k].step_seconds for k in (most, other)}
+        if not self._steps_of(most) and steps[most] > _MOST_TRIAL_COST * steps[other]:
             return None
-        if self._compared_with is None or not allowed.allow(self._compared_with):
-            self._compared_with = solved
-        other = self._compared_with
-        if other != most and measured.count(other) < _FEW_STEPS:
+        if other == most or steps[other] > _MOST_TRIAL_COST * steps[most]:
+            self._verdict = "kept"
+            return most
+        if here in (most, other) and not self._is_complete(here):
+            return here
+        visits = {k: self._steps_of(k) for k in (most, other)}
+        if not visits[other]:
             return other
-        self._went_to = most
-        return most
+        if not visits[most]:
+            return most
+        seconds = {k: statistics.median(found) for k, found in visits.items()}
+        is_worse = seconds[most] > _LEAST_LOSS * seconds[other]
+        if is_worse and len(visits[other]) < 2 * _STEPS:
+            return other
+        if is_worse and len(visits[most]) < 2 * _STEPS:
+            return most
+        self._verdict = "worse" if is_worse else "kept"
+        return None if is_worse else most
 
-    @staticmethod
-    def _is_more(here: int, allowed: Bounds) -> bool:
-        """Whether so much more fits than here that it is no mere wavering of free memory."""
-        fits, layers = allowed.max_gpu_layers, allowed.num_layers
-        least = 1 if fits == layers else max(2, math.ceil(_LEAST_GROWTH * layers))
-        return fits - here >= least
+    def _is_complete(self, here: int) -> bool:
+        """Whether the visit that goes on has lasted long enough."""
+        last = self._visits[-1] if self._visits else (here, [])
+        return last[0] == here and len(last[1]) == _STEPS
 
-    @staticmethod
-    def _is_worse(most: int, other: int, measured: MeasuredSteps) -> bool:
-        """Whether all that fits has been measured to be much slower than another placement."""
-        seconds, mine = measured.seconds(most), measured.seconds(other)
-        if seconds is None or mine is None or measured.count(most) < _FEW_STEPS:
-            return False
-        ratio = _FAR_WORSE
-        if measured.count(most) >= WINDOW:
-            scatter = _DEVIATIONS * max(measured.scatter(most), measured.scatter(other))
-            ratio = 1.0 + min(max(scatter, _LEAST_LOSS), _MOST_LOSS)
-        return seconds > ratio * mine
+    def _steps_of(self, gpu_layers: int) -> list[float]:
+        """Steps of all visits to a number of layers that lasted long enough."""
+        visits = [s for k, s in self._visits if k == gpu_layers and len(s) == _STEPS]
+        return [seconds for steps in visits for seconds in steps]
+
+
+def _is_more(here: int, allowed: Bounds) -> bool:
+    """Whether so much more fits than here that it is no mere wavering of free memory."""
+    fits, layers = allowed.max_gpu_layers, allowed.num_layers
+    least = 1 if fits == layers else max(2, math.ceil(_LEAST_GROWTH * layers))
+    return fits - here >= least

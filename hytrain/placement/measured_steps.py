@@ -34,16 +34,15 @@ from hytrain.placement.prediction import Candidate
 ENOUGH_SAMPLES = 4
 """Steps after which a number of GPU layers counts as measured."""
 
-WINDOW = 25
+_WINDOW = 25
 """Steps that a median is over at most: the more, the less it scatters."""
-
 _REFERENCE = 9
 """First steps at a placement, which later ones are compared with."""
 _RECENT = 7
 """A change is seen in so many steps; some outliers are not."""
 _LATEST = 5
 """Steps that the residual is of: as many as costs are medians over, so that both change at once."""
-_MILESTONES = (ENOUGH_SAMPLES, _REFERENCE, WINDOW)
+_MILESTONES = (ENOUGH_SAMPLES, _REFERENCE, _WINDOW)
 """Numbers of steps at which a median is worth solving with again."""
 _CHANGE = 0.1
 """Share of the step by which it must differ from what it was at this placement, to be another."""
@@ -66,7 +65,7 @@ class _Record:
     """Steps at one number of GPU layers, in seconds."""
 
     first: list[float] = field(default_factory=list)
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     count: int = 0
     launch_bound: int = 0
     """Of so many steps the GPU waited for launches."""
@@ -86,7 +85,7 @@ class _Record:
 
     def scale(self, ratio: float) -> None:
         self.first = [ratio * seconds for seconds in self.first]
-        self.last = deque((ratio * seconds for seconds in self.last), maxlen=WINDOW)
+        self.last = deque((ratio * seconds for seconds in self.last), maxlen=_WINDOW)
         if self.compute is not None:
             self.compute *= ratio
         if self.residual is not None:
@@ -183,11 +182,6 @@ class MeasuredSteps:
     def seconds(self, gpu_layers: int) -> float | None:
         """The median step; None where the number does not count as measured."""
         return self._records[gpu_layers].seconds if gpu_layers in self.known else None
-
-    def scatter(self, gpu_layers: int) -> float:
-        """Standard deviation of a step at a measured number of GPU layers, as a share of it."""
-        record = self._records[gpu_layers]
-        return record.deviation / record.seconds
 
     def error(self, gpu_layers: int, other: int) -> float:
         """Standard error of the difference of two steps, in seconds.
