@@ -1,0 +1,70 @@
+"""The solver on costs and steps that experiments/solve_k/regimes.py has recorded on GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hytrain.placement.costs import LayerCosts, StepCosts
+from tests.support.machines import Training
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD: dict[str, Any] = json.loads((ROOT / "experiments/solve_k/regimes.json").read_text())
+
+
+@dataclass(frozen=True)
+class RecordedMachine:
+    """A cell: costs are those of the nearest number recorded, steps are interpolated."""
+
+    name: str
+    noise: float = 0.0
+    drift: float = 0.0
+
+    @property
+    def _cell(self) -> dict[str, Any]:
+        return RECORD["cells"][self.name]
+
+    @property
+    def layers(self) -> int:
+        return self._cell["layers"]
+
+    def costs(self, gpu_layers: int) -> StepCosts:
+        nearest = min(self._cell["costs"], key=lambda number: abs(int(number) - gpu_layers))
+        return _costs(self.name, nearest)
+
+    def step_seconds(self, gpu_layers: int) -> float:
+        numbers = [int(number) for number in self._cell["fixed"]]
+        return float(np.interp(gpu_layers, numbers, list(self._cell["fixed"].values())))
+
+    def best(self) -> float:
+        return min(self._cell["fixed"].values())
+
+    def is_launch_bound(self, gpu_layers: int) -> bool:
+        # With fewer, waits for the CPU hide it; 6 of 26 showed it.
+        return gpu_layers > self.layers / 5
+
+
+@cache
+def _costs(name: str, number: str) -> StepCosts:
+    record = dict(RECORD["cells"][name]["costs"][number])
+    first, block, last = (LayerCosts(**record.pop(key)) for key in ("first", "block", "last"))
+    return StepCosts(layers=(first, *[block] * record.pop("blocks"), last), **record)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.1])
+@pytest.mark.parametrize("name", list(RECORD["cells"]))
+def test_it_comes_to_the_best_fixed_number(name: str, drift: float) -> None:
+    for seed in range(3):
+        training = Training(RecordedMachine(name, noise=0.04, drift=drift), seed)
+        training.run(60)
+        assert training.regret < 0.05, training.controller.decisions[-1].reason
+        assert training.run(120) <= 2
+        assert training.regret < 0.05
+        reasons = [decision.reason for decision in training.controller.decisions]
+        assert any("launch-bound" in reason for reason in reasons)
