@@ -75,6 +75,10 @@ class AbortedStepError(HyTrainError, RuntimeError):
     """A step failed midway: some layers have made it and others have not."""
 
 
+class LossScaleError(HyTrainError, RuntimeError):
+    """Gradients overflow at the smallest loss scale; the step was skipped, nothing was changed."""
+
+
 class WorkerError(HyTrainError, RuntimeError):
     """The update worker failed; the message names the layer it was working on."""
 

@@ -23,6 +23,7 @@ _OF_ADAM = (
     "differentiable",
 )  # fmt: skip
 """What DeepSpeed and torch take as parameters of an Adam."""
+_COMMUNICATED = ("fp32", "bf16", "fp16")
 _AUTO = (
     '"auto" is filled in by Hugging Face\'s Trainer and accelerate, and nobody else: write a value'
 )
@@ -42,7 +43,12 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     _check_batches(config, batches_elsewhere=batches_elsewhere)
     _check_optimizer(config.get("optimizer"))
     _check_scheduler(config.get("scheduler"))
-    for name in ("bf16", "bfloat16", "fp16"):
+    communicated = config.get("communication_data_type")
+    if communicated not in (None, *_COMMUNICATED):
+        raise ConfigError(
+            f'"communication_data_type" is {communicated!r}: write {" or ".join(_COMMUNICATED)}'
+        )
+    for name in ("bf16", "bfloat16", "fp16", "torch_autocast"):
         section = config.get(name)
         if isinstance(section, Mapping) and not isinstance(section.get("enabled", False), bool):
             raise ConfigError(f'"{name}.enabled" is {section["enabled"]!r}: write true or false')

@@ -15,6 +15,7 @@ from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
@@ -34,6 +35,7 @@ __all__ = [
     "assemble_partitioned",
     "avoid_cpu_communication_build",
     "check_version",
+    "create_loss_scaler",
     "engine_class",
     "forget_partition",
     "is_partitioned",
@@ -127,6 +129,16 @@ def forget_partition(parameter: torch.Tensor) -> None:
     for name in list(vars(parameter)):
         if name.startswith("ds_") or name in _CONVERTED:
             delattr(parameter, name)
+
+
+def create_loss_scaler(engine: Any) -> Any:
+    """DeepSpeed's own scaler for its "fp16" section: the scale moves exactly as there."""
+    return CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
 
 
 def join_ranks(
