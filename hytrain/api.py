@@ -22,6 +22,7 @@ from hytrain.engine.deepspeed_internals import (
     load_config,
 )
 from hytrain.engine.engine import HyTrainEngine
+from hytrain.engine.fp32_weights import offer_fp32_weights
 from hytrain.engine.training_plan import adopt_plan
 from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
@@ -91,6 +92,7 @@ def initialize(
     if section is None:
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
     check_version()
+    offer_fp32_weights()
     if optimizer is None and not _names_optimizer(loaded):
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
         return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
@@ -235,6 +237,7 @@ class Registration:
 
     def __init__(self) -> None:
         self._replaced = deepspeed.initialize
+        offer_fp32_weights()
         deepspeed.initialize = initialize
 
     def undo(self) -> None:

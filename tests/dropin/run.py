@@ -30,6 +30,7 @@ from hytrain.formats.text_table import align
 ROOT = Path(__file__).parents[2]
 REASONS = ROOT / "docs" / "dropin.md"
 OUTCOMES_PLUGIN = "dropin_plugin"
+ENGINES = ("plain", "hytrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Out of the checkout: its conftest would put the checkout before the installed package.
         copy = Path(folder) / "tests"
         shutil.copytree(options.tests, copy)
-        found = {engine: _run(copy, chosen, engine, options) for engine in ("plain", "hytrain")}
+        for engine in options.engines:
+            _run(copy, chosen, engine, options)
+    found = {engine: _read(options.out / f"{engine}.jsonl") for engine in ENGINES}
     if options.tier == "rest":
         first = [_pattern(name) for name in FIRST]
         found = {
@@ -88,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tier", choices=("first", "rest", "all"), default="first")
     parser.add_argument("--only", nargs="+", help="other tests, as pytest names them")
     parser.add_argument("--seconds", type=int, default=3600, help="for each of the two runs")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=ENGINES,
+        help="to run; the outcomes of the other are those in --out",
+    )  # fmt: skip
     parser.add_argument("--test-seconds", type=int, default=120, help="for each test")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "dropin",
@@ -120,9 +127,7 @@ def _environment(copy: Path, engine: str, outcomes: Path) -> dict[str, str]:
     return environment
 
 
-def _run(
-    copy: Path, chosen: Sequence[str], engine: str, options: argparse.Namespace
-) -> dict[str, Outcome]:
+def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Namespace) -> None:
     """Runs the tests, and those behind a hanging one again until all have an outcome."""
     outcomes = (options.out / f"{engine}.jsonl").resolve()
     left_out = " and ".join(f"not {name}" for name in HANGS)
@@ -146,10 +151,8 @@ def _run(
                 file.write(json.dumps({"name": hanging, "status": "failed", "words": words}) + "\n")
     if time.monotonic() > end:
         print(f"{engine}: not done within {options.seconds} s", file=sys.stderr)
-    found = _read(outcomes)
-    if not found:
+    if not _read(outcomes):
         raise SystemExit(f"{engine}: no outcomes, see {options.out / engine}.log")
-    return found
 
 
 def _follow(
