@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     ZeroParamType,
 )
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.logging import print_dist
 
 from hytrain.errors import ConfigError, UnsupportedError
 
@@ -38,9 +40,12 @@ __all__ = [
     "create_loss_scaler",
     "engine_class",
     "forget_partition",
+    "fp32_weights_of_deepspeed",
     "is_partitioned",
     "join_ranks",
     "load_config",
+    "print_dist",
+    "read_fp32_weights_by",
     "shape_partitioned",
     "use_checkpointing",
 ]
@@ -139,6 +144,17 @@ def create_loss_scaler(engine: Any) -> Any:
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
+
+
+fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[
+    "_get_fp32_state_dict_from_zero_checkpoint"
+]
+"""(folder of the tag, without frozen weights) -> the fp32 weights of a checkpoint of its own."""
+
+
+def read_fp32_weights_by(function: Callable[[str, bool], dict[str, torch.Tensor]]) -> None:
+    """All functions of ``deepspeed.utils.zero_to_fp32`` read checkpoints by this from now on."""
+    setattr(zero_to_fp32, fp32_weights_of_deepspeed.__name__, function)
 
 
 def join_ranks(

@@ -33,6 +33,7 @@ from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
+from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.trace_session import TracedEngine
 from hytrain.engine.tracing import Tracing, check_folder
@@ -320,6 +321,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 super().step(lr_kwargs)
             if self.global_steps != steps:
                 tracing.step_made(self.global_steps)
+                report_step(self, optimizer)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
         if self._saver is not None:

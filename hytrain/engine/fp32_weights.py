@@ -11,13 +11,10 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-from deepspeed.utils import zero_to_fp32
 
 from hytrain.checkpoint.stored_weights import open_checkpoint, stored_model
 from hytrain.checkpoint.universal import CheckpointPaths
-
-_NAME = "_get_fp32_state_dict_from_zero_checkpoint"
-_original = getattr(zero_to_fp32, _NAME)
+from hytrain.engine.deepspeed_internals import fp32_weights_of_deepspeed, read_fp32_weights_by
 
 
 def fp32_state_dict(
@@ -36,7 +33,7 @@ def fp32_state_dict(
     folder = Path(ds_checkpoint_dir)
     is_universal = CheckpointPaths(folder).optimizer_state.is_file()
     if not is_universal or any(folder.glob("*_optim_states.pt")):
-        return _original(ds_checkpoint_dir, exclude_frozen_parameters)
+        return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
     files, listing = open_checkpoint(folder)
     model = stored_model(files, listing, torch.float32, with_frozen=not exclude_frozen_parameters)
     state = OrderedDict((weight.name, weight.read()) for weight in model.weights)
@@ -48,4 +45,4 @@ def fp32_state_dict(
 
 def offer_fp32_weights() -> None:
     """From now on DeepSpeed's functions read both; as often as one likes."""
-    setattr(zero_to_fp32, _NAME, fp32_state_dict)
+    read_fp32_weights_by(fp32_state_dict)

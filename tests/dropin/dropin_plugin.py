@@ -15,6 +15,8 @@ from typing import Any
 
 OUTCOMES = "DROPIN_OUTCOMES"
 """The file of a line for each test that was begun (status null) and that ended."""
+SAMPLE = "DROPIN_SAMPLE"
+"""How many variants of each test are run, evenly spread; 0: all."""
 _order = {"passed": 0, "skipped": 1, "failed": 2}
 _current: dict[str, str] = {}
 
@@ -33,13 +35,27 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leaves out what an earlier run of the same file has an outcome of."""
+    """Leaves out what is not in the sample, and what an earlier run has an outcome of."""
     path = Path(os.environ[OUTCOMES])
     lines = path.read_text().splitlines() if path.exists() else []
     done = {entry["name"] for entry in map(json.loads, lines) if entry["status"]}
-    left_out = [item for item in items if item.nodeid in done]
-    items[:] = [item for item in items if item.nodeid not in done]
-    config.hook.pytest_deselected(items=left_out)
+    chosen = [item for item in _sample(items) if item.nodeid not in done]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+def _sample(items: list[Any]) -> list[Any]:
+    most = int(os.environ.get(SAMPLE, "0"))
+    variants: dict[str, list[Any]] = {}
+    for item in items:
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if not most:
+        return list(items)
+    return [
+        found[(2 * number + 1) * len(found) // (2 * most)] if len(found) > most else found[number]
+        for found in variants.values()
+        for number in range(min(most, len(found)))
+    ]
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:

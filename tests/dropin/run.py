@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dropin_plugin import OUTCOMES
+from dropin_plugin import OUTCOMES, SAMPLE
 from selection import FIRST, HANGS, REST
 
 from hytrain.formats.text_table import align
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "--engines", nargs="+", choices=ENGINES, default=ENGINES,
         help="to run; the outcomes of the other are those in --out",
     )  # fmt: skip
+    parser.add_argument("--sample", type=int, default=0, help="variants of each test (0: all)")
     parser.add_argument("--test-seconds", type=int, default=120, help="for each test")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "dropin",
@@ -139,10 +140,10 @@ def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Names
     end = time.monotonic() + options.seconds
     with (options.out / f"{engine}.log").open("a") as log:
         while True:
+            environment = _environment(copy, engine, outcomes) | {SAMPLE: str(options.sample)}
             process = subprocess.Popen(
-                command, cwd=copy, env=_environment(copy, engine, outcomes), stdout=log,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+                command, cwd=copy, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
             hanging = _follow(process, outcomes, options.test_seconds, end)
             if hanging is None:
                 break
