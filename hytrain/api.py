@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from hytrain.optimizer.hyper import check_optimizer
 logger = logging.getLogger(__name__)
 
 # Kept: hytrain's function in the place of ``deepspeed.initialize`` must not call itself.
-_deepspeed_initialize = deepspeed.initialize
+_original_initialize = deepspeed.initialize
+_building = threading.local()
 
 
 def initialize(
@@ -90,12 +92,12 @@ def initialize(
     refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
-        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
+        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_version()
     offer_fp32_weights()
     if optimizer is None and not _names_optimizer(loaded):
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
-        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
+        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
@@ -111,8 +113,26 @@ def initialize(
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
     with engine_class(HyTrainEngine):
-        built = _deepspeed_initialize(**keywords)
-    return tuple(built)  # type: ignore[return-value]
+        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+
+
+def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:
+    """DeepSpeed's own.
+
+    Raises:
+        ConfigError: what was found under that name calls hytrain's again.
+    """
+    if getattr(_building, "depth", 0):
+        raise ConfigError(
+            "deepspeed.initialize was replaced by a function that calls hytrain.initialize before "
+            "hytrain had seen DeepSpeed's own: the two would call each other for ever. Replace it "
+            "by `with hytrain.register():`, or `import hytrain.api` before"
+        )
+    _building.depth = 1
+    try:
+        return tuple(_original_initialize(**keywords))
+    finally:
+        _building.depth = 0
 
 
 def _names_optimizer(config: Mapping[str, Any]) -> bool:

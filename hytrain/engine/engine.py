@@ -309,7 +309,8 @@ class HyTrainEngine(DeepSpeedEngine):
             OutOfStepError: the ranks have made different numbers of backward passes.
             CheckpointError: an asynchronous save has failed. The step was made.
             SystemExit: SIGTERM has come, and a checkpoint was saved.
-            ConfigError: called in a block of :meth:`coalesce_grad_reduction`.
+            NestedReductionError: called in a block of :meth:`coalesce_grad_reduction`.
+            LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         optimizer = self.open_optimizer()
         refuse_coalescing(self)
@@ -363,8 +364,8 @@ class HyTrainEngine(DeepSpeedEngine):
         weights are gathered and given up in it anyway. Either way step() applies the sum.
 
         Raises:
-            ConfigError: step() in the block, a block in another or in no_sync(), or gradient
-                accumulation that the script manages itself.
+            NestedReductionError: step() in the block, or a block in another or in no_sync().
+            ConfigError: gradient accumulation that the script manages itself.
         """
         with coalesced(self):
             yield
