@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "--engines", nargs="+", choices=ENGINES, default=ENGINES,
         help="to run; the outcomes of the other are those in --out",
     )  # fmt: skip
+    parser.add_argument("--fp16", action="store_true", help="also the tests that want fp16")
     parser.add_argument("--sample", type=int, default=0, help="variants of each test (0: all)")
     parser.add_argument("--test-seconds", type=int, default=120, help="for each test")
     parser.add_argument(
@@ -140,7 +141,10 @@ def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Names
     end = time.monotonic() + options.seconds
     with (options.out / f"{engine}.log").open("a") as log:
         while True:
-            environment = _environment(copy, engine, outcomes) | {SAMPLE: str(options.sample)}
+            environment = _environment(copy, engine, outcomes) | {
+                SAMPLE: str(options.sample),
+                "DROPIN_FP16": str(int(options.fp16)),
+            }
             process = subprocess.Popen(
                 command, cwd=copy, env=environment, stdout=log, stderr=log, start_new_session=True
             )
