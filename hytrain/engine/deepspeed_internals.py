@@ -17,6 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
     ZeroParamStatus,
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "assemble_partitioned",
+    "autocast_if_enabled",
     "avoid_cpu_communication_build",
     "check_version",
     "create_loss_scaler",

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,7 +28,7 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
-from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
@@ -410,7 +410,9 @@ class HyTrainEngine(DeepSpeedEngine):
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
         if self._in_forward and self.open_optimizer().passes.open_step.by_layer:
-            return None
+            internals: Any = self
+            # What DeepSpeed's does to the inputs beside its timers.
+            return (internals._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
         self._in_forward = True
         return super()._forward_prologue(inputs, kwargs)
 
@@ -424,6 +426,10 @@ class HyTrainEngine(DeepSpeedEngine):
         """Around a forward: where it is the first, what autograd saves of weights is seen."""
         with self._open_guards().watching():
             yield
+
+    def autocasting(self) -> AbstractContextManager[None]:
+        """DeepSpeed's autocast, for a forward of the module that does not come past the engine."""
+        return autocast_if_enabled(self)
 
     def join_micro_batch(self) -> None:
         """Takes part in a micro-batch that other ranks have and this one has not; a collective."""

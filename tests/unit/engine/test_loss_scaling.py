@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import torch
 from support.engines import built, make_config
-from support.models import loss_of, make_batch, make_model
+from support.models import Mlp, loss_of, make_batch, make_model
 from support.precision import fp16_on_a_cpu, scale_moves_after_the_step
 from support.shadow import Shadow
 
@@ -273,3 +273,53 @@ def test_autocasts_scale_moves_as_torchs() -> None:
         scaler.update()
         rule.update_scale(overflow)
         assert rule.cur_scale == scaler.get_scale()
+
+
+def _global_batches(sections: dict[str, Any], stage: int, accumulation: str) -> list[float]:
+    """Losses of four steps, and the scale after them."""
+    config = make_config(
+        gpu_fraction=0.5, stage=stage, accumulation=2, hytrain={"accumulation": accumulation},
+        **{"bf16": False, **sections},
+    )  # fmt: skip
+    with built(make_model("llama"), config) as engine:
+        batches = iter([make_batch("llama", number) for number in range(8)])
+        losses = [engine.train_batch(batches).item() for _ in range(4)]
+        assert getattr(engine.batch_training.accumulation, "refusal", None) is None
+        return [*losses, engine.optimizer.loss_scale]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "sections",
+    [{"torch_autocast": {"enabled": True, "dtype": dtype}} for dtype in ("bfloat16", "float16")]
+    + [_section(initial_scale_power=8)],
+    ids=["autocast bf16", "autocast fp16", "fp16"],
+)
+def test_layer_by_layer_as_one_by_one(sections: dict[str, Any], stage: int) -> None:
+    one, all_together = (
+        _global_batches(sections, stage, way) for way in ("micro_batch_major", "layer_major")
+    )
+    assert one == all_together
+
+
+class Uncast(Mlp):
+    """Takes its input as it is."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+def test_inputs_are_cast(accumulation: str) -> None:
+    """``fp16.auto_cast``; of several forwards at once each one's."""
+    config = make_config(
+        gpu_fraction=0.5, accumulation=2, hytrain={"accumulation": accumulation},
+        **_section(auto_cast=True, initial_scale_power=8),
+    )  # fmt: skip
+    with built(Uncast(), config) as engine:
+        batches = iter([(make_batch("mlp", number)["inputs"],) for number in range(6)])
+        for _ in range(3):
+            assert torch.isfinite(engine.train_batch(batches, num_valid=lambda _batch: 1))
