@@ -82,7 +82,8 @@ def initialize(
         keywords["distributed_port"] = distributed_port
     given = config if config is not None else config_params
     if given is None and args is not None:
-        given = vars(args).get("deepspeed_config")
+        # The second is DeepSpeed's name of old, which it still takes.
+        given = vars(args).get("deepspeed_config") or vars(args).get("deepscale_config")
     if given is None:
         raise ConfigError(
             "no configuration was given: pass config=... (a dict or a file), or start with "
