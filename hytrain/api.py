@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 # Kept: hytrain's function in the place of ``deepspeed.initialize`` must not call itself.
 _original_initialize = deepspeed.initialize
 _building = threading.local()
+_untrained: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Engines without an optimizer that were built here, by their model."""
 
 
 def initialize(
@@ -98,11 +103,15 @@ def initialize(
     offer_fp32_weights()
     if optimizer is None and not _names_optimizer(loaded):
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
-        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+        untrained = _deepspeed_initialize(**keywords)
+        if isinstance(model, torch.nn.Module):
+            _untrained[model] = weakref.ref(untrained[0])
+        return untrained  # type: ignore[return-value]
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
     refuse_unsupported(loaded)
+    _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_fit(section, model, optimizer, mpu)
     if section.plan is not None:
@@ -168,6 +177,18 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
     # What ranks compute in training is written elsewhere; DeepSpeed wants a batch in any case.
     rest = {key: value for key, value in config.items() if key != "train_batch_size"}
     return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def _end_untrained(model: Any) -> None:
+    """A model that an engine without an optimizer has is to be trained: that engine gives it up.
+
+    Trainer evaluates before it trains; in ZeRO-3 both would gather the model's weights.
+    """
+    found = _untrained.pop(model, None) if isinstance(model, torch.nn.Module) else None
+    engine = None if found is None else found()
+    if engine is not None:
+        logger.info("the model's engine without an optimizer is destroyed: another one trains it")
+        engine.destroy()
 
 
 def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:

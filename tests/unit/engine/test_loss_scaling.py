@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.models import Mlp, loss_of, make_batch, make_model
 from support.precision import fp16_on_a_cpu, scale_moves_after_the_step
 from support.shadow import Shadow
@@ -18,7 +18,7 @@ from support.shadow import Shadow
 from hytrain.errors import LossScaleError
 from hytrain.optimizer.loss_scaling import GradScalerRule
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 FRACTIONS = [0.0, 0.5, 1.0]
 
 
@@ -34,7 +34,7 @@ def _section(**keys: Any) -> dict[str, Any]:
 
 def _loss(engine: Any, number: int, factor: float = 1.0) -> torch.Tensor:
     """fp32, as libraries compute it; ``factor`` makes gradients overflow."""
-    return loss_of(engine(**make_batch("llama", number))).float() * factor
+    return loss_of(engine(**make_batch("llama", number, device()))).float() * factor
 
 
 DYNAMIC = [
@@ -218,7 +218,7 @@ def test_train_batch(accumulation: str) -> None:
     )  # fmt: skip
     with built(make_model("llama"), config) as engine:
         shadow = Shadow(engine)
-        batches = iter([make_batch("llama", number) for number in range(12)])
+        batches = iter([make_batch("llama", number, device()) for number in range(12)])
         for _ in range(6):
             # Its own step(): the shadow's would make another.
             before = engine.optimizer.loss_scale
@@ -282,7 +282,7 @@ def _global_batches(sections: dict[str, Any], stage: int, accumulation: str) -> 
         **{"bf16": False, **sections},
     )  # fmt: skip
     with built(make_model("llama"), config) as engine:
-        batches = iter([make_batch("llama", number) for number in range(8)])
+        batches = iter([make_batch("llama", number, device()) for number in range(8)])
         losses = [engine.train_batch(batches).item() for _ in range(4)]
         assert getattr(engine.batch_training.accumulation, "refusal", None) is None
         return [*losses, engine.optimizer.loss_scale]
@@ -320,6 +320,6 @@ def test_inputs_are_cast(accumulation: str) -> None:
         **_section(auto_cast=True, initial_scale_power=8),
     )  # fmt: skip
     with built(Uncast(), config) as engine:
-        batches = iter([(make_batch("mlp", number)["inputs"],) for number in range(6)])
+        batches = iter([(make_batch("mlp", number, device())["inputs"],) for number in range(6)])
         for _ in range(3):
             assert torch.isfinite(engine.train_batch(batches, num_valid=lambda _batch: 1))

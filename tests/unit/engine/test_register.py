@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 import pytest
 from support.engines import make_config
@@ -45,7 +47,7 @@ def test_undo_is_idempotent_and_registrations_nest() -> None:
 def test_a_swap_that_calls_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a script replaces the name by its own before hytrain.api is imported."""
 
-    def swapped(**keywords: object) -> object:
+    def swapped(**keywords: Any) -> Any:
         return hytrain.initialize(**keywords)
 
     monkeypatch.setattr(hytrain.api, "_original_initialize", swapped)
@@ -54,4 +56,5 @@ def test_a_swap_that_calls_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         build(make_config())
     monkeypatch.undo()
     with hytrain.register():
-        build(make_config()).destroy()
+        engine: Any = build(make_config())
+        engine.destroy()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.models import loss_of, make_batch, make_model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MONITORED = {
     "gpu_fraction", "overlap_ratio", "update_ms", "exposed_update_ms", "step_ms", "grad_norm",
     "clip_coefficient", "skipped",
@@ -21,7 +22,7 @@ MONITORED = {
 
 def _train(engine: Any, steps: int, poisoned: int | None = None) -> None:
     for number in range(steps):
-        loss = loss_of(engine(**make_batch("mlp", number)))
+        loss = loss_of(engine(**make_batch("mlp", number, device())))
         engine.backward(loss * float("nan") if number == poisoned else loss)
         engine.step()
 
@@ -63,13 +64,12 @@ def test_the_prediction_where_k_is_solved(tmp_path: Path) -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="in the environment of `make test-ecosystem`")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    events_of = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     with built(make_model("mlp"), make_config(tensorboard=monitor)) as engine:
         _train(engine, 3)
         engine.monitor.tb_monitor.summary_writer.flush()
-    events = EventAccumulator(str(tmp_path / "job"))
+    events = events_of.EventAccumulator(str(tmp_path / "job"))
     events.Reload()
     tags = {tag.removeprefix("Train/hytrain/") for tag in events.Tags()["scalars"]}
     assert tags >= MONITORED
