@@ -182,7 +182,7 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
 def _end_untrained(model: Any) -> None:
     """A model that an engine without an optimizer has is to be trained: that engine gives it up.
 
-    Trainer evaluates before it trains; in ZeRO-3 both would gather the model's weights.
+    As where one Trainer evaluates it before another one trains it: in ZeRO-3 both would gather.
     """
     found = _untrained.pop(model, None) if isinstance(model, torch.nn.Module) else None
     engine = None if found is None else found()

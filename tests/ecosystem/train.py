@@ -79,6 +79,10 @@ def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]
     found: Result = {}
     if options.engine == "hytrain" and options.stage == 3:
         found["before"] = trainer.evaluate()["eval_loss"]  # plain DeepSpeed's fails
+        trainer = Trainer(
+            model, TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:8],
+            data_collator=collator,
+        )  # fmt: skip
     resumed = str(options.folder / "out" / "checkpoint-4") if options.resume else None
     trainer.train(resume_from_checkpoint=resumed)
     history = trainer.state.log_history

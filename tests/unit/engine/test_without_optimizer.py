@@ -77,7 +77,7 @@ def test_plain_engine_and_training_beside_it(
 
 
 def test_the_same_model_is_trained_later() -> None:
-    """As Trainer does it: evaluate(), then train()."""
+    """As by a Trainer that evaluates and another one that trains."""
     straight = _train(make_model("llama"), stage=3)
     model = make_model("llama")
     engine = _reference(model, stage=3)
