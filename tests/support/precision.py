@@ -20,6 +20,17 @@ def fp16_on_a_cpu() -> Iterator[None]:
 
 
 @contextmanager
+def autocast_forgotten() -> Iterator[None]:
+    """DeepSpeed keeps for the whole process that an engine has asked for autocast."""
+    from deepspeed.runtime import torch_autocast
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"):
+            patch.setattr(torch_autocast, name, vars(torch_autocast)[name])
+        yield
+
+
+@contextmanager
 def scale_moves_after_the_step() -> Iterator[None]:
     """In DeepSpeed's ZeRO-1 and 2 it moves in the midst of it.
 

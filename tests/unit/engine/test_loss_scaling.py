@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.engines import built, device, make_config
 from support.models import Mlp, loss_of, make_batch, make_model
-from support.precision import fp16_on_a_cpu, scale_moves_after_the_step
+from support.precision import autocast_forgotten, fp16_on_a_cpu, scale_moves_after_the_step
 from support.shadow import Shadow
 
 from hytrain.errors import LossScaleError
@@ -24,7 +24,7 @@ FRACTIONS = [0.0, 0.5, 1.0]
 
 @pytest.fixture(autouse=True)
 def _fp16() -> Iterator[None]:
-    with fp16_on_a_cpu(), scale_moves_after_the_step():
+    with fp16_on_a_cpu(), scale_moves_after_the_step(), autocast_forgotten():
         yield
 
 
