@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy = Path(folder) / "tests"
         shutil.copytree(options.tests, copy)
         for engine in options.engines:
+            if not options.resume:
+                (options.out / f"{engine}.jsonl").unlink(missing_ok=True)
             _run(copy, chosen, engine, options)
     found = {engine: _read(options.out / f"{engine}.jsonl") for engine in ENGINES}
     if options.tier == "rest":
@@ -100,8 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--test-seconds", type=int, default=120, help="for each test")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "dropin",
-        help="folder of outcomes and logs; a test whose outcome is there is not run again",
+        help="folder of outcomes and logs",
     )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="a test whose outcome is in --out is not run again"
+    )
     return parser
 
 
