@@ -109,11 +109,12 @@ test-ecosystem: $(COMPAT_STAMP)
 	$(COMPAT_RUN) -m pytest -m ecosystem $(TEST_ARGS) tests/ecosystem
 
 # DeepSpeed's own unit tests, plain and with hytrain: DEEPSPEED_TESTS=<its repository>/tests, of the
-# installed release. TIER: first, rest or all.
+# installed release. TIER: first, rest or all. DROPIN_ARGS: for example --sample 1.
 DEEPSPEED_TESTS ?=
 TIER ?= first
+DROPIN_ARGS ?=
 test-dropin: $(COMPAT_STAMP)
-	$(COMPAT_RUN) tests/dropin/run.py $(DEEPSPEED_TESTS) --tier $(TIER)
+	$(COMPAT_RUN) tests/dropin/run.py $(DEEPSPEED_TESTS) --tier $(TIER) $(DROPIN_ARGS)
 
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
 # (zero2_plan.json needs a plan of the machine's own.)

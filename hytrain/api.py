@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hytrain.engine.deepspeed_internals import (
     load_config,
 )
 from hytrain.engine.engine import HyTrainEngine
+from hytrain.engine.fp32_weights import offer_fp32_weights
 from hytrain.engine.training_plan import adopt_plan
 from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
@@ -32,7 +35,12 @@ from hytrain.optimizer.hyper import check_optimizer
 logger = logging.getLogger(__name__)
 
 # Kept: hytrain's function in the place of ``deepspeed.initialize`` must not call itself.
-_deepspeed_initialize = deepspeed.initialize
+_original_initialize = deepspeed.initialize
+_building = threading.local()
+_untrained: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Engines without an optimizer that were built here, by their model."""
 
 
 def initialize(
@@ -79,7 +87,8 @@ def initialize(
         keywords["distributed_port"] = distributed_port
     given = config if config is not None else config_params
     if given is None and args is not None:
-        given = vars(args).get("deepspeed_config")
+        # The second is DeepSpeed's name of old, which it still takes.
+        given = vars(args).get("deepspeed_config") or vars(args).get("deepscale_config")
     if given is None:
         raise ConfigError(
             "no configuration was given: pass config=... (a dict or a file), or start with "
@@ -89,15 +98,20 @@ def initialize(
     refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
-        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
+        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_version()
+    offer_fp32_weights()
     if optimizer is None and not _names_optimizer(loaded):
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
-        return tuple(_deepspeed_initialize(**keywords))  # type: ignore[return-value]
+        untrained = _deepspeed_initialize(**keywords)
+        if isinstance(model, torch.nn.Module):
+            _untrained[model] = weakref.ref(untrained[0])
+        return untrained  # type: ignore[return-value]
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
     refuse_unsupported(loaded)
+    _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_fit(section, model, optimizer, mpu)
     if section.plan is not None:
@@ -109,8 +123,26 @@ def initialize(
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
     with engine_class(HyTrainEngine):
-        built = _deepspeed_initialize(**keywords)
-    return tuple(built)  # type: ignore[return-value]
+        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+
+
+def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:
+    """DeepSpeed's own.
+
+    Raises:
+        ConfigError: what was found under that name calls hytrain's again.
+    """
+    if getattr(_building, "depth", 0):
+        raise ConfigError(
+            "deepspeed.initialize was replaced by a function that calls hytrain.initialize before "
+            "hytrain had seen DeepSpeed's own: the two would call each other for ever. Replace it "
+            "by `with hytrain.register():`, or `import hytrain.api` before"
+        )
+    _building.depth = 1
+    try:
+        return tuple(_original_initialize(**keywords))
+    finally:
+        _building.depth = 0
 
 
 def _names_optimizer(config: Mapping[str, Any]) -> bool:
@@ -145,6 +177,18 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
     # What ranks compute in training is written elsewhere; DeepSpeed wants a batch in any case.
     rest = {key: value for key, value in config.items() if key != "train_batch_size"}
     return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def _end_untrained(model: Any) -> None:
+    """A model that an engine without an optimizer has is to be trained: that engine gives it up.
+
+    As where one Trainer evaluates it before another one trains it: in ZeRO-3 both would gather.
+    """
+    found = _untrained.pop(model, None) if isinstance(model, torch.nn.Module) else None
+    engine = None if found is None else found()
+    if engine is not None:
+        logger.info("the model's engine without an optimizer is destroyed: another one trains it")
+        engine.destroy()
 
 
 def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:
@@ -235,6 +279,7 @@ class Registration:
 
     def __init__(self) -> None:
         self._replaced = deepspeed.initialize
+        offer_fp32_weights()
         deepspeed.initialize = initialize
 
     def undo(self) -> None:

@@ -15,6 +15,13 @@ class ConfigError(HyTrainError, ValueError):
     """The DeepSpeed JSON, its "hytrain" section, or an argument asks for what cannot be done."""
 
 
+class NestedReductionError(ConfigError, AssertionError):
+    """``coalesce_grad_reduction()``, ``no_sync()`` or step() within one another.
+
+    An AssertionError as well: DeepSpeed raises one there.
+    """
+
+
 class KernelArgumentError(HyTrainError, ValueError):
     """A buffer or hyper-parameter passed to a CPU kernel is unusable; nothing was touched."""
 
@@ -73,6 +80,10 @@ class AbortedBackwardError(HyTrainError, RuntimeError):
 
 class AbortedStepError(HyTrainError, RuntimeError):
     """A step failed midway: some layers have made it and others have not."""
+
+
+class LossScaleError(HyTrainError, RuntimeError):
+    """Gradients overflow at the smallest loss scale; the step was skipped, nothing was changed."""
 
 
 class WorkerError(HyTrainError, RuntimeError):

@@ -314,6 +314,7 @@ def _restore_progress(
     if record is None:
         kept.hyper.steps = [0] * len(kept.hyper.groups)
         return
+    kept.scaling.load(record.loss_scale)
     saved = record.steps
     if saved is None:
         saved = _read_steps(found.files, record.groups, places)

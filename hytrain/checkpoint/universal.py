@@ -21,6 +21,7 @@ import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.errors import CheckpointError
+from hytrain.optimizer.loss_scaling import LossScaling
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
@@ -33,6 +34,7 @@ UNIVERSAL_INFO = "universal_checkpoint_info"
 UNIVERSAL_VERSION = {"universal_checkpoint_version": 0.4}
 RECORD = "hytrain"
 RECORD_VERSION = 1
+LOSS_SCALE = "loss_scale"
 
 RESERVED_CLIENT_KEYS = frozenset(("module", RECORD, "checkpoint_parallel_dimensions"))
 """Keys of the model states that a client's own state may not replace."""
@@ -114,6 +116,7 @@ def pack_optimizer_state(
     *,
     clip: float,
     num_ranks: int,
+    scaling: LossScaling,
 ) -> dict[str, Any]:
     """What ``optimizer_state.pt`` holds.
 
@@ -123,6 +126,7 @@ def pack_optimizer_state(
         places: all trained parameters.
         clip: the clipping threshold; 0 for none.
         num_ranks: ranks that shared the state (for information).
+        scaling: of losses.
     """
     saved: list[dict[str, Any]] = []
     index = 0
@@ -134,7 +138,7 @@ def pack_optimizer_state(
     return {
         PARAM_GROUPS: saved,
         "overflow": False,
-        "dynamic_loss_scale": False,
+        **scaling.deepspeed_state(),
         "clip_grad": clip,
         "partition_count": num_ranks,
         "ds_version": importlib.metadata.version("deepspeed"),
@@ -142,6 +146,7 @@ def pack_optimizer_state(
             "version": RECORD_VERSION,
             "group_steps": list(steps),
             "group_parameters": group_names(places, len(groups)),
+            LOSS_SCALE: scaling.state(),
         },
     }
 
@@ -161,11 +166,13 @@ class OptimizerRecord:
         groups: the parameter groups' hyper-parameters.
         steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
         names: parameter names of each group; None as above.
+        loss_scale: what :meth:`LossScaling.load` takes.
     """
 
     groups: list[dict[str, Any]]
     steps: list[int] | None
     names: list[list[str]] | None
+    loss_scale: object = None
 
     @staticmethod
     def unpack(stored: object) -> OptimizerRecord:
@@ -179,13 +186,14 @@ class OptimizerRecord:
         groups = [dict(group) for group in stored[PARAM_GROUPS]]
         record = stored.get(RECORD)
         if record is None:
-            return OptimizerRecord(groups, None, None)
+            return OptimizerRecord(groups, None, None, stored.get("loss_scaler"))
         if record["version"] > RECORD_VERSION:
             raise CheckpointError(
                 f"was written by a later hytrain (record version {record['version']}, this one "
                 f"reads up to {RECORD_VERSION}): update hytrain"
             )
-        return OptimizerRecord(groups, list(record["group_steps"]), record["group_parameters"])
+        steps = list(record["group_steps"])
+        return OptimizerRecord(groups, steps, record["group_parameters"], record.get(LOSS_SCALE))
 
 
 __all__ = [

@@ -11,12 +11,13 @@ from hytrain.checkpoint.engine_state import begin_window
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build_optimizer import BuildSettings
 from hytrain.engine.build_weights import WeightSettings
-from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
 from hytrain.engine.module_weights import gather_settings, offloads_weights
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
+from hytrain.optimizer.loss_scaling import GradScalerRule, LossScaler
 
 
 def engine_view(
@@ -70,4 +71,23 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         # DeepSpeed's own looks at it in stages 1 and 2 only.
         refuse_unused=stage < 3 and not internals.zero_ignore_unused_parameters(),
         host=host,
+        communication_dtype=_communication_dtype(internals._config),
+        scaler=_scaler(internals),
     )
+
+
+def _communication_dtype(config: Any) -> torch.dtype | None:
+    """What the user has asked for: DeepSpeed's default is the training copy's dtype."""
+    given = config.communication_data_type
+    return given if isinstance(given, torch.dtype) else None
+
+
+def _scaler(internals: Any) -> LossScaler | None:
+    if internals.fp16_enabled():
+        return create_loss_scaler(internals)
+    if internals.torch_autocast_enabled():
+        # DeepSpeed gives torch no dtype where the user gives none; on a GPU that is fp16.
+        kind = torch.device(internals.device).type
+        dtype = internals.torch_autocast_dtype() or torch.get_autocast_dtype(kind)
+        return GradScalerRule() if dtype == torch.float16 else None
+    return None

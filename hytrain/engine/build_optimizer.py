@@ -25,6 +25,7 @@ from hytrain.offload.streams import Streams
 from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
+from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
@@ -44,6 +45,8 @@ class BuildSettings:
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
         refuse_unused: see :class:`StepSettings`.
+        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
+        scaler: moves the loss scale; None: there is none.
     """
 
     stage: Literal[1, 2, 3]
@@ -52,6 +55,8 @@ class BuildSettings:
     mean: bool
     host: HostShare
     refuse_unused: bool = False
+    communication_dtype: torch.dtype | None = None
+    scaler: LossScaler | None = None
 
 
 def build_optimizer(
@@ -147,20 +152,32 @@ def _build_on(
             HyperParameters(basic_optimizer, reader),
             pipeline,
             collectives,
-            StepSettings(
-                unscale=1.0 / collectives.world_size if settings.mean else 1.0,
-                reduce_every_backward=settings.stage >= 2,
-                overlap_forward=config.offload.overlap_forward,
-                refuse_unused=settings.refuse_unused,
-            ),
+            _step_settings(weights, config, settings, collectives.world_size),
             engine,
             build_placement(plan, pipeline, config, threads),
             passes,
+            LossScaling(settings.scaler),
         )
         return optimizer
     except BaseException:
         cpu.close()  # no engine will: its thread and its pinned memory would stay
         raise
+
+
+def _step_settings(
+    weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
+) -> StepSettings:
+    dtypes = {state.gradient_dtype for state in weights.states}
+    if settings.communication_dtype is not None:
+        dtypes = {settings.communication_dtype}
+    return StepSettings(
+        unscale=1.0 / world_size if settings.mean else 1.0,
+        reduce_every_backward=settings.stage >= 2,
+        overlap_forward=config.offload.overlap_forward,
+        refuse_unused=settings.refuse_unused,
+        communication_dtype=settings.communication_dtype,
+        divide_first=settings.mean and torch.float16 in dtypes,
+    )
 
 
 def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, NestedReductionError
 
 _MARK = "_hytrain_coalesces"
 
@@ -20,6 +20,7 @@ def coalesced(engine: Any) -> Generator[None]:
 
     Raises:
         ConfigError: it cannot begin here, see the engine's method.
+        NestedReductionError: it is in such a block, or in ``no_sync()``.
     """
     if not engine.managed_gradient_accumulation():
         raise ConfigError(
@@ -27,9 +28,9 @@ def coalesced(engine: Any) -> Generator[None]:
             "gradients are summed until step() anyway; leave it out"
         )
     if engine.inside_no_sync_ctxt or vars(engine).get(_MARK, False):
-        raise ConfigError(
-            "coalesce_grad_reduction() within no_sync() or another such block: leave one of them "
-            "out"
+        raise NestedReductionError(
+            "coalesce_grad_reduction() nested in no_sync() or another such block: leave one of "
+            "them out"
         )
     boundary = vars(engine).get("_is_gradient_accumulation_boundary")
     vars(engine)[_MARK] = True
@@ -49,7 +50,9 @@ def refuse_coalescing(engine: Any) -> None:
     """A step may not be taken in such a block.
 
     Raises:
-        ConfigError: it is in one.
+        NestedReductionError: it is in one.
     """
     if vars(engine).get(_MARK, False):
-        raise ConfigError("step() within coalesce_grad_reduction(): call it behind the block")
+        raise NestedReductionError(
+            "step() within coalesce_grad_reduction() (or no_sync()): call it behind the block"
+        )

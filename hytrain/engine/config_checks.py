@@ -23,6 +23,7 @@ _OF_ADAM = (
     "differentiable",
 )  # fmt: skip
 """What DeepSpeed and torch take as parameters of an Adam."""
+_COMMUNICATED = ("fp32", "bf16", "fp16")
 _AUTO = (
     '"auto" is filled in by Hugging Face\'s Trainer and accelerate, and nobody else: write a value'
 )
@@ -42,10 +43,23 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     _check_batches(config, batches_elsewhere=batches_elsewhere)
     _check_optimizer(config.get("optimizer"))
     _check_scheduler(config.get("scheduler"))
-    for name in ("bf16", "bfloat16", "fp16"):
+    communicated = config.get("communication_data_type")
+    if communicated not in (None, *_COMMUNICATED):
+        raise ConfigError(
+            f'"communication_data_type" is {communicated!r}: write {" or ".join(_COMMUNICATED)}'
+        )
+    given: list[str] = []
+    for name in ("bf16", "bfloat16", "fp16", "torch_autocast"):
         section = config.get(name)
+        if name != "torch_autocast" and isinstance(section, Mapping) and section.get("enabled"):
+            given.append(f'"{name}.enabled"')
         if isinstance(section, Mapping) and not isinstance(section.get("enabled", False), bool):
             raise ConfigError(f'"{name}.enabled" is {section["enabled"]!r}: write true or false')
+    if '"fp16.enabled"' in given and len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(reversed(given))} are both true: the training copy has one dtype; set "
+            "one of them to false"
+        )
 
 
 def _check_number(

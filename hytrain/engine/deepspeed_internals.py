@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,16 @@ from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
     ZeroParamStatus,
     ZeroParamType,
 )
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.logging import print_dist
 
 from hytrain.errors import ConfigError, UnsupportedError
 
@@ -32,13 +36,18 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "assemble_partitioned",
+    "autocast_if_enabled",
     "avoid_cpu_communication_build",
     "check_version",
+    "create_loss_scaler",
     "engine_class",
     "forget_partition",
+    "fp32_weights_of_deepspeed",
     "is_partitioned",
     "join_ranks",
     "load_config",
+    "print_dist",
+    "read_fp32_weights_by",
     "shape_partitioned",
     "use_checkpointing",
 ]
@@ -127,6 +136,27 @@ def forget_partition(parameter: torch.Tensor) -> None:
     for name in list(vars(parameter)):
         if name.startswith("ds_") or name in _CONVERTED:
             delattr(parameter, name)
+
+
+def create_loss_scaler(engine: Any) -> Any:
+    """DeepSpeed's own scaler for its "fp16" section: the scale moves exactly as there."""
+    return CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+
+
+fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[
+    "_get_fp32_state_dict_from_zero_checkpoint"
+]
+"""(folder of the tag, without frozen weights) -> the fp32 weights of a checkpoint of its own."""
+
+
+def read_fp32_weights_by(function: Callable[[str, bool], dict[str, torch.Tensor]]) -> None:
+    """All functions of ``deepspeed.utils.zero_to_fp32`` read checkpoints by this from now on."""
+    setattr(zero_to_fp32, fp32_weights_of_deepspeed.__name__, function)
 
 
 def join_ranks(

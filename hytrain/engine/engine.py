@@ -7,7 +7,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,11 +28,12 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
-from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
+from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.trace_session import TracedEngine
 from hytrain.engine.tracing import Tracing, check_folder
@@ -308,7 +309,8 @@ class HyTrainEngine(DeepSpeedEngine):
             OutOfStepError: the ranks have made different numbers of backward passes.
             CheckpointError: an asynchronous save has failed. The step was made.
             SystemExit: SIGTERM has come, and a checkpoint was saved.
-            ConfigError: called in a block of :meth:`coalesce_grad_reduction`.
+            NestedReductionError: called in a block of :meth:`coalesce_grad_reduction`.
+            LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         optimizer = self.open_optimizer()
         refuse_coalescing(self)
@@ -320,6 +322,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 super().step(lr_kwargs)
             if self.global_steps != steps:
                 tracing.step_made(self.global_steps)
+                report_step(self, optimizer)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
         if self._saver is not None:
@@ -361,8 +364,8 @@ class HyTrainEngine(DeepSpeedEngine):
         weights are gathered and given up in it anyway. Either way step() applies the sum.
 
         Raises:
-            ConfigError: step() in the block, a block in another or in no_sync(), or gradient
-                accumulation that the script manages itself.
+            NestedReductionError: step() in the block, or a block in another or in no_sync().
+            ConfigError: gradient accumulation that the script manages itself.
         """
         with coalesced(self):
             yield
@@ -407,7 +410,9 @@ class HyTrainEngine(DeepSpeedEngine):
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
         if self._in_forward and self.open_optimizer().passes.open_step.by_layer:
-            return None
+            internals: Any = self
+            # What DeepSpeed's does to the inputs beside its timers.
+            return (internals._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
         self._in_forward = True
         return super()._forward_prologue(inputs, kwargs)
 
@@ -421,6 +426,10 @@ class HyTrainEngine(DeepSpeedEngine):
         """Around a forward: where it is the first, what autograd saves of weights is seen."""
         with self._open_guards().watching():
             yield
+
+    def autocasting(self) -> AbstractContextManager[None]:
+        """DeepSpeed's autocast, for a forward of the module that does not come past the engine."""
+        return autocast_if_enabled(self)
 
     def join_micro_batch(self) -> None:
         """Takes part in a micro-batch that other ranks have and this one has not; a collective."""

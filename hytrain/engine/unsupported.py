@@ -82,9 +82,8 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("zero_optimization.zero_quantized_gradients", "ZeRO++ is not supported: remove it"),
     ("bf16.bf16_master_weights_and_grads", "master weights are always fp32: remove it"),
     ("bf16.bf16_optimizer_states", "moments are always fp32: remove it"),
-    ("fp16.enabled", "fp16 is not supported yet: use bf16"),
-    ("amp.enabled", "Apex AMP is not supported: use bf16"),
-    ("torch_autocast.enabled", "torch_autocast is not supported yet: use bf16"),
+    ("fp16.fp16_master_weights_and_grads", "master weights are always fp32: remove it"),
+    ("amp.enabled", "Apex AMP is not supported: use torch_autocast, bf16 or fp16"),
     ("compile.deepcompile", "DeepCompile is not supported: remove it"),
     ("prescale_gradients", "gradients are scaled in fp32 by the update itself: remove it"),
     ("sparse_gradients", "sparse gradients are not supported: remove it"),
@@ -153,21 +152,4 @@ def _refuse_zero(config: Mapping[str, Any]) -> None:
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):
         raise UnsupportedError(
             f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
-        )
-    _refuse_communication_dtype(config)
-
-
-def _refuse_communication_dtype(config: Mapping[str, Any]) -> None:
-    communicated = _get(config, "communication_data_type")
-    if communicated is None:
-        return
-    is_bf16 = _get(config, "bf16.enabled") or _get(config, "bfloat16.enabled")
-    accumulated = _get(config, "data_types.grad_accum_dtype") or ("bf16" if is_bf16 else "fp32")
-    short = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    name = str(accumulated).removeprefix("torch.")
-    if str(communicated).lower() != short.get(name, name):
-        raise UnsupportedError(
-            f'"communication_data_type" is {communicated!r} but gradients are accumulated in '
-            f"{accumulated}: they are reduced in the dtype they are accumulated in; set "
-            '"data_types": {"grad_accum_dtype": ...} to that dtype and remove it'
         )

@@ -28,6 +28,7 @@ from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.kept_state import KeptState
+from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.state_dict import load_state_dict, state_dict
 from hytrain.optimizer.statistics import StatisticsRecorder, StepStatistics
@@ -39,11 +40,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
     # What DeepSpeed's engine reads of a ZeRO optimizer.
-    custom_loss_scaler = False
-    external_loss_scale = None
     torch_autocast_gradscaler = None
-    dynamic_loss_scale = False
-    loss_scaler = None
     overflow = False
     """Whether the last step was skipped."""
     _global_grad_norm: float | torch.Tensor | None = None
@@ -59,6 +56,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         engine: EngineView,
         placement: PlacementManager,
         weights: WeightPasses,
+        scaling: LossScaling,
     ) -> None:
         """
         Args:
@@ -69,6 +67,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             engine: see :class:`EngineView`.
             placement: measures steps and moves layers.
             weights: makes the training copy ready for forward and backward.
+            scaling: of losses.
         """
         super().__init__()
         self.optimizer = hyper.optimizer
@@ -77,9 +76,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.settings = settings
         self.placement = placement
         self.weights = weights
+        self.scaling = scaling
         self.statistics = StatisticsRecorder()
         self.passes = PassTracker(
-            pipeline, collectives, hyper, settings, engine, placement, weights, self
+            pipeline, collectives, hyper, settings, engine, placement, weights, self, scaling
         )
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
@@ -104,9 +104,13 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             super().enter_backward()
 
     def scale_if_loss(self, value: Any) -> Any:
-        """engine.backward() is about to run; there is no loss scale."""
+        """engine.backward() is about to run: the loss, times the loss scale where there is one."""
         self.passes.announce_backward()
-        return value
+        return self.scaling.apply(value)
+
+    def needs_scaler(self) -> bool:
+        """Whether DeepSpeed must refuse a plain ``loss.backward()``: also with a static scale."""
+        return self.scaling.is_used
 
     def backward_epilogue(self, **kwargs: Any) -> None:
         """See :meth:`PassTracker.backward_epilogue`."""
@@ -148,6 +152,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 was built with, or ask for what the kernels do not have; nothing was changed.
             WorkerError: the update worker failed.
             ConfigError: a parameter got no gradient and ``ignore_unused_parameters`` is false.
+            LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -183,6 +188,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._record(outcome)
         if not self.settings.overlap_forward:
             self.synchronize()
+        self.scaling.end_step(overflow=self.overflow)
 
     def _refuse_unused(self) -> None:
         """The configuration asks for an error where a parameter got no gradient."""
@@ -209,6 +215,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._global_grad_norm = (
             self.pipeline.norm.norm_tensor() if outcome is None else outcome.norm
         )
+        if self.overflow:
+            self._global_grad_norm = float("inf")  # as DeepSpeed's; not NaN
         worker = self.statistics.record(
             self.pipeline,
             outcome,
@@ -225,6 +233,48 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def summing_over_ranks(self) -> AbstractContextManager[None]:
         """See :meth:`PassTracker.summing_over_ranks`."""
         return self.passes.summing_over_ranks()
+
+    # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """Says how the scale moves; None where there is none."""
+        return self.scaling.scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale moves by itself."""
+        return self.scaling.scaler is not None and self.scaling.scaler.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.scaling.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self.scaling.scaler is None:
+            raise ConfigError(
+                f"the loss scale was set to {value:g}, but there is none without fp16: set "
+                '"fp16.enabled", or scale losses by optimizer.override_loss_scale(...)'
+            )
+        self.scaling.scaler.cur_scale = value
+
+    cur_scale = loss_scale
+
+    @property
+    def custom_loss_scaler(self) -> bool:
+        """Whether the user moves the scale: see :meth:`override_loss_scale`."""
+        return self.scaling.external is not None
+
+    @property
+    def external_loss_scale(self) -> float | None:
+        """The user's scale."""
+        return self.scaling.external
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """From the next step on losses are multiplied by this, in whichever precision."""
+        self.scaling.external = float(loss_scale)
 
     # -- placement -------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,10 @@ class AccumulatingEngine(BatchEngine, Protocol):
 
     def watching_reads(self) -> AbstractContextManager[None]:
         """Around the model's forward: where it is the first, its reads of weights are seen."""
+        ...
+
+    def autocasting(self) -> AbstractContextManager[None]:
+        """Around a forward that does not come past the engine: autocast where it is asked for."""
         ...
 
     def give_up_forward(self) -> None:
@@ -144,12 +148,16 @@ class LayerMajor:
             for number in range(len(share.batches)):
                 randomness.choose(number)
                 with self._engine.watching_reads():
-                    output = share.forward(number, self._model)
+                    output = self._forward(share, number)
                 validation.plain_losses.append(share.weigh(number, output, mean))
                 del output
         validation.undo()
         randomness.restart()
         return validation
+
+    def _forward(self, share: MicroBatches, number: int) -> Any:
+        with self._engine.autocasting():
+            return share.forward(number, self._model)
 
     def _step(
         self,
@@ -160,7 +168,7 @@ class LayerMajor:
     ) -> LayerMajorStep:
         def work(number: int) -> Work:
             return Work(
-                lambda: share.forward(number, self._model),
+                lambda: self._forward(share, number),
                 lambda output: share.weigh(number, output, mean),
             )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.optimizer.pass_tracker import PassTracker
 
@@ -45,6 +47,10 @@ class LayerPasses:
         if self.is_first:
             self._passes.timer.invalidate()  # layers leave at other times
         self._passes.begin_backward(by_layer=micro_batches)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What is run back of a micro-batch's loss."""
+        return self._passes.scaling.apply(loss)
 
     def block_done(self, block: int) -> None:
         """All micro-batches are back at the block of that number, and through it."""

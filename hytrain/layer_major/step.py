@@ -50,6 +50,10 @@ class LayerMajorOwner(Protocol):
         """They have passed the last block; their backward begins, as one."""
         ...
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What is run back of a micro-batch's loss: fp16 has a loss scale."""
+        ...
+
     def block_done(self, block: int) -> None:
         """They are back at a block, and through it."""
         ...
@@ -314,7 +318,7 @@ class LayerMajorStep:
                 self._validation.loss(loss)
             if loss.grad_fn is not None:
                 self._graphs[number].claim_loss(loss.grad_fn)
-            loss.backward()
+            self._owner.scale(loss).backward()
 
     def _back_through(self, index: int, block: Call) -> None:
         """One block for all micro-batches, then what is between it and the block before it."""

@@ -2,7 +2,8 @@
 
 Each transformer block is one layer; what precedes the first block is the first layer, what
 follows the last block is the last. Blocks are found as repeated stacks of same-class modules in
-the module tree, or by the class that the configuration names.
+the module tree, or by the class that the configuration names. A leaf module of DeepSpeed's that is
+not within a block is one.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
         if block_class is not None:
             if type(module).__name__ == block_class:
                 blocks[module] = name
+        elif _is_leaf(module):
+            blocks[module] = name or "model"
         elif isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             children = list(module.named_children())
             classes = Counter(type(child).__name__ for _, child in children if _has_weights(child))
@@ -107,6 +110,14 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
             f"{hint}{', '.join(seen)}, or null to detect"
         )
     return blocks
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether ``deepspeed.utils.set_z3_leaf_modules`` has named it: its weights come at once.
+
+    Ranks may take different branches in it: a layer inside would be used by some of them only.
+    """
+    return bool(vars(module).get("_z3_leaf", False)) and _has_weights(module)
 
 
 def is_container(module: nn.Module) -> bool:

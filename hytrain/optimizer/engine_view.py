@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
@@ -31,9 +33,14 @@ class StepSettings:
             between micro-batches a rank keeps its shard only.
         overlap_forward: step() returns before the last layers are updated.
         refuse_unused: step() raises where a trained parameter got no gradient.
+        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
+        divide_first: ``unscale`` is applied before gradients are reduced: in fp16 their sum over
+            ranks would overflow at a smaller loss scale than DeepSpeed's mean.
     """
 
     unscale: float
     reduce_every_backward: bool
     overlap_forward: bool
     refuse_unused: bool = False
+    communication_dtype: torch.dtype | None = None
+    divide_first: bool = False

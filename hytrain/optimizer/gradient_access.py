@@ -24,8 +24,8 @@ class GradientAccess:
 
     @property
     def unscale(self) -> float:
-        """What a reduced gradient is multiplied with by step(), beside clipping."""
-        return self._passes.settings.unscale
+        """See :attr:`PassTracker.unscale`."""
+        return self._passes.unscale
 
     @property
     def exist(self) -> bool:
@@ -93,7 +93,7 @@ class GradientAccess:
         gradient = self._collector.layers[state.index]
         local = gradient.whole(self._pipeline.streams.device)
         with self._pipeline.reducing():
-            shard = self._pipeline.reduce(state, local)
+            shard = self._passes.reduce(state, local)
             if gradient.held is not None:
                 self._pipeline.add(shard, gradient.held)
         return shard

@@ -170,11 +170,11 @@ class GradientCollector:
         """Whether no gradient is kept for the next step."""
         return not any(layer.local is not None or layer.held is not None for layer in self.layers)
 
-    def scale(self, factor: float) -> None:
-        """Multiplies what is kept for the next step."""
+    def scale(self, local: float, reduced: float) -> None:
+        """Multiplies what is kept for the next step: this rank's own, and what was reduced."""
         for layer in self.layers:
             layer.flush()
-            for kept in (layer.local, layer.held):
+            for kept, factor in ((layer.local, local), (layer.held, reduced)):
                 if kept is not None:
                     kept.mul_(factor)
             layer.copied_whole = False  # its squares are no longer known

@@ -37,6 +37,7 @@ class KeptState:
         self.hyper = hyper
         self.pipeline = passes.pipeline
         self.weights = passes.weights
+        self.scaling = passes.scaling
         self.collectives = passes.collectives
 
     @property

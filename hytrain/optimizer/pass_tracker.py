@@ -25,6 +25,7 @@ from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.loss_scaling import LossScaling
 from hytrain.optimizer.step_state import StepState
 from hytrain.placement.manager import PlacementManager
 from hytrain.trace.recorder import Recorder
@@ -59,6 +60,7 @@ class PassTracker:
         placement: PlacementManager,
         weights: WeightPasses,
         marks: BackwardMarks,
+        scaling: LossScaling,
     ) -> None:
         """
         Args:
@@ -70,7 +72,9 @@ class PassTracker:
             placement: measures steps and moves layers.
             weights: makes the training copy ready for forward and backward.
             marks: see :class:`BackwardMarks`.
+            scaling: of losses.
         """
+        self.scaling = scaling
         self.pipeline = pipeline
         self.collectives = collectives
         self.settings = settings
@@ -113,7 +117,8 @@ class PassTracker:
         if not self.is_between_steps and self.settings.unscale != 1.0:
             self.end_micro_batch()
             self.withdraw_all()
-            self.collector.scale(self.settings.unscale)
+            reduced = 1.0 if self.settings.divide_first else self.settings.unscale
+            self.collector.scale(self.settings.unscale, reduced)
         with self.open_step.summing_over_ranks():
             yield
 
@@ -182,11 +187,17 @@ class PassTracker:
             self._hyper.check()  # in step() it would be too late
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
-            1.0 if self.open_step.sums_over_ranks else self.settings.unscale,
+            self.unscale,
             self._hyper.read(),
             hold=self.collector.may_be_early(by_layer=by_layer),
         )
         self.open_step.begin_update()
+
+    @property
+    def unscale(self) -> float:
+        """What step() multiplies a reduced gradient with, beside clipping."""
+        is_mean = self.open_step.sums_over_ranks or self.settings.divide_first
+        return (1.0 if is_mean else self.settings.unscale) / self.scaling.scale
 
     def end_micro_batch(self) -> None:
         """A backward that was not followed by a step is over.
@@ -226,10 +237,35 @@ class PassTracker:
         local = gradient.release()
         assert local is not None
         with self.pipeline.reducing():
-            shard = self.pipeline.reduce(state, local)
+            shard = self.reduce(state, local)
             if gradient.held is not None:
                 self.pipeline.add(shard, gradient.held)
             gradient.held = shard
+
+    def reduce(self, state: LayerState, local: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
+
+        Args:
+            state: the layer.
+            local: the whole layer's local gradient; nobody else reads it any more.
+
+        Returns:
+            The sum over ranks, of ``local``'s dtype; the mean where the settings divide first.
+        """
+        if self.collectives.world_size == 1:
+            return self.pipeline.reduce(state, local)
+        if self.settings.divide_first and not self.open_step.sums_over_ranks:
+            local.mul_(self.settings.unscale)
+        dtype = self.settings.communication_dtype
+        if dtype is None or dtype == local.dtype:
+            return self.pipeline.reduce(state, local)
+        sent = local.to(dtype)
+        # The caller drops it: backward must not write its next gradients there before it is read.
+        self.pipeline.streams.used_on_communication(local)
+        shard = self.pipeline.streams.empty_on_communication(
+            state.sizes[self.collectives.rank], local.dtype
+        )
+        return shard.copy_(self.pipeline.reduce(state, sent))
 
     def consume(self, gradient: LayerGradient) -> None:
         """A layer's gradient of this backward is complete (called in one order on all ranks)."""

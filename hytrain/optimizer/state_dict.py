@@ -42,6 +42,7 @@ def state_dict(state: KeptState) -> dict[str, Any]:
         _FORMAT: _VERSION,
         "param_groups": groups,
         "steps": list(state.hyper.steps),
+        "loss_scale": state.scaling.state(),
         "layers": [_pack(layer) for layer in state.layers],
     }
 
@@ -71,6 +72,7 @@ def load_state_dict(
         for tensor, kind in zip(_tensors(layer), _KINDS, strict=True):
             tensor.copy_(stored[kind])
     state.hyper.steps = [int(step) for step in found["steps"]]
+    state.scaling.load(found.get("loss_scale"))
     for group, saved in zip(state.hyper.groups, found["param_groups"], strict=True):
         group.update({key: copy.deepcopy(v) for key, v in saved.items() if key != "params"})
     state.publish_masters()

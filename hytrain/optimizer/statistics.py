@@ -28,6 +28,8 @@ class StepStatistics:
         grad_norm: the unscaled gradient's norm; None where the host did not wait for it.
         clip_coefficient: 1.0 where clipping did not act; None as above.
         skipped: whether the step was skipped for an inf or NaN.
+        to_host_bytes_per_second, to_device_bytes_per_second: of the copies of gradients and of new
+            weights; None where there were none, or none was timed (without a GPU).
     """
 
     step: int
@@ -42,6 +44,8 @@ class StepStatistics:
     grad_norm: float | None
     clip_coefficient: float | None
     skipped: bool
+    to_host_bytes_per_second: float | None = None
+    to_device_bytes_per_second: float | None = None
 
 
 class StatisticsRecorder:
@@ -77,6 +81,8 @@ class StatisticsRecorder:
             grad_norm=None if outcome is None else outcome.norm,
             clip_coefficient=None if outcome is None else outcome.coefficient,
             skipped=outcome is not None and outcome.skip,
+            to_host_bytes_per_second=_rate(worker.to_host_bytes, worker.to_host_ns),
+            to_device_bytes_per_second=_rate(worker.to_device_bytes, worker.to_device_ns),
         )
         self._last_time = now
         return worker
@@ -90,3 +96,7 @@ class StatisticsRecorder:
         if self._latest is None:
             raise HyTrainError("there are no statistics before the first engine.step()")
         return self._latest
+
+
+def _rate(num_bytes: int, nanoseconds: int) -> float | None:
+    return num_bytes * 1e9 / nanoseconds if num_bytes and nanoseconds else None

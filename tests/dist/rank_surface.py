@@ -258,3 +258,49 @@ def coalesced_is_the_sum(stage: int) -> None:
     for name, tensors in states[0].items():
         for kind, expected in tensors.items():
             torch.testing.assert_close(states[1][name][kind], expected, rtol=1e-5, atol=1e-7)
+
+
+class Branching(nn.Module):
+    """Each rank takes a branch of its own: without a leaf module each branch is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8)
+        self.branches = Branches()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.branches(self.embed(inputs))).pow(2).mean()
+
+
+class Branches(nn.Module):
+    """What is given to ``set_z3_leaf_modules``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn += 1
+        return torch.tanh(self.experts[(dist.get_rank() + self.turn) % 2](x))
+
+
+def leaf_modules() -> None:
+    """Ranks take different branches of a leaf module: the results are those of stage 1."""
+    found: list[dict[str, Any]] = []
+    for stage in (1, 3):
+        model = Branching()
+        deepspeed.utils.set_z3_leaf_modules(model, [Branches])
+        config = config_for((0.7, 0.3), stage=stage, gpu_fraction=0.5, bf16=False)
+        with built(model, config) as engine:
+            assert "branches" in [layer.name for layer in engine.optimizer.weights.layers]
+            for number in range(4):
+                generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+                engine.backward(engine(torch.randn(2, 8, generator=generator)))
+                engine.step()
+            found.append(engine.fp32_state_dict())
+    for name, tensors in found[0].items():
+        for kind, tensor in tensors.items():
+            torch.testing.assert_close(found[1][name][kind], tensor, rtol=1e-5, atol=1e-7)

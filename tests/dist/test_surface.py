@@ -38,3 +38,7 @@ def test_compiled_as_eager(ranks: RankPools) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_coalesced_is_the_sum(ranks: RankPools, stage: int) -> None:
     ranks(2).run(cases.coalesced_is_the_sum, stage)
+
+
+def test_leaf_modules(ranks: RankPools) -> None:
+    ranks(2).run(cases.leaf_modules)

@@ -13,20 +13,24 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
+from dropin_plugin import OUTCOMES, SAMPLE
 from selection import FIRST, HANGS, REST
 
 from hytrain.formats.text_table import align
 
 ROOT = Path(__file__).parents[2]
 REASONS = ROOT / "docs" / "dropin.md"
+OUTCOMES_PLUGIN = "dropin_plugin"
+ENGINES = ("plain", "hytrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.only:
         chosen = tuple(options.only)
     _build_extensions()
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         # Out of the checkout: its conftest would put the checkout before the installed package.
         copy = Path(folder) / "tests"
         shutil.copytree(options.tests, copy)
-        found = {
-            engine: _run(copy, chosen, engine, options.seconds) for engine in ("plain", "hytrain")
-        }
+        for engine in options.engines:
+            if not options.resume:
+                (options.out / f"{engine}.jsonl").unlink(missing_ok=True)
+            _run(copy, chosen, engine, options)
+    found = {engine: _read(options.out / f"{engine}.jsonl") for engine in ENGINES}
     if options.tier == "rest":
         first = [_pattern(name) for name in FIRST]
         found = {
             engine: {k: v for k, v in tests.items() if not any(p.match(k) for p in first)}
             for engine, tests in found.items()
         }
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps(
-                {e: {k: [v.status, v.words] for k, v in t.items()} for e, t in found.items()}
-            )
-        )
     return _report(found["plain"], found["hytrain"])
 
 
@@ -92,7 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tier", choices=("first", "rest", "all"), default="first")
     parser.add_argument("--only", nargs="+", help="other tests, as pytest names them")
     parser.add_argument("--seconds", type=int, default=3600, help="for each of the two runs")
-    parser.add_argument("--out", type=Path, help="a JSON file of all outcomes")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=ENGINES,
+        help="to run; the outcomes of the other are those in --out",
+    )  # fmt: skip
+    parser.add_argument("--fp16", action="store_true", help="also the tests that want fp16")
+    parser.add_argument("--sample", type=int, default=0, help="variants of each test (0: all)")
+    parser.add_argument("--test-seconds", type=int, default=120, help="for each test")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "dropin",
+        help="folder of outcomes and logs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="a test whose outcome is in --out is not run again"
+    )
     return parser
 
 
@@ -100,16 +114,16 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name) + r"($|::|\[)")
 
 
-def _run(copy: Path, chosen: Sequence[str], engine: str, seconds: int) -> dict[str, Outcome]:
-    report = copy / f"{engine}.xml"
+def _environment(copy: Path, engine: str, outcomes: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "DROPIN_ENGINE": engine,
+        OUTCOMES: str(outcomes),
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "2",  # what DeepSpeed takes for the number of devices
         "OMP_NUM_THREADS": "1",
         "DS_DISABLE_REUSE_DIST_ENV": "1",
-        "DS_UNITTEST_TIMEOUT": "120",
+        "DS_UNITTEST_TIMEOUT": "3600",  # its own way to end a test can hang: see _follow
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(
             (str(Path(__file__).parent), str(copy), str(ROOT), os.environ.get("PYTHONPATH", ""))
@@ -117,41 +131,69 @@ def _run(copy: Path, chosen: Sequence[str], engine: str, seconds: int) -> dict[s
     }
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         environment.pop(name, None)
+    return environment
+
+
+def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Namespace) -> None:
+    """Runs the tests, and those behind a hanging one again until all have an outcome."""
+    outcomes = (options.out / f"{engine}.jsonl").resolve()
     left_out = " and ".join(f"not {name}" for name in HANGS)
     there = [name for name in chosen if (copy / name.partition("::")[0]).exists()]
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "forkserver_plugin", f"--junitxml={report}",
-        "-o", "junit_family=xunit1", "-k", left_out, *there,
+        sys.executable, "-m", "pytest", "-q", "-p", OUTCOMES_PLUGIN, "-p", "no:cacheprovider",
+        "-k", left_out, *there,
     ]  # fmt: skip
-    with (copy / f"{engine}.log").open("w") as log:
-        try:
-            subprocess.run(
-                command, cwd=copy, env=environment, stdout=log, stderr=log, timeout=seconds
+    end = time.monotonic() + options.seconds
+    with (options.out / f"{engine}.log").open("a") as log:
+        while True:
+            environment = _environment(copy, engine, outcomes) | {
+                SAMPLE: str(options.sample),
+                "DROPIN_FP16": str(int(options.fp16)),
+            }
+            process = subprocess.Popen(
+                command, cwd=copy, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        except subprocess.TimeoutExpired:
-            print(f"{engine}: not done within {seconds} s", file=sys.stderr)
-    if not report.exists():
-        tail = (copy / f"{engine}.log").read_text()[-3000:]
-        raise SystemExit(f"{engine}: no results\n{tail}")
-    return _read(report)
+            hanging = _follow(process, outcomes, options.test_seconds, end)
+            if hanging is None:
+                break
+            words = f"did not end within {options.test_seconds} s"
+            with outcomes.open("a") as file:
+                file.write(json.dumps({"name": hanging, "status": "failed", "words": words}) + "\n")
+    if time.monotonic() > end:
+        print(f"{engine}: not done within {options.seconds} s", file=sys.stderr)
+    if not _read(outcomes):
+        raise SystemExit(f"{engine}: no outcomes, see {options.out / engine}.log")
 
 
-def _read(report: Path) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = f"{case.get('file')}::{case.get('classname', '').rpartition('.')[2]}"
-        name = f"{name}::{case.get('name')}".replace("\\", "/")
-        failure = case.find("failure")
-        failure = case.find("error") if failure is None else failure
-        if failure is not None:
-            lines = [x for x in (failure.text or "").splitlines() if re.match(r"^E +\S", x)]
-            words = lines[-1][1:].strip() if lines else failure.get("message", "")
-            found[name] = Outcome("failed", words[:160])
-        elif case.find("skipped") is not None:
-            found[name] = Outcome("skipped")
-        else:
-            found[name] = Outcome("passed")
-    return found
+def _follow(
+    process: subprocess.Popen[bytes], outcomes: Path, test_seconds: int, end: float
+) -> str | None:
+    """Waits for a run's end; ends it where a test hangs, and returns that test's name.
+
+    DeepSpeed's harness waits for ranks at a barrier after a test has failed on one of them, without
+    a limit.
+    """
+    number, since = -1, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.5)
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+        if len(lines) != number:
+            number, since = len(lines), time.monotonic()
+        is_over = time.monotonic() > end
+        if is_over or (lines and time.monotonic() - since > test_seconds):
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # of the session that was made for it: with ranks
+            process.wait()
+            last = json.loads(lines[-1]) if lines else None
+            return last["name"] if last and last["status"] is None and not is_over else None
+    return None
+
+
+def _read(outcomes: Path) -> dict[str, Outcome]:
+    lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+    entries = [json.loads(line) for line in lines]
+    return {e["name"]: Outcome(e["status"], e["words"]) for e in entries if e["status"]}
 
 
 def _report(plain: dict[str, Outcome], swapped: dict[str, Outcome]) -> int:

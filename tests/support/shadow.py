@@ -35,6 +35,7 @@ class Shadow:
         self.last: dict[int, torch.Tensor] = {}
         """The reduced gradients of the last step."""
         self.coefficient = 1.0
+        self._loss_unscale = 1.0
         engine.optimizer.passes.on_reduced_gradient = self._observe
 
     def _observe(self, state: LayerState, gradient: torch.Tensor) -> None:
@@ -43,11 +44,12 @@ class Shadow:
     def step(self) -> bool:
         """engine.step(), and the same serially; whether the step had to be skipped."""
         groups = [dict(group) for group in self.engine.optimizer.param_groups]
+        self._loss_unscale = 1.0 / self.engine.optimizer.loss_scale
         self.engine.step()  # a scheduler may change param_groups at its end
         self.last, self.gradients = self.gradients, {}
         assert set(self.last) == set(range(len(self.states))), "a layer was left out"
         sums = [sum_of_squares(self.last[index]) for index in range(len(self.states))]
-        norm = math.sqrt(float(torch.tensor(sums, dtype=torch.float64).sum()))
+        norm = math.sqrt(float(torch.tensor(sums, dtype=torch.float64).sum())) * self._loss_unscale
         settings = self.engine.optimizer.pipeline.norm.settings
         skip = settings.check_overflow and not math.isfinite(norm)
         assert self.engine.optimizer.overflow is skip
@@ -82,7 +84,7 @@ class Shadow:
                 commit(shard.p[part], shard.m[part], shard.v[part], gradient)
 
     def _gradient_scale(self) -> float:
-        return self.coefficient
+        return self.coefficient * self._loss_unscale
 
     def check_weights(self) -> None:
         """The training copy, as anybody may read it now, is that of the last step."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32
 from support.damage import damaged, flip
 from support.engines import built, make_config
 from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
@@ -104,6 +105,19 @@ def test_one_file_has_the_master_weights_and_loads_strictly(saved: Saved, tmp_pa
         assert torch.equal(stored[name], state["fp32"])
         assert stored[name].dtype == torch.float32
     assert stored["head.weight"].data_ptr() == stored["embed.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("with_frozen", [True, False])
+def test_deepspeeds_functions_read_it(saved: Saved, with_frozen: bool) -> None:
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        str(saved.folder), exclude_frozen_parameters=not with_frozen
+    )
+    for name, tensors in saved.now.state.items():
+        assert torch.equal(state[name], tensors["fp32"])
+    assert FROZEN & state.keys() == (FROZEN if with_frozen else set())
+    Everything().load_state_dict(state, strict=with_frozen)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Everything(), str(saved.folder))
+    assert torch.equal(model.norm.bias, saved.now.state["norm.bias"]["fp32"])
 
 
 def test_without_frozen(saved: Saved, tmp_path: Path) -> None:

@@ -151,9 +151,8 @@ FEATURES: list[tuple[str, Any]] = [
     ("zero_optimization.zero_quantized_gradients", True),
     ("bf16.bf16_master_weights_and_grads", True),
     ("bf16.bf16_optimizer_states", True),
-    ("fp16.enabled", True),
+    ("fp16.fp16_master_weights_and_grads", True),
     ("amp.enabled", True),
-    ("torch_autocast.enabled", True),
     ("compile.deepcompile", True),
     ("prescale_gradients", True),
     ("sparse_gradients", True),
@@ -169,7 +168,6 @@ FEATURES: list[tuple[str, Any]] = [
     ("gradient_predivide_factor", 2.0),
     ("optimizer.type", "Lamb"),
     ("optimizer.type", "OneBitAdam"),
-    ("communication_data_type", "fp32"),
 ]
 
 
@@ -196,6 +194,17 @@ def test_a_feature_that_is_switched_off_is_accepted(path: str) -> None:
     config = make_config() | {path: {"enabled": False}}
     engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.destroy()
+
+
+@pytest.mark.parametrize("value", ["int8", 16, True])
+def test_a_communication_dtype_that_there_is_not(value: Any) -> None:
+    match = '"communication_data_type" is .*: write fp32 or bf16 or fp16'
+    refused(make_config(communication_data_type=value), match, ConfigError)
+
+
+def test_two_precisions() -> None:
+    match = '"fp16.enabled" and "bf16.enabled" are both true'
+    refused(make_config(fp16={"enabled": True}), match, ConfigError)
 
 
 def test_no_offload_section() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 import pytest
 from support.engines import make_config
 from support.models import make_model
 
 import hytrain
+import hytrain.api
+from hytrain.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -38,3 +42,19 @@ def test_undo_is_idempotent_and_registrations_nest() -> None:
     assert deepspeed.initialize is not original
     outer.undo()
     assert deepspeed.initialize is original
+
+
+def test_a_swap_that_calls_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a script replaces the name by its own before hytrain.api is imported."""
+
+    def swapped(**keywords: Any) -> Any:
+        return hytrain.initialize(**keywords)
+
+    monkeypatch.setattr(hytrain.api, "_original_initialize", swapped)
+    monkeypatch.setattr(deepspeed, "initialize", swapped)
+    with pytest.raises(ConfigError, match=r"hytrain\.register\(\)"):
+        build(make_config())
+    monkeypatch.undo()
+    with hytrain.register():
+        engine: Any = build(make_config())
+        engine.destroy()

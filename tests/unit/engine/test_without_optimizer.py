@@ -77,9 +77,20 @@ def test_plain_engine_and_training_beside_it(
 
 
 def test_the_same_model_is_trained_later() -> None:
+    """As by a Trainer that evaluates and another one that trains."""
     straight = _train(make_model("llama"), stage=3)
     model = make_model("llama")
     engine = _reference(model, stage=3)
+    _evaluate(engine)
+    assert _train(model, stage=3) == straight
+
+
+def test_another_engine_has_the_model() -> None:
+    straight = _train(make_model("llama"), stage=3)
+    model = make_model("llama")
+    config = make_config(stage=3, optimizer=None)
+    del config["hytrain"]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     _evaluate(engine)
     with pytest.raises(UnsupportedError, match=r"call that engine's destroy\(\)"):
         hytrain.initialize(

@@ -1,0 +1,132 @@
+"""Loss scaling: fp16 gradients kept in range (Micikevicius et al. 2018, section 3.2).
+
+A loss is multiplied by the scale before it runs back, and the update divides by it again, in fp32.
+The rule by which the scale moves is the scaler's, DeepSpeed's own or torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hytrain.errors import LossScaleError
+
+_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "clean_steps")
+"""What of a scaler moves."""
+
+
+class LossScaler(Protocol):
+    """The rule by which a scale moves; :mod:`deepspeed.runtime.fp16.loss_scaler` has two."""
+
+    cur_scale: float
+    dynamic: bool
+
+    def update_scale(self, overflow: bool) -> None:
+        """A step was made, or skipped since a gradient had an inf or NaN."""
+        ...
+
+
+class GradScalerRule:
+    """torch.amp.GradScaler's, with its defaults: what DeepSpeed has under fp16 autocast."""
+
+    dynamic = True
+    min_scale = 2.0**-24
+    """torch's goes on to zero, and skips every step."""
+    _GROWTH_INTERVAL = 2000
+
+    def __init__(self) -> None:
+        self.cur_scale = 65536.0
+        self.clean_steps = 0
+        """Since the scale has moved."""
+
+    def update_scale(self, overflow: bool) -> None:
+        """Half of the scale after an overflow; twice as much after 2000 steps without any."""
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow:
+            self.cur_scale *= 0.5
+        elif self.clean_steps == self._GROWTH_INTERVAL:
+            self.cur_scale *= 2.0
+            self.clean_steps = 0
+
+
+class LossScaling:
+    """What losses are multiplied by; the same on all ranks, since they skip the same steps."""
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        """
+        Args:
+            scaler: says how the scale moves; None: there is no scale.
+        """
+        self.scaler = scaler
+        self.external: float | None = None
+        """A scale that the user has set and moves; it stands for the scaler's."""
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by; 1.0 for nothing."""
+        if self.external is not None:
+            return self.external
+        return 1.0 if self.scaler is None else float(self.scaler.cur_scale)
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, times the scale."""
+        return loss * self.scale if self.is_used else loss
+
+    @property
+    def is_used(self) -> bool:
+        """Whether losses must be scaled before they run back."""
+        return self.external is not None or self.scaler is not None
+
+    def end_step(self, *, overflow: bool) -> None:
+        """Moves the scale.
+
+        Raises:
+            LossScaleError: it is as small as it may be, and a gradient has overflowed again.
+        """
+        scaler = self.scaler
+        if scaler is None:
+            return
+        smallest = getattr(scaler, "min_scale", None)
+        # DeepSpeed's scaler raises a bare Exception there.
+        is_due = getattr(scaler, "delayed_shift", 1) == 1 or vars(scaler).get("cur_hysteresis") == 1
+        if overflow and scaler.dynamic and is_due and scaler.cur_scale == smallest:
+            raise LossScaleError(
+                f"the loss scale is {scaler.cur_scale:g}, the smallest that "
+                f'is allowed ("fp16.min_loss_scale"), and gradients are not finite: the step was '
+                "skipped, weights and state are those of the step before. Most often the model "
+                "itself has an inf or NaN (look at the loss, lower the learning rate, set "
+                '"gradient_clipping"); or train in bf16'
+            )
+        scaler.update_scale(overflow)
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs; empty without a scaler."""
+        return {} if self.scaler is None else _moving(self.scaler)
+
+    def deepspeed_state(self) -> dict[str, Any]:
+        """As DeepSpeed's optimizers save it; a scaler that is not DeepSpeed's is left out."""
+        scaler = self.scaler
+        own = {"dynamic_loss_scale": scaler is not None and scaler.dynamic}
+        if scaler is None or isinstance(scaler, GradScalerRule):
+            return own
+        return {**own, "loss_scaler": scaler}
+
+    def load(self, stored: object) -> None:
+        """Goes on from where a checkpoint's scaler was.
+
+        Args:
+            stored: :meth:`state`, or a scaler of DeepSpeed's; what it has not stays.
+        """
+        if self.scaler is None or stored is None:
+            return
+        values = stored if isinstance(stored, Mapping) else _moving(stored)
+        for name in vars(self.scaler).keys() & _STATE & values.keys():
+            # A static scale is the configuration's.
+            if self.scaler.dynamic:
+                setattr(self.scaler, name, values[name])
+
+
+def _moving(scaler: Any) -> dict[str, float]:
+    return {name: vars(scaler)[name] for name in _STATE if name in vars(scaler)}

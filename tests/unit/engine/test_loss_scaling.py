@@ -1,0 +1,325 @@
+"""fp16, and autocast in it: the scale moves as DeepSpeed's, a skipped step changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from support.engines import built, device, make_config
+from support.models import Mlp, loss_of, make_batch, make_model
+from support.precision import autocast_forgotten, fp16_on_a_cpu, scale_moves_after_the_step
+from support.shadow import Shadow
+
+from hytrain.errors import LossScaleError
+from hytrain.optimizer.loss_scaling import GradScalerRule
+
+pytestmark = pytest.mark.timeout(120)
+FRACTIONS = [0.0, 0.5, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def _fp16() -> Iterator[None]:
+    with fp16_on_a_cpu(), scale_moves_after_the_step(), autocast_forgotten():
+        yield
+
+
+def _section(**keys: Any) -> dict[str, Any]:
+    return {"bf16": False, "fp16": {"enabled": True, **keys}}
+
+
+def _loss(engine: Any, number: int, factor: float = 1.0) -> torch.Tensor:
+    """fp32, as libraries compute it; ``factor`` makes gradients overflow."""
+    return loss_of(engine(**make_batch("llama", number, device()))).float() * factor
+
+
+DYNAMIC = [
+    {"initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1},
+    {"initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 2},
+    {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 3,
+     "consecutive_hysteresis": True},
+]  # fmt: skip
+STATIC = {"loss_scale": 128.0}
+LR = 1e-3
+
+
+@contextlib.contextmanager
+def _plain(config: dict[str, Any]) -> Iterator[Any]:
+    """DeepSpeed's ZeRO-2 of its own, with torch's AdamW on the device."""
+    config = {key: value for key, value in config.items() if key not in ("hytrain", "optimizer")}
+    config["zero_optimization"] = {"stage": 2}
+    model = make_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def _train(engine: Any, steps: int, accumulation: int = 1) -> list[tuple[float, int, float]]:
+    """Scale, skipped steps and loss after each step; every seventh one's gradient overflows."""
+    found: list[tuple[float, int, float]] = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            overflows = step % 7 == 5 and micro == 0
+            loss = _loss(engine, step * accumulation + micro, 1e9 if overflows else 1.0)
+            engine.backward(loss)
+            engine.step()
+        found.append((float(engine.optimizer.cur_scale), engine.skipped_steps, loss.item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "accumulation"),
+    [*((section, 1) for section in DYNAMIC), (DYNAMIC[1], 2), (STATIC, 1)],
+)
+def test_the_scale_moves_as_deepspeeds(section: dict[str, Any], accumulation: int) -> None:
+    adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}
+    config = make_config(
+        gpu_fraction=0.5, accumulation=accumulation, optimizer=adamw, **_section(**section)
+    )
+    with _plain(config) as engine:
+        expected = _train(engine, 16, accumulation)
+    with built(make_model("llama"), config) as engine:
+        found = _train(engine, 16, accumulation)
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+    assert found[-1][1] >= 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[2] == pytest.approx(theirs[2], rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "clipping", "gpu_fraction"),
+    [*((2, 0.05, fraction) for fraction in FRACTIONS), (2, 0.0, 0.5), (2, 100.0, 0.0),
+     (3, 0.05, 0.5), (3, 100.0, 0.0)],
+)  # fmt: skip
+def test_steps_are_those_of_a_serial_loop(gpu_fraction: float, clipping: float, stage: int) -> None:
+    section = {"initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1}
+    config = make_config(
+        gpu_fraction=gpu_fraction, clipping=clipping, stage=stage, **_section(**section)
+    )
+    with built(make_model("llama"), config) as engine:
+        shadow = Shadow(engine)
+        early = 0
+        for number, overflows in enumerate([1, 0, 0, 1, 0, 1, 1, 0, 0]):
+            engine.backward(_loss(engine, number, 1e9 if overflows else 1.0))
+            early += sum(state.update.sent for state in shadow.states)
+            assert shadow.step() is bool(overflows)
+            if number % 2:
+                shadow.check_weights()
+        shadow.check()
+        assert early, "updates are overlapped"
+        assert engine.skipped_steps == 4
+        assert next(engine.module.parameters()).dtype == torch.float16
+        assert engine.get_global_grad_norm() > 0
+
+
+def test_the_norm_of_a_skipped_step_is_infinite() -> None:
+    with built(make_model("llama"), make_config(**_section(hysteresis=1))) as engine:
+        engine.backward(_loss(engine, 0, float("nan")))
+        engine.step()
+        assert engine.optimizer.overflow
+        assert engine.get_global_grad_norm() == float("inf")
+
+
+def test_overflow_at_the_smallest_scale() -> None:
+    section = {"initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    with built(make_model("llama"), make_config(**_section(**section))) as engine:
+        shadow = Shadow(engine)
+        engine.backward(_loss(engine, 0, float("nan")))
+        assert shadow.step()
+        assert engine.optimizer.loss_scale == 1.0
+        engine.backward(_loss(engine, 1, float("nan")))
+        with pytest.raises(LossScaleError, match="min_loss_scale"):
+            engine.step()
+        # Nothing was changed, and training can go on.
+        shadow.gradients.clear()
+        engine.backward(_loss(engine, 2))
+        assert not shadow.step()
+        shadow.check()
+
+
+@pytest.mark.parametrize("section", [DYNAMIC[1], STATIC], ids=str)
+def test_unscaled_backward_is_refused(section: dict[str, Any]) -> None:
+    with built(make_model("llama"), make_config(**_section(**section))) as engine:
+        with pytest.raises(RuntimeError, match=r"engine\.scale"):
+            _loss(engine, 0).backward()
+        scale = engine.optimizer.loss_scale
+        engine.scale(_loss(engine, 1)).backward()
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert 0 < norm < 100
+        assert engine.optimizer.loss_scale == scale
+
+
+def test_gradients_are_read_and_written_without_the_scale() -> None:
+    model = make_model("llama")
+    with built(model, make_config(gpu_fraction=0.5, **_section(initial_scale_power=10))) as engine:
+        parameter = next(model.parameters())
+        engine.backward(_loss(engine, 0))
+        gradient = deepspeed.utils.safe_get_full_grad(parameter)
+        engine.step()
+        assert gradient is not None
+        assert float(gradient.norm()) <= engine.get_global_grad_norm() * 1.001
+        engine.backward(_loss(engine, 1))
+        deepspeed.utils.safe_set_full_grad(parameter, torch.full_like(gradient, 0.5))
+        again = deepspeed.utils.safe_get_full_grad(parameter)
+        assert again is not None
+        assert torch.equal(again, torch.full_like(again, 0.5))
+
+
+def test_a_scale_of_the_users_own() -> None:
+    with built(make_model("llama"), make_config(gpu_fraction=0.5)) as engine:
+        assert engine.optimizer.loss_scale == 1.0
+        shadow = Shadow(engine)
+        engine.optimizer.override_loss_scale(64.0)
+        for number in range(3):
+            engine.backward(_loss(engine, number))
+            assert not shadow.step()
+        shadow.check()
+        assert engine.get_global_grad_norm() < 100
+
+
+def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
+    config = make_config(gpu_fraction=0.5, **_section(**DYNAMIC[0]))
+    with built(make_model("llama"), config) as engine:
+        _train(engine, 8)
+        engine.save_checkpoint(str(tmp_path))
+        memory = engine.optimizer.state_dict()
+        scale = engine.optimizer.loss_scale
+        straight = _train(engine, 8)
+    with built(make_model("llama", seed=1), config) as engine:
+        assert engine.optimizer.loss_scale != scale
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.optimizer.loss_scale == scale
+        assert _train(engine, 8) == straight
+        engine.optimizer.load_state_dict(memory)
+        assert engine.optimizer.loss_scale == scale
+    with built(make_model("llama", seed=1), make_config()) as engine:
+        engine.load_checkpoint(str(tmp_path))  # in bf16, without a scale
+        assert engine.optimizer.loss_scale == 1.0
+    with _plain({**config, "checkpoint": {"load_universal": True}}) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.optimizer.cur_scale == scale
+        losses = [entry[2] for entry in _train(engine, 4)]
+    assert losses == pytest.approx([entry[2] for entry in straight[:4]], rel=2e-3)
+
+
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+def test_train_batch(accumulation: str) -> None:
+    config = make_config(
+        gpu_fraction=0.5, accumulation=2, hytrain={"accumulation": accumulation},
+        **_section(initial_scale_power=9, loss_scale_window=2),
+    )  # fmt: skip
+    with built(make_model("llama"), config) as engine:
+        shadow = Shadow(engine)
+        batches = iter([make_batch("llama", number, device()) for number in range(12)])
+        for _ in range(6):
+            # Its own step(): the shadow's would make another.
+            before = engine.optimizer.loss_scale
+            engine.train_batch(batches)
+            norm = shadow_norm(shadow) / before
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+            assert norm < 100
+        assert engine.optimizer.loss_scale > 2**9
+        assert engine.skipped_steps == 0
+
+
+def shadow_norm(shadow: Shadow) -> float:
+    """Of the reduced gradients that were seen since the last call."""
+    found, shadow.gradients = shadow.gradients, {}
+    return float(torch.cat([g.double().flatten() for g in found.values()]).norm())
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpu_fraction", "dtype"),
+    [(2, 0.0, "float16"), (2, 0.5, "bfloat16"), (2, 1.0, "float16"), (3, 0.5, "bfloat16"),
+     (3, 0.5, "float16")],
+)  # fmt: skip
+def test_autocast_over_an_fp32_training_copy(stage: int, gpu_fraction: float, dtype: str) -> None:
+    autocast = {"enabled": True, "dtype": dtype}
+    config = make_config(
+        gpu_fraction=gpu_fraction, bf16=False, stage=stage, torch_autocast=autocast
+    )
+    seen: list[torch.dtype] = []
+    with built(make_model("llama"), config) as engine:
+        linear = next(m for m in engine.module.modules() if isinstance(m, torch.nn.Linear))
+        linear.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+        shadow = Shadow(engine)
+        for number, overflows in enumerate([0, 1, 0, 0]):
+            engine.backward(_loss(engine, number, float("inf") if overflows else 1.0))
+            assert shadow.step() is bool(overflows)
+        shadow.check()
+        assert set(seen) == {getattr(torch, dtype)}
+        assert next(engine.module.parameters()).dtype == torch.float32
+        expected = 32768.0 if dtype == "float16" else 1.0
+        assert engine.optimizer.loss_scale == expected
+
+
+def test_autocasts_scale_moves_as_torchs() -> None:
+    rule, steps = GradScalerRule(), torch.randint(0, 3000, (9000,)) == 0
+    scaler = torch.amp.GradScaler("cpu")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler.scale(torch.ones(1))
+    for overflow in steps.tolist():
+        weight.grad = torch.full((1,), float("inf") if overflow else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        rule.update_scale(overflow)
+        assert rule.cur_scale == scaler.get_scale()
+
+
+def _global_batches(sections: dict[str, Any], stage: int, accumulation: str) -> list[float]:
+    """Losses of four steps, and the scale after them."""
+    config = make_config(
+        gpu_fraction=0.5, stage=stage, accumulation=2, hytrain={"accumulation": accumulation},
+        **{"bf16": False, **sections},
+    )  # fmt: skip
+    with built(make_model("llama"), config) as engine:
+        batches = iter([make_batch("llama", number, device()) for number in range(8)])
+        losses = [engine.train_batch(batches).item() for _ in range(4)]
+        assert getattr(engine.batch_training.accumulation, "refusal", None) is None
+        return [*losses, engine.optimizer.loss_scale]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "sections",
+    [{"torch_autocast": {"enabled": True, "dtype": dtype}} for dtype in ("bfloat16", "float16")]
+    + [_section(initial_scale_power=8)],
+    ids=["autocast bf16", "autocast fp16", "fp16"],
+)
+def test_layer_by_layer_as_one_by_one(sections: dict[str, Any], stage: int) -> None:
+    one, all_together = (
+        _global_batches(sections, stage, way) for way in ("micro_batch_major", "layer_major")
+    )
+    assert one == all_together
+
+
+class Uncast(Mlp):
+    """Takes its input as it is."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+def test_inputs_are_cast(accumulation: str) -> None:
+    """``fp16.auto_cast``; of several forwards at once each one's."""
+    config = make_config(
+        gpu_fraction=0.5, accumulation=2, hytrain={"accumulation": accumulation},
+        **_section(auto_cast=True, initial_scale_power=8),
+    )  # fmt: skip
+    with built(Uncast(), config) as engine:
+        batches = iter([(make_batch("mlp", number, device())["inputs"],) for number in range(6)])
+        for _ in range(3):
+            assert torch.isfinite(engine.train_batch(batches, num_valid=lambda _batch: 1))
