@@ -352,6 +352,14 @@ void bind_worker(py::module_& m) {
             },
             py::arg("name"), py::arg("gradient_dtype"), py::arg("ready"), py::arg("norm_slot"),
             py::arg("state"), py::arg("chunks"))
+        .def(
+            "move_weights",
+            [](UpdateWorker& worker, int layer, const std::vector<Address>& addresses) {
+                std::vector<void*> chunks;
+                for (Address address : addresses) chunks.push_back(pointer<void>(address));
+                worker.move_weights(layer, chunks);
+            },
+            py::arg("layer"), py::arg("addresses"), NoGil())
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())

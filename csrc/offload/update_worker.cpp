@@ -85,6 +85,22 @@ int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle 
     return static_cast<int>(layers_.size()) - 1;
 }
 
+void UpdateWorker::move_weights(int layer, const std::vector<void*>& addresses) {
+    // The worker reads chunks without the lock, but only those of jobs that it has taken from the
+    // queue: under the lock, with no job of the layer left, none is read, and the next job comes
+    // after this.
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    Layer& moved = layers_.at(static_cast<std::size_t>(layer));
+    if (moved.chunks.size() != addresses.size()) {
+        throw std::invalid_argument("layer '" + moved.name + "' has another number of chunks");
+    }
+    if (moved.outstanding != 0 || moved.moving != 0 || moved.settling != 0) {
+        throw std::logic_error("the weights of layer '" + moved.name + "' are still to be written");
+    }
+    for (std::size_t i = 0; i < addresses.size(); ++i) moved.chunks[i].weights = addresses[i];
+}
+
 void UpdateWorker::start() {
     thread_ = std::thread([this] { run(); });
 }

@@ -156,6 +156,7 @@ def _build_on(
             engine,
             build_placement(plan, pipeline, config, threads),
             passes,
+            model.parameters(),
         )
         return optimizer
     except BaseException:

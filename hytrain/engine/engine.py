@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -695,6 +695,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 on all ranks, before anything is touched.
         """
         self.wait_for_checkpoint()
+        self.open_optimizer().passes.refuse_away()
         with_optimizer = load_optimizer_states and not load_module_only
         assert self._tracing is not None
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
@@ -708,6 +709,58 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         self._tracing.begin(self.global_steps)
         return loaded
+
+    # -- between phases --------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Frees the device's memory for another phase (generation, say); a collective.
+
+        Training goes on, bit for bit, behind :meth:`reload_states`; until then whatever needs the
+        states raises. Parameters that are whole on this rank are on the host meanwhile and can be
+        read there. Activations of a forward whose graph is still alive stay on the device.
+
+        Args:
+            include: names, or members of DeepSpeed's ``OffloadStateTypeEnum``; default: all of
+                them. "lp_params" is the training copy and what is not trained, "hp_params" and
+                "optim_states" are master weights and moments of layers that are updated on the
+                device (others are on the host anyway), "lp_grads" gradients of a step that is not
+                final, "contiguous_grad_buffer" buffers for gradients.
+            device: "cpu"; "none" does nothing.
+            pin_memory: copies are as fast as the link; the pinned memory is kept for the next
+                time, until :meth:`destroy`. False: pageable memory, given back by
+                :meth:`reload_states`.
+            non_blocking: return while copies are still in flight; ``torch.cuda.synchronize()``
+                before parameters are read on the host.
+
+        Raises:
+            ConfigError: a name that is none, a backward is running, weights are gathered, or
+                updates are committed directly and have begun.
+            UnsupportedError: another device.
+            HostMemoryError: the host has not enough memory; nothing has been moved.
+        """
+        self.wait_for_checkpoint()
+        optimizer = self.open_optimizer()
+        with optimizer.collectives.reporting_failures():
+            optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what :meth:`offload_states` has taken off the device.
+
+        Args:
+            non_blocking: return while copies are still in flight; what the device is given to do
+                from here on comes after them.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory. What has come back stays
+                there; free some, and call this again.
+        """
+        self.open_optimizer().reload_states(non_blocking)
 
     # -- end -------------------------------------------------------------------------------------
 

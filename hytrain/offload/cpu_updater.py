@@ -222,6 +222,12 @@ class CpuUpdater:
         """Whether a gradient of the layer is still to be committed."""
         return self.worker.has_pending(layer.worker_index)
 
+    def weights_moved(self, layer: LayerState) -> None:
+        """A layer's training copy is in other memory from now on; none of its jobs is left."""
+        spans = self._chunks[self._all.index(layer)]
+        addresses = [layer.storage.address(span.begin, span.end) for span in spans]
+        self.worker.move_weights(layer.worker_index, addresses)
+
     # -- moves ---------------------------------------------------------------------------------
 
     def submit_leave(

@@ -137,6 +137,13 @@ class Streams:
             # As above: compute would write to it while the update still reads it.
             tensor.record_stream(self.update)
 
+    def all_wait_for_compute(self) -> None:
+        """What any stream runs from now on comes after all compute so far."""
+        if self.is_cuda:
+            current = torch.cuda.current_stream(self.device)
+            for stream in (self.to_host, self.to_device, self.update, self.communication):
+                stream.wait_stream(current)
+
     @contextmanager
     def beside(self) -> Generator[None]:
         """Runs the block on a stream of its own, in a thread of its own: training goes on."""

@@ -138,6 +138,9 @@ class UpdateWorker {
     // ones; or, for kOutgoing, buffers of `bytes` that carry the training copy and moving state.
     static constexpr int kOutgoing = -1;
     void add_slots(int slot_class, char* base, std::size_t bytes, int count);
+    // The layer's training copy has other memory: one address a chunk, in their order. Throws where
+    // a job of the layer is left, which would write to the old one.
+    void move_weights(int layer, const std::vector<void*>& addresses);
     // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
     bool in_own_process() const;
