@@ -670,7 +670,9 @@ class HyTrainEngine(DeepSpeedEngine):
         A collective. Gradients since the last step are forgotten, and the next micro-batch is the
         first of a step. With ``load_module_only`` or without ``load_optimizer_states`` only
         weights are loaded: master weights are the checkpoint's fp32 ones where it has them,
-        moments and step counts start at zero, hyper-parameters stay as they are.
+        moments and step counts start at zero, hyper-parameters stay as they are. Otherwise the
+        random number generators (Python's, numpy's, torch's and the device's) go on where they
+        were, if there are as many ranks.
 
         Args:
             load_dir: folder of checkpoints.

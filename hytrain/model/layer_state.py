@@ -14,7 +14,6 @@ from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
 
-
 StatePart = Literal["master", "exp_avg", "exp_avg_sq"]
 
 

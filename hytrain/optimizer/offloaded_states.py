@@ -7,7 +7,6 @@ it is back (:meth:`PassTracker.check_open`).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -230,7 +229,7 @@ class OffloadedStates:
         self._blocks.close()
 
     def _give_memory_back(self) -> None:
-        gc.collect()  # cycles of the user's that hold tensors of a step
+        # No gc.collect(), which takes a second with a large heap: nothing of ours is in a cycle.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
