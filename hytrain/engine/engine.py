@@ -47,6 +47,7 @@ from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
+from hytrain.placement.memory_contract import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
 from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
@@ -472,6 +473,16 @@ class HyTrainEngine(DeepSpeedEngine):
             MemoryBudgetError: no placement fits the memory that there is now.
         """
         self.open_optimizer().set_gpu_fraction(value)
+
+    def memory_peaks(self) -> dict[str, PhasePeak]:
+        """What this rank takes at most, by phase: "build", "step", "save", "load", "evaluation".
+
+        Bytes of pageable and pinned host memory and of the GPU's, with the layers where they are
+        now, beside what the process had before. It was checked against the limits of control
+        groups and of the process before anything was taken. Activations are the model's, and not
+        in it; an asynchronous save copies state to what host memory is left, and no more.
+        """
+        return self.open_optimizer().placement.memory_peaks()
 
     def placement_decisions(self, since: int = 0) -> list[Decision]:
         """This rank's decisions about k, oldest first, each with its reason.

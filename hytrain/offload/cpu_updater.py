@@ -11,7 +11,7 @@ from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ChunkSpan
-from hytrain.offload.pinned import PinnedMemory
+from hytrain.offload.pinned import PinnedMemory, norm_bytes
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
 
@@ -333,6 +333,16 @@ def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
         layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
     ]
     return _plan(layers, chunks, keeps_pending=not settings.direct).staging_bytes
+
+
+def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers: int) -> int:
+    """All pinned bytes with the state of all but the first layers on the host."""
+    chunks = [
+        layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
+    ]
+    plan = _plan(layers, chunks, keeps_pending=not settings.direct)
+    on_host = [number >= gpu_layers for number, spans in enumerate(chunks) for _ in spans]
+    return plan.pinned_bytes(on_host) + norm_bytes(len(layers))
 
 
 def _plan(
