@@ -383,6 +383,18 @@ void bind_worker(py::module_& m) {
         .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
         .def("wait_settled", &UpdateWorker::wait_settled, py::arg("layer"), NoGil())
         .def("check_error", &UpdateWorker::check_error, NoGil())
+        .def(
+            "on_stall",
+            [](UpdateWorker& worker, double after_seconds, py::function report) {
+                // The waiting thread has given up the interpreter's lock for its wait.
+                worker.on_stall(
+                    std::chrono::milliseconds(static_cast<std::int64_t>(1000.0 * after_seconds)),
+                    [report = std::move(report)](const std::string& text) {
+                        py::gil_scoped_acquire locked;
+                        report(text);
+                    });
+            },
+            py::arg("after_seconds"), py::arg("report"))
         .def("take_statistics", &UpdateWorker::take_statistics, NoGil())
         .def("take_spans", &UpdateWorker::take_spans, NoGil())
         .def("start_trace", &UpdateWorker::start_trace, py::arg("capacity"), py::arg("threads"),

@@ -245,7 +245,24 @@ void UpdateWorker::wait_for(Predicate predicate) {
     std::unique_lock<std::mutex> lock(mutex_);
     // The error is part of the condition: a worker that has failed finishes no job, and the caller
     // would wait for ever.
-    changed_.wait(lock, [&] { return !error_.empty() || predicate(); });
+    const auto is_over = [&] { return !error_.empty() || predicate(); };
+    if (!stall_report_) {
+        changed_.wait(lock, is_over);
+    } else {
+        std::uint64_t seen = chunks_done_;
+        bool told = false;
+        while (!changed_.wait_for(lock, stall_after_, is_over)) {
+            const std::uint64_t done = chunks_done_;
+            if (done == seen && !told) {
+                told = true;
+                const std::size_t left = jobs_.size();
+                lock.unlock();  // the report may take a while, and the worker must go on
+                stall_report_(describe_tasks(left));
+                lock.lock();
+            }
+            seen = done;
+        }
+    }
     throw_if_failed();
 }
 
