@@ -1,5 +1,6 @@
 """The compiled extension: kernels on addresses and sizes. Nothing here checks its arguments."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 # ---- adam: csrc/include/hytrain/adam.h, dispatch.h ----

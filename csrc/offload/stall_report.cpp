@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "hytrain/clock.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
@@ -45,7 +46,8 @@ std::string UpdateWorker::describe_tasks(std::size_t jobs_left) {
         text += task.what + " of layer '" + layer.name + "', chunk " +
                 std::to_string(task.place.chunk) + ", " + seconds_since(task.since_ns);
         const char* waits_for = waits_for_;
-        if (lane == kUpdates && waits_for != nullptr) text += std::string(", waits for ") + waits_for;
+        if (lane == kUpdates && waits_for != nullptr)
+            text += std::string(", waits for ") + waits_for;
         if (task.end != kNoEvent) {
             text += device_->is_complete(task.end) ? ", complete" : ", not complete";
         }

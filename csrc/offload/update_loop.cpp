@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "hytrain/clock.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
@@ -16,12 +17,6 @@ namespace {
 constexpr std::size_t kMaxActive = 8;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 constexpr std::chrono::microseconds kTracePoll{200};
-
-std::int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }

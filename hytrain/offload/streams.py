@@ -154,6 +154,19 @@ class Streams:
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             yield
 
+    def states(self) -> list[tuple[str, str]]:
+        """Each stream's name, and whether what it was given is done; empty on a CPU."""
+        if not self.is_cuda:
+            return []
+        streams = {
+            "compute": self._compute,
+            "to-host": self.to_host,
+            "to-device": self.to_device,
+            "update": self.update,
+            "communication": self.communication,
+        }
+        return [(name, "idle" if s.query() else "busy") for name, s in streams.items()]
+
     def synchronize(self) -> None:
         """Waits for everything on the device."""
         if self.is_cuda:
