@@ -46,11 +46,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     rates = iter([3e9, 25e9])
     plain = torch.zeros
 
-    def zeros(
-        *args: object, device: object = None, pin_memory: bool = False, **named: object
-    ) -> object:
-        del device, pin_memory
-        return plain(*args, **named)  # pyright: ignore
+    def zeros(*sizes: int, dtype: torch.dtype | None = None, **_elsewhere: object) -> torch.Tensor:
+        return plain(*sizes, dtype=dtype)
 
     monkeypatch.setattr(pinning, "torch", SimpleNamespace(**{**vars(torch), "zeros": zeros}))
     monkeypatch.setattr(pinning, "copy_rate", lambda here, host: next(rates))
@@ -114,12 +111,8 @@ def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
 
 def test_what_is_not_dense_is_known() -> None:
     base = torch.zeros(4, 6)
-    for tensor in (
-        base[:, ::2],
-        base[:, :3],
-        base[0].expand(4, 6),
-        base.as_strided((2, 2), (1, 1)),
-    ):
+    overlapping = base.as_strided((2, 2), (1, 1))
+    for tensor in (base[:, ::2], base[:, :3], base[0].expand(4, 6), overlapping):
         assert not is_dense(tensor)
     assert is_dense(base[1:3])
 
