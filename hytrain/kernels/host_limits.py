@@ -69,6 +69,39 @@ def host_memory_pools() -> dict[str, int]:
     return pools
 
 
+_CPU_ROOTS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cpu"))
+"""Where each version of control groups has those of cores, and the controller's name."""
+
+
+def cpu_quotas() -> dict[str, float]:
+    """Cores' worth of time that control groups leave this process, by the group's name.
+
+    Empty where none is limited. A container that may use 4 cores of 64 (``docker --cpus 4``) sees
+    all 64 of them, and is stopped for most of each period where its threads run on all.
+    """
+    quotas: dict[str, float] = {}
+    for root, controller in _CPU_ROOTS:
+        for folder in _cgroup_folders(_Hierarchy(root, controller, "", "")):
+            try:
+                quota = _quota(folder)
+                where = folder.stat()
+            except (OSError, ValueError):
+                continue
+            if quota is not None:
+                quotas[f"{GROUP} {where.st_dev}:{where.st_ino}"] = quota
+    return quotas
+
+
+def _quota(folder: Path) -> float | None:
+    file = folder / "cpu.max"
+    if file.exists():
+        limit, period = file.read_text().split()
+    else:
+        limit = (folder / "cpu.cfs_quota_us").read_text().strip()
+        period = (folder / "cpu.cfs_period_us").read_text()
+    return None if limit in ("max", "-1") else int(limit) / int(period)
+
+
 def _process_pools() -> dict[str, int]:
     """What the limits of this process alone leave; empty where it has none."""
     limited = [

@@ -95,7 +95,10 @@ def test_a_wait_that_lasts_is_told_of(
 ) -> None:
     """Delays stand for copies that do not come; the training goes on when they do."""
     monkeypatch.setattr(cpu_updater, "STALL_SECONDS", 0.02)
-    with environment("HYTRAIN_DELAYS", "3:200000"), built(make_model("mlp"), make_config()) as engine:
+    with (
+        environment("HYTRAIN_DELAYS", "3:200000"),
+        built(make_model("mlp"), make_config()) as engine,
+    ):
         backward(engine, 0)
         engine.step()
         engine.synchronize()
