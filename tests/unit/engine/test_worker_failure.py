@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.engines import built, make_config
+from support.engines import built, environment, make_config
 from support.models import make_model
 from training import backward, inputs
 
 from hytrain.errors import WorkerError
+from hytrain.offload import cpu_updater
 
 pytestmark = pytest.mark.timeout(30)
 

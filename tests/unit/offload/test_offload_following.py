@@ -35,11 +35,11 @@ GIB = 1 << 30
 WITHIN = 20
 
 
-@dataclass
 def _not_asked(gpu_layers: int) -> Any:
     raise AssertionError(f"memory for {gpu_layers} layers")
 
 
+@dataclass
 class Machine:
     """What the steps take now; the model of docs/internals.md."""
 
