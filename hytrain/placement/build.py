@@ -14,7 +14,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, MemoryBudgetError
 from hytrain.hardware.host_share import HostShare
-from hytrain.kernels.host_limits import host_memory_pools
+from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
@@ -166,6 +166,16 @@ def _contract_terms(
     return terms
 
 
+def _shares(host: HostShare) -> dict[str, int]:
+    """This rank's share of what each of its memory pools has left."""
+    # A control group's processes may use swap beside its limit.
+    swap = int(psutil.swap_memory().free)
+    return {
+        name: host.memory({name: left + (swap if name.startswith(GROUP) else 0)})
+        for name, left in host_memory_pools().items()
+    }
+
+
 def _refusal(
     config: HyTrainConfig,
     layers: Sequence[LayerBytes],
@@ -179,8 +189,7 @@ def _refusal(
             check_fits(layers, limits, memory.staging_bytes, num_ranks=terms(0).num_ranks)
             return None
         peaks = predict_peaks(terms(round(config.gpu_fraction * len(layers))))
-        swap = int(psutil.swap_memory().free)
-        limit = hard_limit(memory.host, host_memory_pools(), swap)
+        limit = hard_limit(_shares(memory.host))
         refuse_what_cannot_fit(peaks, limit, limits.gpu, config.gpu_fraction)
     except MemoryBudgetError as error:
         return error

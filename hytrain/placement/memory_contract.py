@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from hytrain.errors import MemoryBudgetError
 from hytrain.formats.text_table import align
-from hytrain.hardware.host_share import HostShare
-from hytrain.kernels.host_limits import GROUP
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import gradient_bytes, state_bytes
 
@@ -111,19 +109,13 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
     }
 
 
-def hard_limit(share: HostShare, pools: Mapping[str, int], swap: int) -> tuple[str, int] | None:
+def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:
     """The scarcest of what ends or fails a process that takes more; None where there is none.
 
     Args:
-        share: this rank's part of its host.
-        pools: bytes left in each; see ``host_memory_pools``.
-        swap: bytes of swap that a control group may use as well.
+        pools: this rank's share of what each has left; names as ``host_memory_pools`` has them.
     """
-    hard = {
-        name: share.memory({name: left + (swap if name.startswith(GROUP) else 0)})
-        for name, left in pools.items()
-        if name != "machine"
-    }
+    hard = {name: left for name, left in pools.items() if name != "machine"}
     if not hard:
         return None
     name = min(hard, key=lambda name: hard[name])

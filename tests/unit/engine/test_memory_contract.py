@@ -13,7 +13,6 @@ import pytest
 from support.processes import fresh_environment
 
 from hytrain.errors import MemoryBudgetError
-from hytrain.hardware.host_share import HostShare
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory_contract import (
     PHASES,
@@ -158,11 +157,9 @@ def test_each_phase_has_what_it_takes() -> None:
 
 
 def test_limits_that_end_a_process_refuse_and_the_machines_do_not() -> None:
-    share = HostShare(ranks=2, cores=1, pool_ranks={"machine": 2, "cgroup 1:2": 2, "data of 7": 1})
-    assert hard_limit(share, {"machine": 10}, 0) is None
-    pools = {"machine": 10, "cgroup 1:2": 500 * MIB, "data of 7": 400 * MIB}
-    assert hard_limit(share, pools, 0) == ("cgroup 1:2", 250 * MIB)
-    assert hard_limit(share, pools, 900 * MIB) == ("data of 7", 400 * MIB)
+    assert hard_limit({"machine": 10}) is None
+    pools = {"machine": 10, "cgroup 1:2": 250 * MIB, "data of 7": 400 * MIB}
+    assert hard_limit(pools) == ("cgroup 1:2", 250 * MIB)
     peaks = predict_peaks(_terms())
     refuse_what_cannot_fit(peaks, None, None, 0.25)
     refuse_what_cannot_fit(peaks, ("cgroup 1:2", 300 * MIB), 10**6, 0.25)
