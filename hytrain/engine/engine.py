@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -727,7 +727,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def offload_states(
         self,
-        include: Collection[Any] | None = None,
+        include: Container[Any] | None = None,
         device: Any = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,

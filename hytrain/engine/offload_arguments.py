@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection
+from collections.abc import Container, Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.optimizer.offloaded_states import StateKind
@@ -14,11 +14,12 @@ from hytrain.optimizer.offloaded_states import StateKind
 logger = logging.getLogger(__name__)
 
 
-def kinds_to_offload(include: Collection[Any] | None, device: Any) -> frozenset[StateKind] | None:
+def kinds_to_offload(include: Container[Any] | None, device: Any) -> frozenset[StateKind] | None:
     """What is to leave the device.
 
     Args:
-        include: names or members of an enum of such names; None: everything.
+        include: names or members of an enum of such names; what cannot be walked through is asked
+            for each of them. None: everything.
         device: "cpu" or "none", or a member of DeepSpeed's ``OffloadDeviceEnum``.
 
     Returns:
@@ -35,7 +36,12 @@ def kinds_to_offload(include: Collection[Any] | None, device: Any) -> frozenset[
         )
     if isinstance(include, str):
         raise ConfigError(f"offload_states(include={include!r}): give a list, as in [{include!r}]")
-    kinds = frozenset(StateKind) if include is None else frozenset(map(_kind, include))
+    if include is None:
+        kinds = frozenset(StateKind)
+    elif isinstance(include, Iterable):
+        kinds = frozenset(_kind(value) for value in cast("Iterable[Any]", include))
+    else:
+        kinds = frozenset(kind for kind in StateKind if kind.value in include)
     if where == "none":
         logger.warning('offload_states(device="none"): nothing is moved')
         return None

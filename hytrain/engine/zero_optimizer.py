@@ -8,7 +8,7 @@ outlives a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -326,7 +326,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def offload_states(
         self,
-        include: Collection[Any] | None = None,
+        include: Container[Any] | None = None,
         device: Any = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,

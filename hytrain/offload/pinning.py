@@ -80,13 +80,13 @@ def _warn(num_bytes: int, purpose: str, result: int, device: torch.device) -> No
         num_bytes / 2**30,
         purpose,
         result,
-        _measured_loss(device),
+        measured_loss(device),
         describe_free_memory(),
     )
 
 
 @cache
-def _measured_loss(device: torch.device) -> str:
+def measured_loss(device: torch.device) -> str:
     """Rates of copies to the host, for people; empty where they cannot be had."""
     try:
         here = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from support.engines import GATHERS, built, make_config
 from support.models import make_batch, make_model
 from support.resume import Everything, Snapshot, assert_same, micro_batch, snapshot, train
 
+from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.errors import (
     ConfigError,
     HostMemoryError,
@@ -25,6 +26,7 @@ from hytrain.errors import (
     UnsupportedError,
 )
 from hytrain.offload import host_blocks
+from hytrain.optimizer.offloaded_states import StateKind
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -38,7 +40,7 @@ PLACES = [
 
 
 @contextmanager
-def _engine(stage: int = 2, k: float = 0.5, param: bool = False, **sections: Any) -> Iterator[Any]:
+def _engine(stage: int = 2, k: float = 0.5, param: bool = False, **sections: Any) -> Generator[Any]:
     torch.manual_seed(0)
     config = make_config(stage=stage, gpu_fraction=k, train_micro_batch_size_per_gpu=4, **sections)
     if stage == 3:
@@ -264,6 +266,13 @@ def test_a_backward_while_it_is_away_is_refused() -> None:
             engine.backward(loss)
 
 
+class _OnlyMoments:
+    """What DeepSpeed's type asks for, and no more."""
+
+    def __contains__(self, value: object) -> bool:
+        return value == OffloadStateTypeEnum.optim_states
+
+
 def test_bad_arguments_are_refused_before_anything_moves() -> None:
     with _engine() as engine:
         with pytest.raises(ConfigError, match=r'has \'lp_param\': did you mean "lp_params"\?'):
@@ -274,6 +283,7 @@ def test_bad_arguments_are_refused_before_anything_moves() -> None:
             with pytest.raises(UnsupportedError, match='give "cpu"'):
                 engine.offload_states(device=device)
         assert engine.offload_states(device=OffloadDeviceEnum.none) is None
+        assert kinds_to_offload(_OnlyMoments(), "cpu") == {StateKind.optim_states}
         assert engine.optimizer.offloaded_states == set()
         engine.reload_states()
         train(engine, 0, 1)

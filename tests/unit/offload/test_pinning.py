@@ -37,11 +37,15 @@ class Driver:
         return 0
 
 
+def _nothing(*_arguments: object) -> None:
+    """In place of what waits for a device."""
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver(1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", _nothing)
     monkeypatch.setattr(pinning, "_warned", set())
     rates = iter([3e9, 25e9])
     plain = torch.zeros
@@ -50,8 +54,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return plain(*sizes, dtype=dtype)
 
     monkeypatch.setattr(pinning, "torch", SimpleNamespace(**{**vars(torch), "zeros": zeros}))
-    monkeypatch.setattr(pinning, "copy_rate", lambda here, host: next(rates))
-    pinning._measured_loss.cache_clear()
+
+    def rate(here: torch.Tensor, host: torch.Tensor) -> float:
+        del here, host
+        return next(rates)
+
+    monkeypatch.setattr(pinning, "copy_rate", rate)
+    pinning.measured_loss.cache_clear()
     return driver
 
 
