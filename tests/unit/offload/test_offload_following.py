@@ -35,10 +35,6 @@ GIB = 1 << 30
 WITHIN = 20
 
 
-def _not_asked(gpu_layers: int) -> Any:
-    raise AssertionError(f"memory for {gpu_layers} layers")
-
-
 @dataclass
 class Machine:
     """What the steps take now; the model of docs/internals.md."""
