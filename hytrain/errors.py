@@ -66,6 +66,10 @@ class GradientOrderError(HyTrainError, RuntimeError):
     """A gradient arrived for a layer whose update had already been previewed as final."""
 
 
+class StatesOffloadedError(HyTrainError, ValueError):
+    """The engine was used between ``offload_states()`` and ``reload_states()``."""
+
+
 class RankFailedError(HyTrainError, RuntimeError):
     """Another rank has failed; the message says which, and its own error, or that it was killed."""
 

@@ -3,9 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hytrain/adam.h"
@@ -352,6 +354,14 @@ void bind_worker(py::module_& m) {
             },
             py::arg("name"), py::arg("gradient_dtype"), py::arg("ready"), py::arg("norm_slot"),
             py::arg("state"), py::arg("chunks"))
+        .def(
+            "move_weights",
+            [](UpdateWorker& worker, int layer, const std::vector<Address>& addresses) {
+                std::vector<void*> chunks;
+                for (Address address : addresses) chunks.push_back(pointer<void>(address));
+                worker.move_weights(layer, chunks);
+            },
+            py::arg("layer"), py::arg("addresses"), NoGil())
         .def("start", &UpdateWorker::start)
         .def("close", &UpdateWorker::close, NoGil())
         .def("begin_step", &UpdateWorker::begin_step, py::arg("sum_of_squares_limit"), NoGil())
@@ -375,6 +385,18 @@ void bind_worker(py::module_& m) {
         .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
         .def("wait_settled", &UpdateWorker::wait_settled, py::arg("layer"), NoGil())
         .def("check_error", &UpdateWorker::check_error, NoGil())
+        .def(
+            "on_stall",
+            [](UpdateWorker& worker, double after_seconds, py::function report) {
+                // The waiting thread has given up the interpreter's lock for its wait.
+                worker.on_stall(
+                    std::chrono::milliseconds(static_cast<std::int64_t>(1000.0 * after_seconds)),
+                    [report = std::move(report)](const std::string& text) {
+                        py::gil_scoped_acquire locked;
+                        report(text);
+                    });
+            },
+            py::arg("after_seconds"), py::arg("report"))
         .def("take_statistics", &UpdateWorker::take_statistics, NoGil())
         .def("take_spans", &UpdateWorker::take_spans, NoGil())
         .def("start_trace", &UpdateWorker::start_trace, py::arg("capacity"), py::arg("threads"),

@@ -10,6 +10,7 @@
 #include <random>
 #include <thread>
 
+#include "hytrain/clock.h"
 #include "hytrain/device.h"
 
 namespace hytrain {
@@ -22,12 +23,6 @@ struct HostEvent {
     std::atomic<std::uint64_t> completed{0};
     std::atomic<std::int64_t> completed_ns{0};  // when; of the latest record
 };
-
-std::int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
 
 HostEvent* as_event(EventHandle handle) { return reinterpret_cast<HostEvent*>(handle); }
 

@@ -55,6 +55,7 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
             device_->record(outgoing_.begins[buffer], Lane::kToHost);
             device_->copy(Lane::kToHost, outgoing_.addresses[buffer], run.device + at, bytes);
             device_->record(outgoing_.ends[buffer], Lane::kToHost);
+            note(kToHostTask, "state", place_, outgoing_.ends[buffer]);
             flying.push_back(StatePiece{buffer, run.host + at, bytes});
         }
     }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "hytrain/clock.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
@@ -16,12 +17,6 @@ namespace {
 constexpr std::size_t kMaxActive = 8;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 constexpr std::chrono::microseconds kTracePoll{200};
-
-std::int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }
@@ -170,6 +165,8 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
     device_->copy(Lane::kToHost, slots.addresses[slot], job.gradient + chunk.shard_offset * size,
                   chunk.n * size);
     device_->record(slots.ends[slot], Lane::kToHost);
+    note(kToHostTask, "gradient", Place{job.step, job.layer, static_cast<std::int32_t>(work.chunk)},
+         slots.ends[slot]);
     job_statistics_.issue_ns += now_ns() - begin;
 }
 
@@ -177,7 +174,9 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
 void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
     const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
     const auto index = static_cast<std::size_t>(slot);
+    waits_for_ = "its gradient's copy to the host";
     const std::int64_t waited = wait_event(slots.ends[index]);  // as said above
+    waits_for_ = nullptr;
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
     job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
@@ -210,6 +209,35 @@ void UpdateWorker::absorb_growth() {
     has_growth_ = false;
 }
 
+namespace {
+
+const char* pass_name(Pass pass) {
+    switch (pass) {
+        case Pass::kUpdate:
+            return "update";
+        case Pass::kDirect:
+            return "direct update";
+        case Pass::kPreview:
+            return "preview";
+        case Pass::kCommit:
+        case Pass::kSettle:
+            return "commit";
+        case Pass::kPublish:
+            return "publish";
+        case Pass::kDrop:
+            return "drop";
+        case Pass::kWithdraw:
+            return "withdrawal";
+        case Pass::kLeave:
+            return "move to the device";
+        case Pass::kArrive:
+            return "move to the host";
+    }
+    return "job";
+}
+
+}  // namespace
+
 void UpdateWorker::process(const Work& work) {
     Job& job = *work.job;
     Layer& layer = layers_[static_cast<std::size_t>(job.layer)];
@@ -222,6 +250,7 @@ void UpdateWorker::process(const Work& work) {
         span_.pass = static_cast<int>(job.pass);
         span_.begin_ns = now_ns();
     }
+    note(kUpdates, pass_name(job.pass), place_, kNoEvent);
     if (work.slot >= 0) arrived(layer, chunk, work.slot);
     delay();
     if (work.chunk == 0) begin_job(job, layer);
@@ -233,6 +262,7 @@ void UpdateWorker::process(const Work& work) {
         run_pass(layer, chunk, work);
     }
     if (work.last) finish_job(work);
+    ++chunks_done_;
 }
 
 // Decides, in one critical section, what the job commits and previews: finalize() sees either a

@@ -4,19 +4,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "hytrain/clock.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
-
-namespace {
-
-std::int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
-
-}  // namespace
 
 template <typename Function>
 void UpdateWorker::timed(SpanKind kind, const Chunk& chunk, const Outgoing& out,
@@ -168,7 +159,9 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
 std::size_t UpdateWorker::take_outgoing() {
     if (outgoing_.addresses.empty()) throw std::logic_error("there are no outgoing buffers");
     const std::size_t buffer = next_outgoing_++ % outgoing_.addresses.size();
+    waits_for_ = "an earlier copy to the device";
     job_statistics_.wait_outgoing_ns += wait_event(outgoing_.ends[buffer]);
+    waits_for_ = nullptr;
     account_sent(buffer);
     return buffer;
 }
@@ -206,6 +199,11 @@ void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::siz
     device_->record(outgoing_.begins[buffer], Lane::kToDevice);
     device_->copy(Lane::kToDevice, destination, outgoing_.addresses[buffer], bytes);
     device_->record(outgoing_.ends[buffer], Lane::kToDevice);
+    note(kToDeviceTask,
+         kind == SpanKind::kWeightsToDevice
+             ? "weights"
+             : (kind == SpanKind::kStateToDevice ? "state" : "gradient"),
+         place_, outgoing_.ends[buffer]);
     outgoing_sent_[buffer] = Sent{static_cast<std::int64_t>(bytes), kind, place_};
     job_statistics_.issue_ns += now_ns() - begin;
 }

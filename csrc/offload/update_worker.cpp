@@ -85,6 +85,22 @@ int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle 
     return static_cast<int>(layers_.size()) - 1;
 }
 
+void UpdateWorker::move_weights(int layer, const std::vector<void*>& addresses) {
+    // The worker reads chunks without the lock, but only those of jobs that it has taken from the
+    // queue: under the lock, with no job of the layer left, none is read, and the next job comes
+    // after this.
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    Layer& moved = layers_.at(static_cast<std::size_t>(layer));
+    if (moved.chunks.size() != addresses.size()) {
+        throw std::invalid_argument("layer '" + moved.name + "' has another number of chunks");
+    }
+    if (moved.outstanding != 0 || moved.moving != 0 || moved.settling != 0) {
+        throw std::logic_error("the weights of layer '" + moved.name + "' are still to be written");
+    }
+    for (std::size_t i = 0; i < addresses.size(); ++i) moved.chunks[i].weights = addresses[i];
+}
+
 void UpdateWorker::start() {
     thread_ = std::thread([this] { run(); });
 }
@@ -229,7 +245,24 @@ void UpdateWorker::wait_for(Predicate predicate) {
     std::unique_lock<std::mutex> lock(mutex_);
     // The error is part of the condition: a worker that has failed finishes no job, and the caller
     // would wait for ever.
-    changed_.wait(lock, [&] { return !error_.empty() || predicate(); });
+    const auto is_over = [&] { return !error_.empty() || predicate(); };
+    if (!stall_report_) {
+        changed_.wait(lock, is_over);
+    } else {
+        std::uint64_t seen = chunks_done_;
+        bool told = false;
+        while (!changed_.wait_for(lock, stall_after_, is_over)) {
+            const std::uint64_t done = chunks_done_;
+            if (done == seen && !told) {
+                told = true;
+                const std::size_t left = jobs_.size();
+                lock.unlock();  // the report may take a while, and the worker must go on
+                stall_report_(describe_tasks(left));
+                lock.lock();
+            }
+            seen = done;
+        }
+    }
     throw_if_failed();
 }
 

@@ -1,58 +1,21 @@
 // The end of a step while a layer still has the dropped gradient of the step before: held up, so
 // that it is no matter of luck.
-#include <atomic>
 #include <thread>
 
+#include "held_device.h"
 #include "worker_bench.h"
 
 namespace {
 
 using hytrain::AdamHyper;
-using hytrain::Device;
-using hytrain::EventHandle;
-using hytrain::Lane;
 using hytrain::Pass;
 using hytrain::WorkerError;
 using hytrain::testing::BenchLayer;
 using hytrain::testing::check;
+using hytrain::testing::HeldDevice;
+using hytrain::testing::Hold;
 using hytrain::testing::Shape;
 using hytrain::testing::WorkerBench;
-
-// Whether the device is held, and how often the worker has asked it since.
-struct Hold {
-    std::atomic<bool> on{false};
-    std::atomic<int> asked{0};
-};
-
-// The host's device, on which nothing is complete for the worker while it is held.
-class HeldDevice final : public Device {
-   public:
-    explicit HeldDevice(Hold& hold) : hold_(hold) {}
-    void attach_thread() override {}
-    EventHandle create_event(bool timed) override { return host_->create_event(timed); }
-    void destroy_event(EventHandle event) noexcept override { host_->destroy_event(event); }
-    void record(EventHandle event, Lane lane) override { host_->record(event, lane); }
-    void lane_wait(Lane lane, EventHandle event) override { host_->lane_wait(lane, event); }
-    bool is_complete(EventHandle event) override {
-        if (hold_.on && std::this_thread::get_id() != owner_) {
-            ++hold_.asked;
-            return false;
-        }
-        return host_->is_complete(event);
-    }
-    std::int64_t elapsed_ns(EventHandle begin, EventHandle end) override {
-        return host_->elapsed_ns(begin, end);
-    }
-    void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {
-        host_->copy(lane, destination, source, bytes);
-    }
-    void stop() noexcept override { host_->stop(); }
-
-   private:
-    std::unique_ptr<Device> host_ = hytrain::make_host_device(0, 0);
-    std::thread::id owner_ = std::this_thread::get_id();
-    Hold& hold_;
-};
 
 // Two layers; the first one's gradient has been previewed and dropped, and the worker, which waits
 // for the second one's next gradient, cannot begin to give it up.

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -126,7 +127,8 @@ inline std::vector<char> random_gradient(std::size_t n, DType dtype, std::mt1993
 class WorkerBench {
    public:
     WorkerBench(std::unique_ptr<Device> device, const std::vector<Shape>& shapes, int num_threads,
-                std::uint64_t seed, unsigned max_delay_us, std::size_t spare_slots)
+                std::uint64_t seed, unsigned max_delay_us, std::size_t spare_slots,
+                const std::function<void(UpdateWorker&)>& before_start = nullptr)
         : random_(seed),
           device_(device.get()),
           worker_(
@@ -138,6 +140,7 @@ class WorkerBench {
         std::size_t most = 0;
         for (const Shape& shape : shapes) most = std::max(most, shape.chunk);
         add_slots(UpdateWorker::kOutgoing, most * sizeof(float), 2);
+        if (before_start) before_start(*worker_);
         worker_->start();
     }
 

@@ -23,6 +23,7 @@ COUNTERS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 _NOT_CLIENT = {"module", *COUNTERS, "data_sampler", "random_ltd", UNIVERSAL_INFO, RECORD}
 
 PLACEMENT = "placement"
+RANDOMNESS = "random_states"
 _KEPT_DECISIONS = 50
 
 
@@ -41,7 +42,10 @@ def taken_keys(client_state: Mapping[str, Any]) -> str | None:
 
 
 def pack_model_states(
-    common: Mapping[str, Any], client_state: Mapping[str, Any], decisions: Sequence[Decision]
+    common: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+    decisions: Sequence[Decision],
+    randomness: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What the model states' file holds.
 
@@ -49,10 +53,12 @@ def pack_model_states(
         common: DeepSpeed's own keys.
         client_state: the client's.
         decisions: about k, on the rank that writes the file; the last ones are kept.
+        randomness: the ranks' random number generators.
     """
     record = {
         "version": __version__,
         PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
+        RANDOMNESS: list(randomness),
     }
     # A client may add to what tells converters of its parameters (patterns of sharded ones).
     universal = {**client_state.get(UNIVERSAL_INFO, {}), **UNIVERSAL_VERSION}
@@ -65,6 +71,12 @@ def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
     if not isinstance(record, Mapping):
         return []
     return [Decision.from_json(entry) for entry in record.get(PLACEMENT, [])]
+
+
+def stored_randomness(stored: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+    """The ranks' random number generators; None in DeepSpeed's own and in older checkpoints."""
+    record = stored.get(RECORD)
+    return record.get(RANDOMNESS) if isinstance(record, Mapping) else None
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:

@@ -157,6 +157,7 @@ def _build_on(
             build_placement(plan, pipeline, config, threads),
             passes,
             LossScaling(settings.scaler),
+            model.parameters(),
         )
         return optimizer
     except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from hytrain.checkpoint.engine_state import (
     pack_model_states,
     restore_engine,
     stored_decisions,
+    stored_randomness,
     taken_keys,
 )
 from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.random_states import random_states, restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget
@@ -81,11 +83,13 @@ class EngineCheckpoints:
         no_folder = None if folder else "save_dir is empty: pass the folder to save in"
         refusal = no_folder or unusable_tag(tag) or taken_keys(client_state)
         # Over a group on the host, where there is one: the other waits for the device.
-        raise_together(refusal, optimizer.collectives if saver is None else saver.collectives)
+        collectives = optimizer.collectives if saver is None else saver.collectives
+        raise_together(refusal, collectives)
         target = SaveTarget(Path(folder), tag, latest)
+        randomness = random_states(optimizer.kept.device, collectives)
 
         def model_states(places: list[ParameterPlace]) -> ModelStates:
-            return self._model_states(places, client_state, no_frozen)
+            return self._model_states(places, client_state, randomness, no_frozen)
 
         is_first = optimizer.collectives.rank == 0
         frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
@@ -127,6 +131,11 @@ class EngineCheckpoints:
         if not module_only:
             restore_engine(engine, stored, with_scheduler=with_scheduler)
             optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
+        if request.with_optimizer:
+            # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
+            restore_random_states(
+                stored_randomness(stored), optimizer.kept.device, optimizer.collectives
+            )
         client_state = client_state_of(
             stored,
             module_only=module_only,
@@ -171,7 +180,11 @@ class EngineCheckpoints:
         return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
     def _model_states(
-        self, places: list[ParameterPlace], client_state: Mapping[str, Any], no_frozen: bool
+        self,
+        places: list[ParameterPlace],
+        client_state: Mapping[str, Any],
+        randomness: Sequence[Mapping[str, Any]],
+        no_frozen: bool,
     ) -> ModelStates:
         tensors = self._module_tensors()
         if no_frozen:
@@ -189,5 +202,6 @@ class EngineCheckpoints:
             )
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
-        objects = pack_model_states(common, client_state, self._optimizer.placement.decisions)
+        decisions = self._optimizer.placement.decisions
+        objects = pack_model_states(common, client_state, decisions, randomness)
         return ModelStates(PickledObjects(objects), module.constants)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -48,6 +48,7 @@ from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
+from hytrain.placement.memory_contract import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
 from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
@@ -482,6 +483,16 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         self.open_optimizer().set_gpu_fraction(value)
 
+    def memory_peaks(self) -> dict[str, PhasePeak]:
+        """What this rank takes at most, by phase: "build", "step", "save", "load", "evaluation".
+
+        Bytes of pageable and pinned host memory and of the GPU's, with the layers where they are
+        now, beside what the process had before. It was checked against the limits of control
+        groups and of the process before anything was taken. Activations are the model's, and not
+        in it; an asynchronous save copies state to what host memory is left, and no more.
+        """
+        return self.open_optimizer().placement.memory_peaks()
+
     def placement_decisions(self, since: int = 0) -> list[Decision]:
         """This rank's decisions about k, oldest first, each with its reason.
 
@@ -679,7 +690,9 @@ class HyTrainEngine(DeepSpeedEngine):
         A collective. Gradients since the last step are forgotten, and the next micro-batch is the
         first of a step. With ``load_module_only`` or without ``load_optimizer_states`` only
         weights are loaded: master weights are the checkpoint's fp32 ones where it has them,
-        moments and step counts start at zero, hyper-parameters stay as they are.
+        moments and step counts start at zero, hyper-parameters stay as they are. Otherwise the
+        random number generators (Python's, numpy's, torch's and the device's) go on where they
+        were, if there are as many ranks.
 
         Args:
             load_dir: folder of checkpoints.
@@ -704,6 +717,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 on all ranks, before anything is touched.
         """
         self.wait_for_checkpoint()
+        self.open_optimizer().passes.refuse_away()
         with_optimizer = load_optimizer_states and not load_module_only
         assert self._tracing is not None
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
@@ -717,6 +731,58 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         self._tracing.begin(self.global_steps)
         return loaded
+
+    # -- between phases --------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Frees the device's memory for another phase (generation, say); a collective.
+
+        Training goes on, bit for bit, behind :meth:`reload_states`; until then whatever needs the
+        states raises. Parameters that are whole on this rank are on the host meanwhile and can be
+        read there. Activations of a forward whose graph is still alive stay on the device.
+
+        Args:
+            include: names, or members of DeepSpeed's ``OffloadStateTypeEnum``; default: all of
+                them. "lp_params" is the training copy and what is not trained, "hp_params" and
+                "optim_states" are master weights and moments of layers that are updated on the
+                device (others are on the host anyway), "lp_grads" gradients of a step that is not
+                final, "contiguous_grad_buffer" buffers for gradients.
+            device: "cpu"; "none" does nothing.
+            pin_memory: copies are as fast as the link; the pinned memory is kept for the next
+                time, until :meth:`destroy`. False: pageable memory, given back by
+                :meth:`reload_states`.
+            non_blocking: return while copies are still in flight; ``torch.cuda.synchronize()``
+                before parameters are read on the host.
+
+        Raises:
+            ConfigError: a name that is none, a backward is running, weights are gathered, or
+                updates are committed directly and have begun.
+            UnsupportedError: another device.
+            HostMemoryError: the host has not enough memory; nothing has been moved.
+        """
+        self.wait_for_checkpoint()
+        optimizer = self.open_optimizer()
+        with optimizer.collectives.reporting_failures():
+            optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what :meth:`offload_states` has taken off the device.
+
+        Args:
+            non_blocking: return while copies are still in flight; what the device is given to do
+                from here on comes after them.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory. What has come back stays
+                there; free some, and call this again.
+        """
+        self.open_optimizer().reload_states(non_blocking)
 
     # -- end -------------------------------------------------------------------------------------
 

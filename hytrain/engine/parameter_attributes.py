@@ -63,13 +63,15 @@ class ParameterAttributes:
         self._functions = functions
         self._given: list[tuple[nn.Parameter, set[str]]] = []
         self._sharded: dict[int, list[nn.Parameter]] = {}
-        found: dict[int, tuple[bool, torch.Tensor]] = {}
-        for layer in weights.layers:
-            found.update(self._owned_by_layer(layer))
+        found = self._owned()
         for parameter in model.parameters():
             is_sharded, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
             self._give(parameter, shard, is_sharded=is_sharded)
+        for layer in weights.layers:
+            parameters = [slot.parameter for part in layer.sharded for slot in part.layout.slots]
+            self._sharded[layer.index] = parameters
         weights.gatherer.on_change = self._note
+        weights.when_moved(self._follow)
 
     def detach(self) -> None:
         """Makes them plain parameters again. May be called twice."""
@@ -80,6 +82,19 @@ class ParameterAttributes:
         self._given.clear()
         self._sharded.clear()
 
+    def _owned(self) -> dict[int, tuple[bool, torch.Tensor]]:
+        found: dict[int, tuple[bool, torch.Tensor]] = {}
+        for layer in self._weights.layers:
+            found.update(_owned_by_layer(layer))
+        return found
+
+    def _follow(self) -> None:
+        """Weights are in other memory: a ``ds_tensor`` of the old would keep that."""
+        found = self._owned()
+        for parameter, _names in self._given:
+            _, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
+            vars(parameter)["ds_tensor"].data = shard.data
+
     def _note(self, layer: LayerWeights, presence: Presence) -> None:
         status = _STATUS[presence]
         for parameter in self._sharded.get(layer.index, ()):
@@ -87,8 +102,9 @@ class ParameterAttributes:
 
     def _give(self, parameter: nn.Parameter, shard: torch.Tensor, *, is_sharded: bool) -> None:
         group = self._collectives.group or dist.group.WORLD
-        # A view of its own: nobody else's tensor gets these attributes.
-        shard = shard.view_as(shard)
+        # A tensor of its own: nobody else's gets these attributes. No view: a view keeps its base,
+        # and with that the device's memory when weights leave it (offload_states).
+        shard = shard.data
         vars(shard).update(
             ds_numel=shard.numel(), status=PartitionedParamStatus.AVAILABLE, final_location=None
         )
@@ -114,25 +130,24 @@ class ParameterAttributes:
         vars(parameter).update(attributes)
         self._given.append((parameter, set(attributes)))
 
-    def _owned_by_layer(self, layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
-        """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
-        parts: list[tuple[LayerState | ShardedWeights, bool]] = [(p, True) for p in layer.sharded]
-        if layer.resident is not None:
-            parts.append((layer.resident, False))
-        found: dict[int, tuple[bool, torch.Tensor]] = {}
-        for part, is_sharded in parts:
-            begin, end = _bounds(part)
-            for slot in part.layout.slots:
-                if is_sharded:
-                    self._sharded.setdefault(layer.index, []).append(slot.parameter)
-                found[id(slot.parameter)] = is_sharded, _owned(part, slot, begin, end)
-        return found
-
     def _equal_part(self, parameter: nn.Parameter) -> torch.Tensor:
         """Of a parameter that is whole on every rank and that nobody updates."""
         length = -(-parameter.numel() // self._collectives.world_size)
         flat = parameter.detach().reshape(-1)
         return flat[self._collectives.rank * length :][:length]
+
+
+def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
+    """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
+    parts: list[tuple[LayerState | ShardedWeights, bool]] = [(p, True) for p in layer.sharded]
+    if layer.resident is not None:
+        parts.append((layer.resident, False))
+    found: dict[int, tuple[bool, torch.Tensor]] = {}
+    for part, is_sharded in parts:
+        begin, end = _bounds(part)
+        for slot in part.layout.slots:
+            found[id(slot.parameter)] = is_sharded, _owned(part, slot, begin, end)
+    return found
 
 
 def _bounds(part: LayerState | ShardedWeights) -> tuple[int, int]:

@@ -8,7 +8,7 @@ outlives a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
+from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import RankState
 from hytrain.engine.state_view import OptimizerState
@@ -29,6 +30,7 @@ from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
+from hytrain.optimizer.offloaded_states import OffloadedStates
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.state_dict import load_state_dict, state_dict
 from hytrain.optimizer.statistics import StatisticsRecorder, StepStatistics
@@ -57,6 +59,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         placement: PlacementManager,
         weights: WeightPasses,
         scaling: LossScaling,
+        parameters: Iterable[torch.nn.Parameter],
     ) -> None:
         """
         Args:
@@ -68,6 +71,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             placement: measures steps and moves layers.
             weights: makes the training copy ready for forward and backward.
             scaling: of losses.
+            parameters: all of the model's.
         """
         super().__init__()
         self.optimizer = hyper.optimizer
@@ -86,6 +90,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.before_close: list[Callable[[], None]] = []
         """Called when the state is about to go, while everything is still there; last one first."""
         self._hyper = hyper
+        self.offloaded = OffloadedStates(self.kept, self.passes, self.gradients, parameters)
+        self.before_close.append(self.offloaded.close)
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
 
@@ -367,6 +373,27 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def flush(self) -> None:
         """See :meth:`KeptState.flush`."""
         self.kept.flush()
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """See :meth:`HyTrainEngine.offload_states`."""
+        kinds = kinds_to_offload(include, device)
+        if kinds is not None:
+            self.offloaded.offload(kinds, pin=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See :meth:`HyTrainEngine.reload_states`."""
+        self.offloaded.reload(non_blocking=non_blocking)
+
+    @property
+    def offloaded_states(self) -> set[str]:
+        """Names of what :meth:`offload_states` has taken off the device."""
+        return {kind.value for kind in self.offloaded.kinds}
 
     # -- what it is made of ----------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.kernels.host_limits import host_memory_pools
+from hytrain.kernels.host_limits import cpu_quotas, host_memory_pools
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,11 +30,13 @@ class RankHost:
         machine: identifies the running kernel; equal for two containers of one machine.
         cores: numbers of the cores that the rank may use.
         memory_pools: names of the memory that it draws from, unique on its machine.
+        quotas: cores' worth of time that each of its control groups has, by the group's name.
     """
 
     machine: str
     cores: frozenset[int]
     memory_pools: frozenset[str]
+    quotas: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,10 @@ def machine_identity() -> str:
 def this_host() -> RankHost:
     """Where this process runs."""
     return RankHost(
-        machine_identity(), frozenset(os.sched_getaffinity(0)), frozenset(host_memory_pools())
+        machine_identity(),
+        frozenset(os.sched_getaffinity(0)),
+        frozenset(host_memory_pools()),
+        cpu_quotas(),
     )
 
 
@@ -101,6 +106,9 @@ def divide_host(
     strangers = unseen if len(mine.cores) * (len(here) + unseen) > everywhere else 0
     users = Counter(core for host in here for core in host.cores)
     cores = sum(1.0 / (users[core] + strangers) for core in mine.cores)
+    for name, quota in mine.quotas.items():
+        # The time of a group is divided among its ranks, whatever cores they run on.
+        cores = min(cores, quota / (unseen + sum(name in host.quotas for host in here)))
     return HostShare(
         ranks=len(here) + unseen,
         cores=max(1, int(cores + 1e-6)),  # thirds of three cores are one

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+
+GROUP = "cgroup"
+"""How the names of memory control groups begin, see :func:`host_memory_pools`."""
 
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -28,6 +32,13 @@ _HIERARCHIES = (
 )
 
 
+_PROCESS_LIMITS = {
+    "address space (ulimit -v)": (resource.RLIMIT_AS, "vms"),
+    "data (ulimit -d)": (resource.RLIMIT_DATA, "data"),
+}
+"""Limits of a process by name, and what of ``psutil``'s memory counts for each."""
+
+
 def available_host_bytes() -> int:
     """Host memory that this process can still take: the machine's or the cgroup's, the smaller."""
     return min(host_memory_pools().values())
@@ -37,10 +48,11 @@ def host_memory_pools() -> dict[str, int]:
     """Bytes left in everything that this process's host memory comes out of.
 
     Returns:
-        "machine", and each memory control group with a limit, the process's own and those around
-        it, under a name that no other group of this machine has.
+        "machine", each memory control group with a limit, the process's own and those around it,
+        under a name that no other group of this machine has, and the process's own limits
+        (ulimit), under names that no other process has.
     """
-    pools = {"machine": int(psutil.virtual_memory().available)}
+    pools = {"machine": int(psutil.virtual_memory().available), **_process_pools()}
     for hierarchy in _HIERARCHIES:
         for folder in _cgroup_folders(hierarchy):
             try:
@@ -53,8 +65,57 @@ def host_memory_pools() -> dict[str, int]:
             if limit != "max":
                 usage -= _reclaimable_bytes(statistics)
                 # The folder's own number: what a container sees as the root is a group like others.
-                pools[f"cgroup {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
+                pools[f"{GROUP} {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
     return pools
+
+
+_CPU_ROOTS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cpu"))
+"""Where each version of control groups has those of cores, and the controller's name."""
+
+
+def cpu_quotas() -> dict[str, float]:
+    """Cores' worth of time that control groups leave this process, by the group's name.
+
+    Empty where none is limited. A container that may use 4 cores of 64 (``docker --cpus 4``) sees
+    all 64 of them, and is stopped for most of each period where its threads run on all.
+    """
+    quotas: dict[str, float] = {}
+    for root, controller in _CPU_ROOTS:
+        for folder in _cgroup_folders(_Hierarchy(root, controller, "", "")):
+            try:
+                quota = _quota(folder)
+                where = folder.stat()
+            except (OSError, ValueError):
+                continue
+            if quota is not None:
+                quotas[f"{GROUP} {where.st_dev}:{where.st_ino}"] = quota
+    return quotas
+
+
+def _quota(folder: Path) -> float | None:
+    file = folder / "cpu.max"
+    if file.exists():
+        limit, period = file.read_text().split()
+    else:
+        limit = (folder / "cpu.cfs_quota_us").read_text().strip()
+        period = (folder / "cpu.cfs_period_us").read_text()
+    return None if limit in ("max", "-1") else int(limit) / int(period)
+
+
+def _process_pools() -> dict[str, int]:
+    """What the limits of this process alone leave; empty where it has none."""
+    limited = [
+        (name, resource.getrlimit(which)[0], used)
+        for name, (which, used) in _PROCESS_LIMITS.items()
+    ]
+    limited = [entry for entry in limited if entry[1] != resource.RLIM_INFINITY]
+    if not limited:
+        return {}  # asking what the process has takes a while
+    memory = psutil.Process().memory_info()
+    return {
+        f"{name} of process {os.getpid()}": max(0, limit - int(getattr(memory, used)))
+        for name, limit, used in limited
+    }
 
 
 def _cgroup_folders(hierarchy: _Hierarchy) -> list[Path]:
@@ -78,17 +139,16 @@ def _reclaimable_bytes(memory_stat: str) -> int:
 
 
 def describe_free_memory() -> str:
-    """What is left, for people: the machine, the tightest control group, the address space."""
+    """What is left, for people: the machine, the tightest control group, the process's limits."""
     pools = host_memory_pools()
-    machine = pools.pop("machine")
+    machine = pools["machine"]
     parts = [f"the machine has {_gib(machine)} left"]
-    group = min(pools.values(), default=machine)
+    groups = [left for name, left in pools.items() if name.startswith(GROUP)]
+    group = min(groups, default=machine)
     if group < machine:
         parts.append(f"this process's memory control group {_gib(group)}")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        left = max(0, limit - psutil.Process().memory_info().vms)
-        parts.append(f"its address space (ulimit -v) {_gib(left)}")
+    own = _process_pools()
+    parts += [f"its {name.partition(' of process')[0]} {_gib(left)}" for name, left in own.items()]
     return ", ".join(parts)
 
 

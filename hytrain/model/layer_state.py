@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,8 @@ from hytrain.model.layout import LayerLayout
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
+
+StatePart = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(slots=True)
@@ -63,6 +66,27 @@ class LayerState:
             flat: fp32, 1-D, 3 * shard_size elements: one block, so that it can be given back whole.
         """
         self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
+
+    def whole_state(self) -> torch.Tensor:
+        """The one tensor that :meth:`set_state` was given."""
+        assert self.is_one_block
+        return self.master.as_strided((3 * self.shard_size,), (1,))
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether master weights and moments are still thirds of one tensor."""
+        parts = (self.master, self.exp_avg, self.exp_avg_sq)
+        same = {part.untyped_storage().data_ptr() for part in parts}
+        at = [part.storage_offset() for part in parts]
+        return len(same) == 1 and at == [n * self.shard_size + at[0] for n in range(3)]
+
+    def state_part(self, part: StatePart) -> torch.Tensor:
+        """A third of the state, fp32, 1-D."""
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[part]
+
+    def move_state(self, part: StatePart, tensor: torch.Tensor) -> None:
+        """A third of the state is in other memory from now on, with the same elements."""
+        setattr(self, part, tensor)
 
     def hold_for(self, wait: Callable[[], None]) -> None:
         """Somebody reads the state beside training.

@@ -9,7 +9,7 @@ the right shape: a read without a gather gives NaN, not memory that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -143,6 +143,19 @@ class ShardedStorage:
             outgoing = master.clone()
         yield outgoing
         home.copy_(outgoing, non_blocking=True)
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What this rank keeps of the training copy: its part of each dtype run."""
+        return [part for _begin, part in self.parts]
+
+    def move(self, kept: Sequence[torch.Tensor]) -> None:
+        """The shard is in other memory from now on; the layer must not be gathered.
+
+        Args:
+            kept: as :attr:`kept`, with the same elements, on any device.
+        """
+        self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
 
     # -- the whole layer -----------------------------------------------------------------------
 

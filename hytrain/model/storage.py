@@ -35,11 +35,35 @@ class ResidentStorage:
         self._views: list[tuple[ParameterSlot, torch.Tensor, int]] = []
         with torch.no_grad():
             for slot in layout.slots:
-                view = self.slice(slot.offset, slot.offset + slot.numel)
-                view = view.view(slot.parameter.shape)
-                view.copy_(slot.parameter.data)
+                self._view(slot).copy_(slot.parameter.data)
+        self._point_here()
+
+    def _view(self, slot: ParameterSlot) -> torch.Tensor:
+        return self.slice(slot.offset, slot.offset + slot.numel).view(slot.parameter.shape)
+
+    def _point_here(self) -> None:
+        self._views = []
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for slot in self.layout.slots:
+                view = self._view(slot)
                 slot.parameter.data = view
                 self._views.append((slot, view, view.data_ptr()))
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What this rank keeps of the training copy: all of it, one flat tensor a dtype run."""
+        return [flat for _begin, _end, flat in self.runs]
+
+    def move(self, kept: Sequence[torch.Tensor]) -> None:
+        """The training copy is in other memory from now on; parameters are views of that.
+
+        Args:
+            kept: as :attr:`kept`, with the same elements, on any device.
+        """
+        self.runs = [
+            (begin, end, flat) for (begin, end, _), flat in zip(self.runs, kept, strict=True)
+        ]
+        self._point_here()
 
     def slice(self, begin: int, end: int) -> torch.Tensor:
         """The training copy of ``[begin, end)``, which must be within one dtype.

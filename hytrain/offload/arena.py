@@ -6,19 +6,11 @@ torch's pinned allocator rounds up to powers of two; gigabytes of gradients cann
 from __future__ import annotations
 
 import ctypes
-import logging
-from contextlib import suppress
-from typing import Any, cast
 
 import torch
 
-from hytrain.kernels.host_limits import describe_free_memory
 from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
-
-logger = logging.getLogger(__name__)
-
-_MAX_REGISTER = 64 << 30
-"""Bytes. Very large single registrations fail on some drivers."""
+from hytrain.offload.pinning import Pinning
 
 
 class Arena:
@@ -44,7 +36,6 @@ class Arena:
             HostMemoryError: the mapping is refused.
         """
         self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
-        self._purpose = purpose
         with taking_host_memory(purpose, self.num_bytes, remedy=remedy):
             self._mapping = map_anonymous(self.num_bytes)
         # The export keeps the mapping open; close() must drop it before unmapping.
@@ -53,42 +44,12 @@ class Arena:
         ).from_buffer(self._mapping)
         self.address = ctypes.addressof(self._export)
         self._taken = 0
-        self._registered: list[int] = []
-        if device.type == "cuda":
-            self._pin(device)
+        self._pinning = Pinning(self.address, self.num_bytes, device, purpose)
 
     @property
     def is_pinned(self) -> bool:
         """Whether all of the memory is registered with the driver."""
-        return bool(self._registered)
-
-    def _pin(self, device: torch.device) -> None:
-        runtime = cast(Any, torch.cuda.cudart())
-        for offset in range(0, self.num_bytes, _MAX_REGISTER):
-            length = min(_MAX_REGISTER, self.num_bytes - offset)
-            result = runtime.cudaHostRegister(self.address + offset, length, 0)
-            if int(result) != 0:
-                self._unpin()
-                # The driver keeps the error, and torch would raise it at the next kernel, whose it
-                # is not. This is the next kernel.
-                with suppress(RuntimeError):
-                    torch.zeros(1, device=device)
-                # Copies from pageable memory block the worker but stay correct.
-                logger.warning(
-                    "pinning %.2f GiB of host memory for %s failed (CUDA error %s): copies will be "
-                    "slower; check `ulimit -l` and the container's memory limit; host memory: %s",
-                    self.num_bytes / 2**30,
-                    self._purpose,
-                    int(result),
-                    describe_free_memory(),
-                )
-                return
-            self._registered.append(self.address + offset)
-
-    def _unpin(self) -> None:
-        for address in self._registered:
-            cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
-        self._registered.clear()
+        return self._pinning.is_pinned
 
     def take(self, num_bytes: int, alignment: int = 64) -> int:
         """Address of the next ``num_bytes``.
@@ -119,6 +80,6 @@ class Arena:
         """Unpins and unmaps. No copy may be in flight. May be called twice."""
         if self._export is None:
             return
-        self._unpin()
+        self._pinning.release()
         self._export = None
         self._mapping.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,9 +13,14 @@ from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ChunkSpan
-from hytrain.offload.pinned import PinnedMemory
+from hytrain.offload.pinned import PinnedMemory, norm_bytes
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
+
+logger = logging.getLogger(__name__)
+
+STALL_SECONDS = 60.0
+"""A wait for the worker in which it finishes no chunk for so long is told of."""
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -40,6 +47,17 @@ class CpuSettings:
     direct: bool = False
     delay_seed: int = 0
     max_delay_us: int = 0
+
+
+def _report_stall(streams: Streams, tasks: str) -> None:
+    logger.warning(
+        "training waits for the CPU update, which has finished nothing for %g s (said once): %s%s. "
+        "Copies that are not complete wait for the GPU, or for other ranks' collectives before "
+        "them; an update that takes that long, for a core or for swapped memory",
+        STALL_SECONDS,
+        tasks,
+        "".join(f"; {name} stream {state}" for name, state in streams.states()),
+    )
 
 
 def native_record(scale: float, hyper: Sequence[AdamHyper]) -> _C.StepRecord:
@@ -87,6 +105,13 @@ class CpuUpdater:
             raise
 
     def _make_worker(self, settings: CpuSettings) -> _C.UpdateWorker:
+        worker = self._worker_on_device(settings)
+        # A function that refers to neither of us: the worker keeps it where no garbage collector
+        # looks.
+        worker.on_stall(STALL_SECONDS, partial(_report_stall, self._streams))
+        return worker
+
+    def _worker_on_device(self, settings: CpuSettings) -> _C.UpdateWorker:
         streams = self._streams
         if not streams.is_cuda:
             return _C.UpdateWorker.on_host(
@@ -222,6 +247,12 @@ class CpuUpdater:
         """Whether a gradient of the layer is still to be committed."""
         return self.worker.has_pending(layer.worker_index)
 
+    def weights_moved(self, layer: LayerState) -> None:
+        """A layer's training copy is in other memory from now on; none of its jobs is left."""
+        spans = self._chunks[self._all.index(layer)]
+        addresses = [layer.storage.address(span.begin, span.end) for span in spans]
+        self.worker.move_weights(layer.worker_index, addresses)
+
     # -- moves ---------------------------------------------------------------------------------
 
     def submit_leave(
@@ -327,6 +358,16 @@ def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
         layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
     ]
     return _plan(layers, chunks, keeps_pending=not settings.direct).staging_bytes
+
+
+def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers: int) -> int:
+    """All pinned bytes with the state of all but the first layers on the host."""
+    chunks = [
+        layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
+    ]
+    plan = _plan(layers, chunks, keeps_pending=not settings.direct)
+    on_host = [number >= gpu_layers for number, spans in enumerate(chunks) for _ in spans]
+    return plan.pinned_bytes(on_host) + norm_bytes(len(layers))
 
 
 def _plan(

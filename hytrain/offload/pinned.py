@@ -13,6 +13,12 @@ from hytrain.offload.slots import NUM_OUTGOING, SlotPlan
 _CACHE_LINE = 64
 
 
+def norm_bytes(num_layers: int) -> int:
+    """Of the layers' norms: a cache line each, as the worker reads one while the device writes the
+    next."""
+    return num_layers * _CACHE_LINE
+
+
 class PinnedMemory:
     """Gives the worker the slots and buffers that the layers on the host need.
 
@@ -31,8 +37,7 @@ class PinnedMemory:
         self._device = device
         self._counts = [0] * len(plan.classes)
         self._has_outgoing = False
-        # A cache line each: the worker reads one while the device writes the next.
-        self._arenas = [Arena(num_norms * _CACHE_LINE, device, purpose="the layers' norms")]
+        self._arenas = [Arena(norm_bytes(num_norms), device, purpose="the layers' norms")]
 
     @property
     def num_bytes(self) -> int:

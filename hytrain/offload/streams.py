@@ -137,6 +137,13 @@ class Streams:
             # As above: compute would write to it while the update still reads it.
             tensor.record_stream(self.update)
 
+    def all_wait_for_compute(self) -> None:
+        """What any stream runs from now on comes after all compute so far."""
+        if self.is_cuda:
+            current = torch.cuda.current_stream(self.device)
+            for stream in (self.to_host, self.to_device, self.update, self.communication):
+                stream.wait_stream(current)
+
     @contextmanager
     def beside(self) -> Generator[None]:
         """Runs the block on a stream of its own, in a thread of its own: training goes on."""
@@ -146,6 +153,19 @@ class Streams:
         torch.cuda.set_device(self.device)  # each thread has its own
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             yield
+
+    def states(self) -> list[tuple[str, str]]:
+        """Each stream's name, and whether what it was given is done; empty on a CPU."""
+        if not self.is_cuda:
+            return []
+        streams = {
+            "compute": self._compute,
+            "to-host": self.to_host,
+            "to-device": self.to_device,
+            "update": self.update,
+            "communication": self.communication,
+        }
+        return [(name, "idle" if s.query() else "busy") for name, s in streams.items()]
 
     def synchronize(self) -> None:
         """Waits for everything on the device."""

@@ -337,6 +337,10 @@ class GradientCollector:
         layer.closed = True
         self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
 
+    def forget_zeros(self) -> None:
+        """Gives back the zeros that stand for gradients of layers that got none."""
+        self._zeros.forget()
+
     def unused(self) -> list[str]:
         """Names of trained parameters that got no gradient in the last backward on this rank."""
         return [

@@ -126,6 +126,20 @@ class LayerGradient:
         if more:
             add_together([parts[i] for i in more], [waiting[i] for i in more])
 
+    def move(self, local: torch.Tensor | None, held: torch.Tensor | None) -> None:
+        """What there is of the gradient is in other memory from now on; see :meth:`flush`.
+
+        Args:
+            local: in place of ``local``, with the same elements, on any device.
+            held: in place of ``held``.
+        """
+        self.local, self.held = local, held
+        if local is not None:
+            self.parts = [
+                local[slot.offset : slot.offset + slot.numel].view(part.shape)
+                for slot, part in zip(self.layout.slots, self.parts, strict=True)
+            ]
+
     def fill(self, zeros: Zeros) -> None:
         """Zeros where no gradient was written: padding, and parameters unused this time.
 

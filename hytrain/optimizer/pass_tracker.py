@@ -9,14 +9,19 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
 
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.errors import AbortedBackwardError, AbortedStepError, EngineClosedError
+from hytrain.errors import (
+    AbortedBackwardError,
+    AbortedStepError,
+    EngineClosedError,
+    StatesOffloadedError,
+)
 from hytrain.model.layer_state import LayerState
 from hytrain.model.storage import ResidentStorage
 from hytrain.offload.pipeline import UpdatePipeline
@@ -88,6 +93,7 @@ class PassTracker:
         self._has_warned_of_moves = False
         self.is_closed = False
         """Every pass is refused."""
+        self._away: set[str] = set()
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
         """Observer of every final reduced gradient shard, for tests and tools."""
         self.trace: Recorder | None = None
@@ -465,6 +471,28 @@ class PassTracker:
         self._marks.clear_backward_marks()
         self.open_step.discard()
 
+    # -- states that are off the device ----------------------------------------------------------
+
+    def leave(self, kinds: Iterable[str]) -> None:
+        """States of these kinds leave the device: every pass is refused for now."""
+        self._away.update(kinds)
+
+    def come_back(self) -> None:
+        """All of them are back."""
+        self._away.clear()
+
+    def refuse_away(self) -> None:
+        """Everything is on the device.
+
+        Raises:
+            StatesOffloadedError: it is not.
+        """
+        if self._away:
+            raise StatesOffloadedError(
+                "the engine was used while its states are off the device (engine.offload_states: "
+                f"{', '.join(sorted(self._away))}): call engine.reload_states() before"
+            )
+
     def close(self) -> None:
         """Detaches from the model; every later pass is refused."""
         self.is_closed = True
@@ -477,6 +505,7 @@ class PassTracker:
 
         Raises:
             EngineClosedError: it was destroyed.
+            StatesOffloadedError: its states are off the device.
             AbortedStepError: its last step failed midway.
             WorkerError: so did its update worker.
         """
@@ -485,6 +514,7 @@ class PassTracker:
                 "the engine was used after destroy(): build a new one with hytrain.initialize; for "
                 "another train() with Hugging Face's Trainer, build a new Trainer"
             )
+        self.refuse_away()
         if self.pipeline.is_torn:
             self.pipeline.cpu.worker.check_error()  # then there is nothing to load into, either
             raise AbortedStepError(

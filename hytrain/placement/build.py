@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -14,7 +14,8 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, MemoryBudgetError
 from hytrain.hardware.host_share import HostShare
-from hytrain.offload.cpu_updater import CpuSettings, staging_bytes
+from hytrain.kernels.host_limits import GROUP, host_memory_pools
+from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.calibration import known_gpu_seconds_per_parameter
@@ -23,6 +24,12 @@ from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import MemorySettings, PlacementManager
 from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
+from hytrain.placement.memory_contract import (
+    ContractTerms,
+    hard_limit,
+    predict_peaks,
+    refuse_what_cannot_fit,
+)
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
 from hytrain.zero3.layer_weights import BuiltWeights
@@ -39,12 +46,14 @@ class PlacementPlan:
         layer_bytes: sizes of the layers' shards.
         memory: what the budget depends on.
         decision: for the record.
+        terms: what the memory contract follows from, by the number of layers on the GPU.
     """
 
     num_gpu: int
     layer_bytes: tuple[LayerBytes, ...]
     memory: MemorySettings
     decision: Decision
+    terms: Callable[[int], ContractTerms]
 
 
 def plan_placement(
@@ -70,8 +79,8 @@ def plan_placement(
         device: where layers are computed.
 
     Raises:
-        MemoryBudgetError: the state of some rank fits in no split of GPU and host (solved k only);
-            raised on all ranks.
+        MemoryBudgetError: the state of some rank fits in no split of GPU and host or, with a fixed
+            ``gpu_fraction``, not in its own; raised on all ranks.
     """
     states = weights.states
     layer_bytes = tuple(
@@ -93,19 +102,20 @@ def plan_placement(
         staging_bytes=staging_bytes(states, cpu),
     )
     limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
-    fit = bounds(layer_bytes, limits, memory.staging_bytes)
-    unfit = torch.tensor([float(config.gpu_fraction == "solve" and not fit.fits)], device=device)
+    terms = _contract_terms(weights, layer_bytes, memory, cpu, collectives.world_size, device)
+    refusal = _refusal(config, layer_bytes, limits, memory, terms)
+    unfit = torch.tensor([float(refusal is not None)], device=device)
     # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
     collectives.all_reduce(unfit)
-    if config.gpu_fraction == "solve":
-        allowed = check_fits(
-            layer_bytes, limits, memory.staging_bytes, num_ranks=collectives.world_size
+    if refusal is not None:
+        raise refusal
+    if unfit.item():
+        raise MemoryBudgetError(
+            "the optimizer state of another rank fits in no split between its GPU and host, or not "
+            "in the one that is given: see that rank's message; nothing was allocated"
         )
-        if unfit.item():
-            raise MemoryBudgetError(
-                "the optimizer state of another rank fits in no split between its GPU and host: "
-                "see that rank's message; nothing was allocated"
-            )
+    if config.gpu_fraction == "solve":
+        allowed = bounds(layer_bytes, limits, memory.staging_bytes)
         num_gpu, reason = _first_number(config, allowed, collectives)
     else:
         allowed = Bounds.unlimited(len(states))
@@ -127,7 +137,63 @@ def plan_placement(
         limits=limits,
         staging_bytes=memory.staging_bytes,
     )
-    return PlacementPlan(num_gpu, layer_bytes, memory, decision)
+    return PlacementPlan(num_gpu, layer_bytes, memory, decision, terms)
+
+
+def _contract_terms(
+    weights: BuiltWeights,
+    layers: Sequence[LayerBytes],
+    memory: MemorySettings,
+    cpu: CpuSettings,
+    num_ranks: int,
+    device: torch.device,
+) -> Callable[[int], ContractTerms]:
+    slots = [slot for layer in weights.layers for slot in layer.slots]
+    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
+
+    def terms(gpu_layers: int) -> ContractTerms:
+        return ContractTerms(
+            layers=layers,
+            gpu_layers=gpu_layers,
+            pinned_bytes=pinned_bytes(weights.states, cpu, gpu_layers),
+            home_bytes=0 if weights.home is None else weights.home.num_bytes,
+            largest_parameter=max(slot.numel for slot in slots),
+            gradients=gradients,
+            gpu_base=memory.gpu_base if device.type == "cuda" else None,
+            num_ranks=num_ranks,
+        )
+
+    return terms
+
+
+def _shares(host: HostShare) -> dict[str, int]:
+    """This rank's share of what each of its memory pools has left."""
+    # A control group's processes may use swap beside its limit.
+    swap = int(psutil.swap_memory().free)
+    return {
+        name: host.memory({name: left + (swap if name.startswith(GROUP) else 0)})
+        for name, left in host_memory_pools().items()
+    }
+
+
+def _refusal(
+    config: HyTrainConfig,
+    layers: Sequence[LayerBytes],
+    limits: MemoryLimits,
+    memory: MemorySettings,
+    terms: Callable[[int], ContractTerms],
+) -> MemoryBudgetError | None:
+    """Why this rank's state fits nowhere, or not where it is asked for; None where it does."""
+    try:
+        if config.gpu_fraction == "solve":
+            check_fits(layers, limits, memory.staging_bytes, num_ranks=terms(0).num_ranks)
+            return None
+        peaks = predict_peaks(terms(round(config.gpu_fraction * len(layers))))
+        limit = hard_limit(_shares(memory.host))
+        refuse_what_cannot_fit(peaks, limit, limits.gpu, config.gpu_fraction)
+    except MemoryBudgetError as error:
+        return error
+    return None
 
 
 def _warn_of_host(
@@ -225,4 +291,6 @@ def build_placement(
         InitialRates(cpu_rate, gpu_rate),
         updates_overlap=device.type == "cuda",
     )
-    return PlacementManager(pipeline, plan.layer_bytes, controller, estimator, plan.memory)
+    return PlacementManager(
+        pipeline, plan.layer_bytes, controller, estimator, plan.memory, plan.terms
+    )

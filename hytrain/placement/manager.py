@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hytrain import _C
@@ -16,6 +16,7 @@ from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.measured_steps import ENOUGH_SAMPLES
 from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
+from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_peaks
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepTimer
@@ -61,12 +62,14 @@ class PlacementManager:
         controller: PlacementController,
         estimator: CostEstimator,
         memory: MemorySettings,
+        terms: Callable[[int], ContractTerms],
     ) -> None:
         self._pipeline = pipeline
         self._bytes = list(layer_bytes)
         self.controller = controller
         self._estimator = estimator
         self._memory = memory
+        self._terms = terms
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
@@ -83,6 +86,10 @@ class PlacementManager:
     def host(self) -> HostShare:
         """This rank's part of its host."""
         return self._memory.host
+
+    def memory_peaks(self) -> dict[str, PhasePeak]:
+        """What each phase takes at most where the layers are now; see :func:`predict_peaks`."""
+        return predict_peaks(self._terms(self.controller.num_gpu_layers))
 
     # -- through a step ------------------------------------------------------------------------
 

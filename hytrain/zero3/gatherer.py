@@ -75,6 +75,11 @@ class LayerGatherer:
         """Whether passes leave the layer where it is."""
         return layer.index in self._pinned
 
+    @property
+    def has_pinned(self) -> bool:
+        """Whether somebody outside of passes has gathered layers and still uses them."""
+        return bool(self._pinned)
+
     def is_live(self, layer: LayerWeights) -> bool:
         """Whether the layer's whole copy is there or on its way."""
         return layer.index in self._flights

@@ -43,6 +43,7 @@ class WeightPasses:
         """
         self._home = home
         self._closing: list[Callable[[], None]] = []
+        self._moving: list[Callable[[], None]] = []
         self._pipeline = pipeline
         self.layers = list(layers)
         """In forward order."""
@@ -231,6 +232,15 @@ class WeightPasses:
     def wait_for_device(self) -> None:
         """Until everything on the device is done."""
         self._pipeline.streams.synchronize()
+
+    def when_moved(self, function: Callable[[], None]) -> None:
+        """Calls it whenever what this rank keeps of the weights is in other memory."""
+        self._moving.append(function)
+
+    def moved(self) -> None:
+        """What this rank keeps of the weights is in other memory."""
+        for function in self._moving:
+            function()
 
     def when_closed(self, function: Callable[[], None]) -> None:
         """Calls it in :meth:`close`."""

@@ -1,6 +1,10 @@
 """A training that is killed again and again, and resumed each time, ends as one that was not.
 
 make test-stress KILLS=20 SEED=1
+
+A life is counted in steps and not in seconds, so that a busy machine only makes it longer. Most
+lives are forked from a process that has imported everything: a start under the launcher takes half
+a minute to two minutes there, which is what the rest of the test takes.
 """
 
 from __future__ import annotations
@@ -10,80 +14,124 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from harness import RankError, RankPool
 from launchers import REPOSITORY, free_port
+from stressed_training import live
 from support.processes import fresh_environment
 from support.resume import assert_same
 
-pytestmark = [pytest.mark.stress, pytest.mark.timeout(3000)]
-
 KILLS = int(os.environ.get("KILLS", "20"))
 SEED = int(os.environ.get("SEED", "1"))
-STEPS = 40 * KILLS
-START_SECONDS = 120.0
-LONGEST = 2.5
-"""Seconds of training before a kill, at most: saves are under way most of the time."""
+LAUNCHED = 2
+"""Lives of the long test that the launcher begins and ends."""
+LONGEST_LIFE = 12
+"""Steps before a kill, at most."""
+LATEST = 0.15
+"""Seconds after that step, at most: longer than a step, and than most saves."""
+START_SECONDS = 400.0
+"""Imports of four processes, on a machine whose cores others use as well."""
 
 
-def _launch(folder: Path, seed: int) -> subprocess.Popen[bytes]:
-    for rank in range(2):
-        (folder / f"pid{rank}").unlink(missing_ok=True)
+class _Killer(threading.Thread):
+    """Kills one rank or both, a random while after a random step of their life."""
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        super().__init__(daemon=True)
+        self._folder = folder
+        self._pids = [folder / f"pid{rank}" for rank in range(2)]
+        for file in (*self._pids, folder / "made"):
+            file.unlink(missing_ok=True)
+        self._steps = chance.randint(0, LONGEST_LIFE)
+        self._delay = chance.random() * LATEST
+        self._victims = chance.choice([(0,), (1,), (0, 1)])
+        self.has_killed = False
+
+    def run(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        self._wait(deadline, lambda: all(file.exists() for file in self._pids))
+        begin = self._made()
+        self._wait(deadline, lambda: self._made() >= begin + self._steps)
+        time.sleep(self._delay)
+        for victim in self._victims:
+            os.kill(int(self._pids[victim].read_text()), signal.SIGKILL)
+        self.has_killed = True
+
+    def _made(self) -> int:
+        return int((self._folder / "made").read_text())
+
+    def _wait(self, deadline: float, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the ranks did not get to step {self._steps} of their life")
+            time.sleep(0.005)
+
+
+def _forked(folder: Path, steps: int, delays: int, *, to_die: bool) -> None:
+    # The launcher ends the others at once when a rank has died.
+    with RankPool(2, settle_seconds=0.5) as pool:
+        if not to_die:
+            pool.run(live, folder, steps, delays, timeout=600.0)
+            return
+        with pytest.raises(RankError, match="died with exit code -9"):
+            pool.run(live, folder, steps, delays, timeout=START_SECONDS)
+
+
+def _launched(folder: Path, steps: int, delays: int, *, to_die: bool) -> None:
     python_path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = fresh_environment(
-        OMP_NUM_THREADS="1", PYTHONPATH=python_path, HYTRAIN_DELAYS=f"{seed}:1500"
-    )
+    environment = fresh_environment(OMP_NUM_THREADS="1", PYTHONPATH=python_path)
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
     script = str(REPOSITORY / "tests/dist/stressed_training.py")
     port = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    arguments = [str(folder), str(steps), str(delays)]
     with (folder / "log").open("a") as log:
-        return subprocess.Popen(
-            [*runner, *port, script, str(folder), str(STEPS)],
+        code = subprocess.run(
+            [*runner, *port, script, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-        )
+            timeout=2 * START_SECONDS,
+        ).returncode
+    assert (code != 0) == to_die, (folder / "log").read_text()[-4000:]
 
 
-def _pids(folder: Path, launcher: subprocess.Popen[bytes]) -> list[int]:
-    """When both ranks train."""
-    deadline = time.monotonic() + START_SECONDS
-    files = [folder / f"pid{rank}" for rank in range(2)]
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
-        assert launcher.poll() is None, (folder / "log").read_text()[-4000:]
-        time.sleep(0.05)
-    return [int(file.read_text()) for file in files]
-
-
-def _finish(folder: Path) -> None:
-    launcher = _launch(folder, 0)
-    assert launcher.wait(1200) == 0, (folder / "log").read_text()[-4000:]
-
-
-def test_it_ends_as_one_that_was_not_killed(tmp_path: Path) -> None:
-    chance = random.Random(SEED)
+def _check(tmp_path: Path, kills: int, launched: int, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = (LONGEST_LIFE + 3) * kills + 6
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     for folder in (killed, straight):
         folder.mkdir()
-    _finish(straight)
-    for number in range(KILLS):
-        launcher = _launch(killed, number)
-        pids = _pids(killed, launcher)
-        time.sleep(chance.random() * LONGEST)
-        victims = chance.choice([pids[:1], pids[1:], pids])
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        assert launcher.wait(120) != 0
-    _finish(killed)
+    _forked(straight, steps, 0, to_die=False)
+    for number in range(kills):
+        killer = _Killer(killed, chance)
+        killer.start()
+        begin = _launched if number < launched else _forked
+        begin(killed, steps, number + 1, to_die=True)
+        killer.join()
+        assert killer.has_killed
+    _forked(killed, steps, 0, to_die=False)
     resumed = [int(line) for line in (killed / "resumed").read_text().split()]
-    print(f"resumed at {resumed}")
-    assert len(resumed) == KILLS + 1
+    print(f"resumed at {resumed}, of {steps} steps")
+    assert len(resumed) == kills + 1
     # Nothing is lost: no run begins before the one that was killed had.
     assert resumed == sorted(resumed)
-    assert 0 < resumed[-1] < STEPS
+    assert 0 < resumed[-1] < steps
     ends = [torch.load(folder / "end.pt", weights_only=False) for folder in (killed, straight)]
     assert_same(*ends)
+
+
+@pytest.mark.timeout(240)
+def test_killed_a_few_times(tmp_path: Path) -> None:
+    _check(tmp_path, 3, 0, 5)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3000)
+def test_it_ends_as_one_that_was_not_killed(tmp_path: Path) -> None:
+    _check(tmp_path, KILLS, LAUNCHED, SEED)

@@ -16,9 +16,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -138,6 +140,9 @@ class UpdateWorker {
     // ones; or, for kOutgoing, buffers of `bytes` that carry the training copy and moving state.
     static constexpr int kOutgoing = -1;
     void add_slots(int slot_class, char* base, std::size_t bytes, int count);
+    // The layer's training copy has other memory: one address a chunk, in their order. Throws where
+    // a job of the layer is left, which would write to the old one.
+    void move_weights(int layer, const std::vector<void*>& addresses);
     // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
     bool in_own_process() const;
@@ -171,6 +176,9 @@ class UpdateWorker {
     // Until no kSettle of the layer is left: its state is that of the last step.
     void wait_settled(int layer);
     void check_error();
+    // Before start(): a wait in which the worker finishes no chunk for so long calls the function,
+    // once, in the waiting thread, with the last task of each lane in words.
+    void on_stall(std::chrono::milliseconds after, std::function<void(const std::string&)> report);
 
     WorkerStatistics take_statistics();
     std::vector<JobSpan> take_spans();
@@ -227,6 +235,14 @@ class UpdateWorker {
         SpanKind kind = SpanKind::kWeightsToDevice;
         Place place;
     };
+    // What a lane was given last.
+    struct Task {
+        std::string what;  // empty: nothing yet
+        Place place;
+        std::int64_t since_ns = 0;
+        EventHandle end = kNoEvent;
+    };
+    enum TaskLane { kUpdates, kToHostTask, kToDeviceTask, kTaskLanes };
     // One chunk of a picked job, in processing order.
     struct Work {
         std::shared_ptr<Job> job;
@@ -289,6 +305,8 @@ class UpdateWorker {
     Outgoing next_outgoing(const Chunk& chunk);
     std::int64_t wait_event(EventHandle event);
     void delay();
+    void note(TaskLane lane, std::string what, const Place& place, EventHandle end);
+    std::string describe_tasks(std::size_t jobs_left);
     void fail(const std::string& message);
     void throw_if_failed();
     template <typename Predicate>
@@ -318,6 +336,13 @@ class UpdateWorker {
     std::vector<Growth> growth_;
     std::atomic<bool> has_growth_{false};
     std::int32_t trace_step_ = 0;
+
+    std::function<void(const std::string&)> stall_report_;
+    std::chrono::milliseconds stall_after_{0};
+    std::atomic<std::uint64_t> chunks_done_{0};
+    std::atomic<const char*> waits_for_{nullptr};  // what the worker's thread stands at
+    std::mutex tasks_mutex_;
+    Task tasks_[kTaskLanes];
 
     std::unique_ptr<SpanRing> ring_;         // made once, and kept: the worker may be writing to it
     std::atomic<SpanRing*> trace_{nullptr};  // the ring, while there is a trace

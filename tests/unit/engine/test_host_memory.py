@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import re
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 import torch
 from support.engines import built, make_config
 from support.models import make_model
-from support.processes import fresh_environment, num_threads
+from support.processes import num_threads
 from support.shadow import Shadow
 from training import backward
 
@@ -210,51 +207,6 @@ def test_a_given_fraction_that_the_host_seems_not_to_hold(
     assert warnings(fraction) == []
     free.free = needed[0]  # in swap it is slow, but it works
     assert warnings(0.0) == []
-
-
-def test_a_process_that_may_not_grow() -> None:
-    """The real thing: the address space is limited, and then it is not."""
-    script = f"""
-        import resource, sys
-        sys.path.insert(0, {str(TESTS)!r})
-        import psutil, torch
-        from torch import nn
-        from support.engines import built, join_process_group, make_config
-        from support.models import make_batch, make_model
-        join_process_group()
-        with built(make_model("mlp"), make_config()) as engine:
-            engine.backward(engine(**make_batch("mlp", 0)))
-            engine.step()
-        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        vms = psutil.Process().memory_info().vms
-        config = make_config(bf16=False, hytrain={{"layers": {{"class": "Linear"}}}},
-                             offload={{"chunk_elements": 2**20}})
-        resource.setrlimit(resource.RLIMIT_AS, (vms + (150 << 20), limits[1]))
-        try:
-            with built(model, config):
-                pass
-        except Exception as error:
-            print("RAISED", type(error).__name__, error)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-        with built(model, config) as engine:
-            engine.backward(engine(torch.ones(1, 2048)).sum())
-            engine.step()
-        print("TRAINED")
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=fresh_environment(),
-        check=False,
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("RAISED", "TRAINED"))]
-    assert len(lines) == 2, result.stdout[-2000:] + result.stderr[-2000:]
-    assert lines[0].startswith("RAISED HostMemoryError the host has no memory of ")
-    assert "its address space (ulimit -v) 0." in lines[0]
-    assert result.returncode == 0, result.stderr
 
 
 # -- while training ----------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.engines import built, make_config
+from support.engines import built, environment, make_config
 from support.models import make_model
 from training import backward, inputs
 
 from hytrain.errors import WorkerError
+from hytrain.offload import cpu_updater
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -88,6 +89,24 @@ def test_a_waiting_thread_is_woken() -> None:
         with pytest.raises(WorkerError):
             _train(engine)
         assert time.monotonic() - begin < 1.0
+
+
+def test_a_wait_that_lasts_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Delays stand for copies that do not come; the training goes on when they do."""
+    monkeypatch.setattr(cpu_updater, "STALL_SECONDS", 0.02)
+    with (
+        environment("HYTRAIN_DELAYS", "3:200000"),
+        built(make_model("mlp"), make_config()) as engine,
+    ):
+        backward(engine, 0)
+        engine.step()
+        engine.synchronize()
+    told = [text for text in caplog.messages if "has finished nothing for 0.02 s" in text]
+    assert told
+    assert all("CPU update: " in text and "jobs left" in text for text in told)
+    assert any("of layer 'blocks" in text for text in told)
 
 
 def test_destroy_after_a_failure() -> None:

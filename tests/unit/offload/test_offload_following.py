@@ -151,7 +151,14 @@ class Simulation:
             layer_bytes, 16 << 20, InitialRates(1 / 4e9, 1 / 120e9), updates_overlap=False
         )
         memory = MemorySettings(Reserves(0, 0), 0, HostShare(1, 1, {}), 0)
-        self.manager = PlacementManager(pipeline, layer_bytes, self.controller, estimator, memory)
+        self.manager = PlacementManager(
+            pipeline,
+            layer_bytes,
+            self.controller,
+            estimator,
+            memory,
+            lambda _: pytest.fail("asked"),
+        )
         clock: Any = SimpleNamespace(
             mark=self._mark,
             is_past=lambda _mark: True,

@@ -1,0 +1,294 @@
+"""Takes everything off the device between two phases, and brings it back, bit for bit.
+
+What holds a tensor is given one on the host in its place, so that whatever is read meanwhile is
+memory that is there: parameters are views of the host's copy. Nothing that trains runs until all of
+it is back (:meth:`PassTracker.check_open`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from hytrain.errors import ConfigError
+from hytrain.model.layer_state import LayerState, StatePart
+from hytrain.offload.host_blocks import HostBlocks, is_dense
+from hytrain.optimizer.gradient_access import GradientAccess
+from hytrain.optimizer.kept_state import KeptState
+from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.pass_tracker import PassTracker
+
+
+class StateKind(str, Enum):
+    """What can leave the device; names as DeepSpeed's ``OffloadStateTypeEnum``."""
+
+    optim_states = "optim_states"
+    """Adam's moments of layers that are updated on the device."""
+    hp_params = "hp_params"
+    """Their fp32 master weights."""
+    lp_params = "lp_params"
+    """The training copy, or this rank's shard of it, and parameters that are not trained."""
+    lp_grads = "lp_grads"
+    """Gradients of a step that is not final."""
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+    """Zeros that stand for gradients of layers that have got none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Who holds tensors, and how it is given others in their place."""
+
+    kind: StateKind
+    tensors: list[torch.Tensor]
+    put: Callable[[Sequence[torch.Tensor]], None]
+
+
+class OffloadedStates:
+    """What of an optimizer is on the host instead of the device, for now."""
+
+    def __init__(
+        self,
+        kept: KeptState,
+        passes: PassTracker,
+        gradients: GradientAccess,
+        parameters: Iterable[nn.Parameter],
+    ) -> None:
+        """
+        Args:
+            kept: the state.
+            passes: refuse to begin while anything is away.
+            gradients: of the open step.
+            parameters: all of the model's.
+        """
+        self._kept = kept
+        self._passes = passes
+        self._gradients = gradients
+        self._parameters = list(parameters)
+        self._device = kept.device
+        self._blocks = HostBlocks(self._device, "states that leave the device (offload_states)")
+        self._kinds: frozenset[StateKind] = frozenset()
+        self._away: list[_Holder] = []
+        """Holders of what has left, with what they hold on the host."""
+
+    @property
+    def kinds(self) -> frozenset[StateKind]:
+        """What is away."""
+        return self._kinds
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is used for it, or kept for the next time."""
+        return self._blocks.num_bytes
+
+    # -- to the host -----------------------------------------------------------------------------
+
+    def offload(self, kinds: Collection[StateKind], *, pin: bool, non_blocking: bool) -> None:
+        """Frees the device's memory of what is named and is still there; a collective.
+
+        Raises:
+            ConfigError: a backward is running, gathered weights are in use, or updates are
+                committed directly and have begun.
+            HostMemoryError: the host has not enough memory; nothing has been moved.
+        """
+        coming = frozenset(kinds) - self._kinds
+        if not coming:
+            return
+        if not self._kinds:
+            self._come_to_rest()
+        # In a call of its own: what it refers to on the device is gone when it returns.
+        self._move(coming, pin=pin, non_blocking=non_blocking)
+        self._split_what_stays()
+        if StateKind.contiguous_grad_buffer in coming:
+            self._passes.collector.forget_zeros()
+        self._kept.weights.moved()
+        self._give_memory_back()
+
+    def _move(self, coming: frozenset[StateKind], *, pin: bool, non_blocking: bool) -> None:
+        holders = self._find(coming)
+        copies = iter(self._blocks.take([x for holder in holders for x in holder.tensors], pin=pin))
+        self._kinds |= coming
+        self._passes.leave([kind.value for kind in coming])
+        away: list[_Holder] = []
+        for holder in holders:
+            on_host = [next(copies) for _ in holder.tensors]
+            for copy, tensor in zip(on_host, holder.tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            away.append(_Holder(holder.kind, on_host, holder.put))
+        if not non_blocking:
+            # Without this wait a reader on the host could see a copy that has not arrived.
+            self._kept.pipeline.streams.synchronize()
+        for holder in away:
+            holder.put(holder.tensors)
+        self._away += away
+
+    def _come_to_rest(self) -> None:
+        """No update is under way, no layer is gathered, and no move has been begun."""
+        weights, pipeline = self._kept.weights, self._kept.pipeline
+        if weights.gatherer.has_pinned:
+            raise ConfigError(
+                "offload_states() where gathered weights are in use: call it behind the block of "
+                "gathered_parameters() or deepspeed.zero.GatheredParameters"
+            )
+        self._gradients.withdraw_updates("offload_states()")
+        self._passes.timer.invalidate()
+        for layer in pipeline.layers:
+            layer.before_change()
+        self._kept.synchronize()
+        pipeline.mover.finish()
+        pipeline.cpu.release_fetched()
+        weights.settle()
+        weights.forget()
+        pipeline.streams.synchronize()
+
+    def _find(self, coming: frozenset[StateKind]) -> list[_Holder]:
+        holders: list[_Holder] = []
+        if StateKind.lp_params in coming:
+            holders += self._weights()
+        if StateKind.lp_grads in coming:
+            holders += [_held_gradient(g) for g in self._passes.collector.layers]
+        for layer in self._kept.layers:
+            if layer.placement == "gpu":
+                holders += _states(layer, coming)
+        return [holder for holder in holders if holder.tensors]
+
+    def _weights(self) -> list[_Holder]:
+        holders: list[_Holder] = []
+        found: set[int] = set()
+        for layer in self._kept.weights.layers:
+            found.update(id(slot.parameter) for slot in layer.slots)
+            parts = [layer.trained, layer.frozen]
+            for storage in (part.storage for part in parts if part is not None):
+                if not (storage.is_sharded and storage.on_host):
+                    holders.append(_Holder(StateKind.lp_params, storage.kept, storage.move))
+        rest = [p for p in self._parameters if id(p) not in found]
+        for parameter in _with_memory_of_their_own(rest, self._device):
+            put = _data_setter(parameter)
+            holders.append(_Holder(StateKind.lp_params, [parameter.data], put))
+        return holders
+
+    def _split_what_stays(self) -> None:
+        """What stays of a layer's state gets memory of its own: all of it was one block."""
+        staying: list[StatePart] = [p for p, kind in _KIND_OF.items() if kind not in self._kinds]
+        if len(staying) == len(_KIND_OF):
+            return
+        for layer in self._kept.layers:
+            if layer.placement == "gpu":
+                for part in staying:
+                    layer.move_state(part, layer.state_part(part).clone())
+
+    # -- and back --------------------------------------------------------------------------------
+
+    def reload(self, *, non_blocking: bool) -> None:
+        """Brings back what has left; nothing where nothing has.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory; what has come back stays, and
+                the rest can be asked for again.
+        """
+        if not self._kinds:
+            return
+        while self._away:
+            holder = self._away[-1]
+            came = [torch.empty_like(copy, device=self._device) for copy in holder.tensors]
+            for tensor, copy in zip(came, holder.tensors, strict=True):
+                tensor.copy_(copy, non_blocking=True)
+            holder.put(came)
+            self._away.pop()  # what has come back stays, should there be no memory for the next
+        self._join_states()
+        pipeline, weights = self._kept.pipeline, self._kept.weights
+        # Updates, copies and collectives run on streams of their own: without this wait they could
+        # use what has not arrived.
+        pipeline.streams.all_wait_for_compute()
+        for layer in pipeline.layers:
+            pipeline.cpu.weights_moved(layer)
+        weights.moved()
+        if not non_blocking:
+            pipeline.streams.synchronize()
+        self._blocks.give_back()
+        self._passes.timer.invalidate()
+        self._kinds = frozenset()
+        self._passes.come_back()
+
+    def _join_states(self) -> None:
+        """A layer's state is one block again, to be given back whole when the layer moves."""
+        for layer in self._kept.layers:
+            if layer.placement == "gpu" and not layer.is_one_block:
+                parts = [layer.state_part(part) for part in _KIND_OF]
+                layer.set_state(torch.cat(parts))
+
+    def close(self) -> None:
+        """Before the end: a model whose weights are on the host keeps them, in plain memory."""
+        for holder in self._away:
+            if holder.kind is StateKind.lp_params:
+                holder.put([copy.clone() for copy in holder.tensors])
+        self._away.clear()
+        self._blocks.close()
+
+    def _give_memory_back(self) -> None:
+        # No gc.collect(), which takes a second with a large heap: nothing of ours is in a cycle.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+_KIND_OF: dict[StatePart, StateKind] = {
+    "master": StateKind.hp_params,
+    "exp_avg": StateKind.optim_states,
+    "exp_avg_sq": StateKind.optim_states,
+}
+
+
+def _states(layer: LayerState, coming: frozenset[StateKind]) -> list[_Holder]:
+    parts: list[StatePart] = [part for part, kind in _KIND_OF.items() if kind in coming]
+    if len(parts) < len(_KIND_OF):
+        return [_part_of_state(layer, part) for part in parts]
+    whole = layer.whole_state()
+    return [_Holder(StateKind.optim_states, [whole], lambda given: layer.set_state(given[0]))]
+
+
+def _part_of_state(layer: LayerState, part: StatePart) -> _Holder:
+    def put(tensors: Sequence[torch.Tensor]) -> None:
+        layer.move_state(part, tensors[0])
+
+    return _Holder(_KIND_OF[part], [layer.state_part(part)], put)
+
+
+def _held_gradient(gradient: LayerGradient) -> _Holder:
+    gradient.flush()
+    has_local, has_held = gradient.local is not None, gradient.held is not None
+
+    def put(tensors: Sequence[torch.Tensor]) -> None:
+        given = iter(tensors)
+        gradient.move(next(given) if has_local else None, next(given) if has_held else None)
+
+    tensors = [t for t in (gradient.local, gradient.held) if t is not None]
+    return _Holder(StateKind.lp_grads, tensors, put)
+
+
+def _data_setter(parameter: nn.Parameter) -> Callable[[Sequence[torch.Tensor]], None]:
+    def put(tensors: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            parameter.data = tensors[0]
+
+    return put
+
+
+def _with_memory_of_their_own(
+    parameters: Sequence[nn.Parameter], device: torch.device
+) -> list[nn.Parameter]:
+    """Those that lie dense in memory that nothing else lies in; others keep theirs."""
+    users: dict[int, int] = {}
+    for parameter in parameters:
+        address = parameter.untyped_storage().data_ptr()
+        users[address] = users.get(address, 0) + 1
+    return [
+        p
+        for p in parameters
+        if p.device == device
+        and is_dense(p)
+        and p.untyped_storage().nbytes() == p.numel() * p.element_size()
+        and users[p.untyped_storage().data_ptr()] == 1
+    ]

@@ -1,0 +1,68 @@
+"""Cases for two ranks: states that leave the device between steps, and resumed dropout."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.resume import Run, assert_same, engine_of, snapshot, train
+from torch import nn
+
+from hytrain.errors import StatesOffloadedError
+
+MICRO_BATCHES = 6
+
+
+def offloads(run: Run) -> None:
+    """Between micro-batches, in whichever set; ranks end where they end without it."""
+    with engine_of(run) as engine:
+        straight = train(engine, 0, MICRO_BATCHES)
+        expected = snapshot(engine)
+    with engine_of(run) as engine:
+        losses: list[float] = []
+        for number in range(MICRO_BATCHES):
+            include = [None, ["lp_params"], ["optim_states", "lp_grads"]][number % 3]
+            losses += train(engine, number, number + 1)
+            engine.offload_states(include=include, non_blocking=number % 2 == 0)
+            with pytest.raises(StatesOffloadedError):
+                train(engine, number, number + 1)
+            if run.stage == 3:
+                for parameter in engine.module.parameters():
+                    assert parameter.ds_tensor.device.type == "cpu"
+            engine.reload_states(non_blocking=number % 2 == 1)
+        assert losses == straight
+        assert_same(snapshot(engine), expected)
+
+
+def resumes_dropout(folder: Path, run: Run) -> list[float]:
+    """Each rank's own numbers go on; returns one that is drawn at the end."""
+
+    def add_dropout(engine: object) -> None:
+        def drop(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(output, 0.2, training=True)
+
+        engine.module.norm.register_forward_hook(drop)  # pyright: ignore
+
+    def seed(number: int) -> None:
+        torch.manual_seed(10 * number + dist.get_rank())
+        random.seed(10 * number + dist.get_rank())
+
+    with engine_of(run) as engine:
+        add_dropout(engine)
+        seed(1)
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        losses = train(engine, 2, 4)
+        expected = snapshot(engine)
+        drawn = [random.random(), float(torch.rand(()))]
+    with engine_of(run.another()) as engine:
+        add_dropout(engine)
+        seed(2)
+        engine.load_checkpoint(folder)
+        assert train(engine, 2, 4) == losses
+        assert_same(snapshot(engine), expected)
+        assert [random.random(), float(torch.rand(()))] == drawn
+    return drawn

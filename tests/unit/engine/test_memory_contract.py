@@ -1,0 +1,212 @@
+"""Memory is what was said before it was taken: peaks of RSS beside predictions, and refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import fresh_environment
+
+from hytrain.errors import MemoryBudgetError
+from hytrain.placement.costs import LayerBytes
+from hytrain.placement.memory_contract import (
+    PHASES,
+    ContractTerms,
+    hard_limit,
+    peaks_table,
+    predict_peaks,
+    refuse_what_cannot_fit,
+)
+
+TESTS = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+_MEASURE = f"""
+    import json, sys
+    sys.path.insert(0, {str(TESTS)!r})
+    import torch
+    from support.engines import built, join_process_group, make_config
+    join_process_group()
+    folder, stage, k, width, layers = sys.argv[1], *map(float, sys.argv[2:])
+    width, model = int(width), torch.nn.Sequential()
+
+    def make_layer():
+        return torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+
+    def status(name):
+        lines = open("/proc/self/status").read().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+    def peak_of(action):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak begins anew
+        action()
+        return status("VmHWM")
+
+    def step():
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+        engine.synchronize()
+
+    def evaluate():
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(1, width, dtype=torch.bfloat16))
+        engine.train()
+
+    def build():
+        global engine
+        engine = context.__enter__()
+
+    # Libraries, allocators and threads get what they take once from a small engine.
+    small = make_config(offload={{"chunk_elements": 2**20}}, stage=int(stage))
+    with built(torch.nn.Sequential(make_layer()), small) as engine:
+        engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        engine.save_checkpoint(folder, tag="small")
+        engine.load_checkpoint(folder, tag="small")
+    model = torch.nn.Sequential(*(make_layer() for _ in range(int(layers))))
+    config = make_config(
+        gpu_fraction=k, stage=int(stage), offload={{"chunk_elements": 2**20}},
+        hytrain={{"layers": {{"class": "Linear"}}}},
+    )
+    context = built(model, config)
+    before = status("VmRSS")
+    measured = {{"build": peak_of(build) - before}}
+    for name, action in (
+        ("step", step), ("save", lambda: engine.save_checkpoint(folder, tag="one")),
+        ("load", lambda: engine.load_checkpoint(folder, tag="one")), ("evaluation", evaluate),
+    ):
+        measured[name] = peak_of(action) - before
+    said = {{name: (peak.host, peak.pinned) for name, peak in engine.memory_peaks().items()}}
+    context.__exit__(None, None, None)
+    print("RESULT", json.dumps([measured, said]))
+"""
+
+
+def _run(script: str, *arguments: Any) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        env=fresh_environment(MALLOC_MMAP_THRESHOLD_="65536"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(("stage", "k"), [(2, 0.0), (3, 0.5)])
+def test_peaks_are_what_was_said(stage: int, k: float, tmp_path: Path) -> None:
+    """38 M parameters: 432 MiB of state. What imports take is left out, and a small engine's.
+
+    Gradients, which are the GPU's elsewhere, go back to the system as they are freed: with its
+    default glibc keeps up to 200 MiB of them for later.
+    """
+    output = _run(_MEASURE, tmp_path, stage, k, 1536, 16)
+    measured, said = json.loads(output.partition("RESULT ")[2])
+    for name, growth in measured.items():
+        host, pinned = said[name]
+        promised = host + pinned
+        print(f"{name}: {growth / MIB:.0f} MiB, said {promised / MIB:.0f}")
+    for name, growth in measured.items():
+        assert 0.75 * sum(said[name]) <= growth <= 1.03 * sum(said[name]), name
+
+
+def _terms(**changes: Any) -> ContractTerms:
+    values: dict[str, Any] = {
+        "layers": [LayerBytes(f"layer {number}", 1000) for number in range(4)],
+        "gpu_layers": 1,
+        "pinned_bytes": 500,
+        "home_bytes": 70,
+        "largest_parameter": 100,
+        "gradients": [2000] * 4,
+        "gpu_base": 9000,
+        "num_ranks": 1,
+        **changes,
+    }
+    return ContractTerms(**values)
+
+
+def test_each_phase_has_what_it_takes() -> None:
+    peaks = predict_peaks(_terms(layers=[LayerBytes("layer", 100 * MIB)] * 4))
+    assert tuple(peaks) == PHASES
+    gib = 3 * 12 * 100 * MIB
+    assert [peaks[phase].host - gib for phase in PHASES] == [0, 0, 1200, 400, 0]
+    assert {peak.pinned for peak in peaks.values()} == {570}
+    base = 9000 + 12 * 100 * MIB
+    gradient = 2 * 100 * MIB
+    assert [peaks[phase].gpu for phase in PHASES] == [
+        base, base + gradient, base + 400, base + 400, base,
+    ]  # fmt: skip
+    assert "pageable" in peaks_table(peaks)
+    small = predict_peaks(_terms())
+    assert small["build"].host == 256 * MIB  # measuring the update takes more than the state
+    on_cpu = predict_peaks(_terms(gpu_base=None))
+    assert on_cpu["evaluation"].host == 4 * 12 * 1000
+    assert on_cpu["step"].host == 4 * 12 * 1000 + 5 * 2000
+    assert {peak.gpu for peak in on_cpu.values()} == {None}
+
+
+def test_limits_that_end_a_process_refuse_and_the_machines_do_not() -> None:
+    assert hard_limit({"machine": 10}) is None
+    pools = {"machine": 10, "cgroup 1:2": 250 * MIB, "data of 7": 400 * MIB}
+    assert hard_limit(pools) == ("cgroup 1:2", 250 * MIB)
+    peaks = predict_peaks(_terms())
+    refuse_what_cannot_fit(peaks, None, None, 0.25)
+    refuse_what_cannot_fit(peaks, ("cgroup 1:2", 300 * MIB), 10**6, 0.25)
+    with pytest.raises(MemoryBudgetError, match=r"build takes 256\.0 MiB .* the cgroup 1:2 leaves"):
+        refuse_what_cannot_fit(peaks, ("cgroup 1:2", 250 * MIB), None, 0.25)
+    with pytest.raises(MemoryBudgetError, match=r"of the GPU's memory, and there is 0\.0 MiB"):
+        refuse_what_cannot_fit(peaks, None, 20_000, 0.25)
+
+
+_LIMITED = f"""
+    import resource, sys
+    sys.path.insert(0, {str(TESTS)!r})
+    import psutil, torch
+    from support.engines import built, join_process_group, make_config
+    from support.models import make_batch, make_model
+    join_process_group()
+    with built(make_model("mlp"), make_config()) as engine:
+        engine.backward(engine(**make_batch("mlp", 0)))
+        engine.step()
+    limits = {{"as": (resource.RLIMIT_AS, "vms"), "data": (resource.RLIMIT_DATA, "data")}}
+    which, used = limits[sys.argv[1]]
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+    k = sys.argv[2] if sys.argv[2] == "solve" else float(sys.argv[2])
+    config = make_config(bf16=False, gpu_fraction=k, offload={{"chunk_elements": 2**20}},
+                         hytrain={{"layers": {{"class": "Linear"}}}})
+    old = resource.getrlimit(which)
+    had = getattr(psutil.Process().memory_info(), used)
+    resource.setrlimit(which, (had + (150 << 20), old[1]))
+    try:
+        with built(model, config):
+            pass
+    except Exception as error:
+        print("RAISED", type(error).__name__, str(error).replace(chr(10), " "))
+    resource.setrlimit(which, old)
+    with built(model, config) as engine:
+        engine.backward(engine(torch.ones(1, 2048)).sum())
+        engine.step()
+    print("TRAINED")
+"""
+
+
+@pytest.mark.parametrize(("which", "k"), [("as", "0.0"), ("data", "solve")])
+def test_a_limit_of_the_process_refuses_the_build(which: str, k: str) -> None:
+    """The real thing; and where the limit is gone the same process trains."""
+    lines = [x for x in _run(_LIMITED, which, k).splitlines() if x.startswith(("RAISED", "TRAIN"))]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("RAISED MemoryBudgetError "), lines[0]
+    assert "nothing was allocated" in lines[0]
+    if k != "solve":
+        assert "the address space (ulimit -v) of process" in lines[0]

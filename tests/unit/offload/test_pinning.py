@@ -1,0 +1,148 @@
+"""Memory that cannot be pinned is used all the same; it is said once, with what it costs."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hytrain.kernels.host_memory import PAGE
+from hytrain.offload import pinning
+from hytrain.offload.arena import Arena
+from hytrain.offload.host_blocks import HostBlock, HostBlocks, block_bytes, is_dense
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """Registers so many mappings, and refuses all others."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        assert address % PAGE == length % PAGE == flags
+        if len(self.registered) == self.most:
+            return 2
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+
+def _nothing(*_arguments: object) -> None:
+    """In place of what waits for a device."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver(1)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", _nothing)
+    monkeypatch.setattr(pinning, "_warned", set())
+    rates = iter([3e9, 25e9])
+    plain = torch.zeros
+
+    def zeros(*sizes: int, dtype: torch.dtype | None = None, **_elsewhere: object) -> torch.Tensor:
+        return plain(*sizes, dtype=dtype)
+
+    monkeypatch.setattr(pinning, "torch", SimpleNamespace(**{**vars(torch), "zeros": zeros}))
+
+    def rate(here: torch.Tensor, host: torch.Tensor) -> float:
+        del here, host
+        return next(rates)
+
+    monkeypatch.setattr(pinning, "copy_rate", rate)
+    pinning.measured_loss.cache_clear()
+    return driver
+
+
+def test_a_refusal_is_said_once_with_the_measured_loss(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        arenas = [Arena(PAGE, CUDA, purpose=f"part {number}") for number in range(4)]
+    assert [arena.is_pinned for arena in arenas] == [True, False, False, False]
+    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert "memory for part 1 failed (CUDA error 2)" in warning
+    assert "3.0 GB/s measured, and 25.0 from pinned memory" in warning
+    assert "for part 3 are not pinned" in caplog.messages[-1]
+    for arena in arenas:
+        ctypes.memset(arena.take(PAGE), 1, PAGE)  # it can be used
+        arena.close()
+    assert driver.registered == []
+
+
+def test_large_mappings_are_registered_in_parts_or_not_at_all(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "_MAX_REGISTER", 2 * PAGE)
+    driver.most = 3
+    first = Arena(6 * PAGE, CUDA)
+    assert first.is_pinned
+    assert len(driver.registered) == 3
+    second = Arena(2 * PAGE, CUDA)
+    assert not second.is_pinned
+    first.close()
+    third = Arena(8 * PAGE, CUDA)  # its fourth part is refused
+    assert not third.is_pinned
+    assert driver.registered == []
+
+
+def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
+    tensors = [
+        torch.randn(3, 5).t(),
+        torch.randn(7).bfloat16(),
+        torch.randn(0),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.tensor(3.0),
+    ]
+    assert all(is_dense(tensor) for tensor in tensors)
+    block = HostBlock(block_bytes(tensors), CPU, pin=True, purpose="a test")
+    copies = block.cut(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor)
+        assert copy.stride() == tensor.stride()
+        assert copy.dtype == tensor.dtype
+    block.close()
+    del block
+    assert torch.equal(copies[0], tensors[0])  # who keeps one keeps its memory
+
+
+def test_what_is_not_dense_is_known() -> None:
+    base = torch.zeros(4, 6)
+    overlapping = base.as_strided((2, 2), (1, 1))
+    for tensor in (base[:, ::2], base[:, :3], base[0].expand(4, 6), overlapping):
+        assert not is_dense(tensor)
+    assert is_dense(base[1:3])
+
+
+def test_pinned_blocks_are_used_again_and_others_given_back(driver: Driver) -> None:
+    driver.most = 100
+    blocks = HostBlocks(CUDA, "a test")
+    large, small = [torch.zeros(40 * PAGE, dtype=torch.uint8)], [torch.zeros(3 * PAGE // 4)]
+    for _ in range(50):
+        blocks.take(large, pin=True)
+        blocks.take(small, pin=True)
+        blocks.give_back()
+    assert len(driver.registered) == 2
+    assert blocks.num_bytes == 43 * PAGE
+    blocks.take(small, pin=False)
+    assert len(driver.registered) == 2
+    blocks.give_back()
+    assert blocks.num_bytes == 43 * PAGE
+    blocks.take([torch.zeros(20 * PAGE, dtype=torch.uint8)], pin=True)  # of another size
+    assert blocks.num_bytes == 20 * PAGE
+    blocks.close()
+    blocks.close()
+    assert driver.registered == []
+    assert blocks.num_bytes == 0
