@@ -292,16 +292,15 @@ def _restore(
         return
     with torch.no_grad():
         for kind in STATES:
-            target = place.state(kind, piece)
             if origin is Origin.CHECKPOINT and kind in request.kinds:
                 whole = read_state(files, place, kind).reshape(-1)
-                target.copy_(whole[piece.begin : piece.end])
+                place.write(kind, piece, whole[piece.begin : piece.end])
             elif origin is Origin.ENGINE and kind in (*request.kinds, STATES[0]):
                 pass  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
-                target.copy_(place.weights(piece))
+                place.write(kind, piece, place.weights(piece))
             else:
-                target.zero_()
+                place.write(kind, piece, torch.zeros(1).expand(piece.end - piece.begin))
 
 
 def _restore_progress(

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
+from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateRun
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
@@ -28,10 +30,15 @@ class LayerState:
     placement: Placement
     gradient_dtype: torch.dtype
 
-    # State, fp32, end - begin elements each, on the host or on the device as placed.
+    moments: MomentFormat = field(default_factory=MomentFormat)
+    """How :attr:`exp_avg` and :attr:`exp_avg_sq` are kept."""
+
+    # State, end - begin elements each, on the host or on the device as placed.
     master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    exp_avg: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    exp_avg_sq: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exp_avg: Moment = field(default_factory=lambda: torch.empty(0))
+    exp_avg_sq: Moment = field(default_factory=lambda: torch.empty(0))
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """All of the state: one block, so that it can be copied and given back whole."""
     worker_index: int = -1
     """The layer's number in the update worker."""
     state_ready: torch.cuda.Event | None = None
@@ -40,6 +47,7 @@ class LayerState:
     """A move of the state has not been waited for; the worker may not have finished it."""
 
     _held_for: Callable[[], None] | None = None
+    _runs: list[UpdateRun] = field(default_factory=list[UpdateRun])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
@@ -56,13 +64,30 @@ class LayerState:
     def shard_size(self) -> int:
         return self.end - self.begin
 
-    def set_state(self, flat: torch.Tensor) -> None:
-        """Master weights and moments become thirds of one tensor.
+    @property
+    def state_bytes(self) -> int:
+        """Of master weights and moments."""
+        return self.moments.state_bytes(self.shard_size)
+
+    @property
+    def state(self) -> StateArrays:
+        """Master weights and moments, where they are."""
+        return StateArrays(self.master, self.exp_avg, self.exp_avg_sq)
+
+    def set_state(self, memory: torch.Tensor) -> None:
+        """Master weights and moments become parts of one tensor.
 
         Args:
-            flat: fp32, 1-D, 3 * shard_size elements: one block, so that it can be given back whole.
+            memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
+        self.memory = memory
+        self.master, self.exp_avg, self.exp_avg_sq = self.moments.split(memory, self.shard_size)
+
+    def update_runs(self) -> list[UpdateRun]:
+        """The shard cut into what one update can be made for."""
+        if not self._runs:
+            self._runs = self.moments.update_runs(self.layout, self.begin, self.end)
+        return self._runs
 
     def hold_for(self, wait: Callable[[], None]) -> None:
         """Somebody reads the state beside training.
@@ -92,4 +117,5 @@ class LayerState:
         self._held_for = None
         self.update.release_gradient()
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.storage.release()
