@@ -132,6 +132,7 @@ def collect_contents(
         places,
         clip=kept.pipeline.norm.settings.max_norm,
         num_ranks=kept.collectives.world_size,
+        moments=kept.moments,
     )
     states = failure = None
     if kept.collectives.rank == 0:

@@ -21,6 +21,8 @@ import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.errors import CheckpointError
+from hytrain.formats.moment_kinds import FP32
+from hytrain.model.moment_format import MomentFormat
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
@@ -114,6 +116,7 @@ def pack_optimizer_state(
     *,
     clip: float,
     num_ranks: int,
+    moments: MomentFormat,
 ) -> dict[str, Any]:
     """What ``optimizer_state.pt`` holds.
 
@@ -123,6 +126,7 @@ def pack_optimizer_state(
         places: all trained parameters.
         clip: the clipping threshold; 0 for none.
         num_ranks: ranks that shared the state (for information).
+        moments: how moments were kept; the files have their values.
     """
     saved: list[dict[str, Any]] = []
     index = 0
@@ -142,6 +146,8 @@ def pack_optimizer_state(
             "version": RECORD_VERSION,
             "group_steps": list(steps),
             "group_parameters": group_names(places, len(groups)),
+            "moments": moments.name,
+            "moments_seed": moments.seed,
         },
     }
 
@@ -161,11 +167,13 @@ class OptimizerRecord:
         groups: the parameter groups' hyper-parameters.
         steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
         names: parameter names of each group; None as above.
+        moments: how moments were kept.
     """
 
     groups: list[dict[str, Any]]
     steps: list[int] | None
     names: list[list[str]] | None
+    moments: MomentFormat = MomentFormat()
 
     @staticmethod
     def unpack(stored: object) -> OptimizerRecord:
@@ -185,7 +193,9 @@ class OptimizerRecord:
                 f"was written by a later hytrain (record version {record['version']}, this one "
                 f"reads up to {RECORD_VERSION}): update hytrain"
             )
-        return OptimizerRecord(groups, list(record["group_steps"]), record["group_parameters"])
+        moments = MomentFormat(record.get("moments", FP32), record.get("moments_seed", 0))
+        steps, names = list(record["group_steps"]), record["group_parameters"]
+        return OptimizerRecord(groups, steps, names, moments)
 
 
 __all__ = [

@@ -128,7 +128,7 @@ def _build_on(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
     plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
-    threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
+    threads = choose_threads(settings.host.cores, config.offload.cpu_threads, config.moments)
     for state in states:
         state.moments = MomentFormat(config.moments, config.moments_seed)
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"

@@ -31,4 +31,5 @@ def state_bytes(moments: str, parameters: int) -> int:
 
 def state_bytes_each(moments: str) -> float:
     """Bytes of state a parameter: 12, 8, or 6 and 1/32."""
-    return state_bytes(moments, _CODE_BLOCK) / _CODE_BLOCK
+    whole, part = divmod(state_bytes(moments, _CODE_BLOCK), _CODE_BLOCK)
+    return whole + part / _CODE_BLOCK if part else whole

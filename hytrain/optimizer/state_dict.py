@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hytrain.comm.exchange import raise_together
-from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.formats.moment_kinds import FP32
 from hytrain.kernels.moments import EightBit
 from hytrain.model.layer_state import LayerState
 from hytrain.optimizer.kept_state import KeptState
@@ -45,7 +45,7 @@ def state_dict(state: KeptState) -> dict[str, Any]:
         _FORMAT: _VERSION,
         "param_groups": groups,
         "steps": list(state.hyper.steps),
-        _MOMENTS: _moments(state),
+        _MOMENTS: state.moments.name,
         "layers": [_pack(layer) for layer in state.layers],
     }
 
@@ -90,10 +90,10 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
         seen = "its layers or shards are others than this rank's"
     elif [len(group["params"]) for group in found["param_groups"]] != sizes:
         seen = "its parameter groups are others"
-    elif found.get(_MOMENTS, FP32) != _moments(state):
+    elif found.get(_MOMENTS, FP32) != state.moments.name:
         seen = (
             f'its moments are kept as "{found.get(_MOMENTS, FP32)}", here "hytrain.moments" is '
-            f'"{_moments(state)}"'
+            f'"{state.moments.name}"'
         )
     else:
         return None
@@ -102,10 +102,6 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
         "optimizer.state_dict() gave with the same model, groups, ranks and shards; use "
         "engine.save_checkpoint and engine.load_checkpoint to resume in any other form"
     )
-
-
-def _moments(state: KeptState) -> MomentsName:
-    return state.layers[0].moments.name
 
 
 def _tensors(layer: LayerState) -> dict[str, torch.Tensor]:
