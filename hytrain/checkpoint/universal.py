@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -173,7 +173,7 @@ class OptimizerRecord:
     groups: list[dict[str, Any]]
     steps: list[int] | None
     names: list[list[str]] | None
-    moments: MomentFormat = MomentFormat()
+    moments: MomentFormat = field(default_factory=MomentFormat)
 
     @staticmethod
     def unpack(stored: object) -> OptimizerRecord:
