@@ -47,12 +47,11 @@ class MomentValues(torch.Tensor):
                 "optimizer.state, which has copies of its values: use "
                 "deepspeed.utils.safe_set_full_optimizer_state (or safe_set_local_...)"
             )
-        # Only views and this very tensor are values of the moment; what is computed is plain.
-        result = super().__torch_function__(func, tuple(types), args, named)
-        is_view = isinstance(result, torch.Tensor) and result._is_view()
-        if isinstance(result, MomentValues) and not is_view:
-            return result.as_subclass(torch.Tensor)
-        return result
+        # A view is of the moment, too; what is computed is the caller's own.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **named)
+            is_view = isinstance(result, torch.Tensor) and result._is_view()
+            return result.as_subclass(MomentValues) if is_view else result
 
 
 class ParameterState(Mapping[str, torch.Tensor]):
