@@ -418,8 +418,8 @@ class PlacementController:
             step,
             most,
             f"the GPU had no memory for the state of layer '{layer.name}' "
-            f"({layer.state_bytes} bytes): stepping back; more than {most} layers are not tried "
-            f"again before step {again}",
+            f"({self._bytes[layer.index].state_bytes} bytes): stepping back; more than {most} "
+            f"layers are not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
 
