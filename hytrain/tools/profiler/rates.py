@@ -164,7 +164,7 @@ def cpu_rates(
         elements: of each array; None: beyond the caches.
         moments: how Adam's moments are kept.
     """
-    n = align_up(elements or _elements(ranks_on_host))
+    n = align_up(elements or _elements(ranks_on_host))  # whole blocks of codes
     # In huge pages, like the memory that training updates.
     how = MomentFormat(moments)
     num_bytes = how.state_bytes(n)
