@@ -15,6 +15,9 @@ class MomentKind:
     bfloat16: MomentKind
     eight_bit: MomentKind
 
+class MomentRun:
+    def __init__(self, begin: int, parameter: int, first_index: int) -> None: ...
+
 class Moments:
     def __init__(
         self,
@@ -24,8 +27,7 @@ class Moments:
         m_exponents: int = 0,
         v_exponents: int = 0,
         seed: int = 0,
-        parameter: int = 0,
-        first_index: int = 0,
+        runs: list[MomentRun] = ...,
     ) -> None: ...
 
 moment_block: int
@@ -103,7 +105,16 @@ class Pass:
     arrive: Pass
 
 class StateArrays:
-    def __init__(self, p: int = 0, m: int = 0, v: int = 0) -> None: ...
+    def __init__(
+        self,
+        p: int = 0,
+        m: int = 0,
+        v: int = 0,
+        kind: MomentKind = ...,
+        m_exponents: int = 0,
+        v_exponents: int = 0,
+        seed: int = 0,
+    ) -> None: ...
 
 class Chunk:
     def __init__(
@@ -116,6 +127,7 @@ class Chunk:
         group: int,
         slot_class: int,
         weights_on_host: bool = False,
+        runs: list[MomentRun] = ...,
     ) -> None: ...
 
 class StepRecord:

@@ -194,6 +194,12 @@ class HyTrainConfig(_Section):
 
     solver: SolverConfig = SolverConfig()
 
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How Adam's two moments are kept: 4 + 4 bytes a parameter, 2 + 2, or 1 + 1."""
+
+    moments_seed: Count = Field(default=0, ge=0, lt=2**63)
+    """Seed of the random bits that round moments; another one makes other, equally good ones."""
+
     shard_fractions: tuple[Number, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
 

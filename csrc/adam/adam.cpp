@@ -151,15 +151,15 @@ std::uint64_t absorb(std::uint64_t state, std::uint64_t word) {
 
 // Key of the random bits of one step and parameter; `high` is the upper half of an element's index
 // (hytrain/kernels/moments.py has the same).
-std::uint32_t rounding_key(const Moments& moments, std::int64_t step, std::uint64_t high) {
-    std::uint64_t state = absorb(0, moments.seed);
-    state = absorb(state, moments.parameter);
+std::uint32_t rounding_key(std::uint64_t seed, std::uint64_t parameter, std::int64_t step,
+                           std::uint64_t high) {
+    std::uint64_t state = absorb(0, seed);
+    state = absorb(state, parameter);
     state = absorb(state, static_cast<std::uint64_t>(step));
     return static_cast<std::uint32_t>(absorb(state, high) >> 32);
 }
 
-MomentRange at(const Moments& moments, std::size_t begin, std::int64_t step) {
-    const std::uint64_t index = moments.first_index + begin;
+MomentRange at(const Moments& moments, std::size_t begin) {
     const std::size_t offset = begin * moment_bytes(moments.kind);
     MomentRange range{};
     range.kind = moments.kind;
@@ -169,28 +169,45 @@ MomentRange at(const Moments& moments, std::size_t begin, std::int64_t step) {
         range.m_exponents = moments.m_exponents + begin / kMomentBlock;
         range.v_exponents = moments.v_exponents + begin / kMomentBlock;
     }
-    if (moments.kind != MomentKind::kFloat32) {
-        range.first_index = static_cast<std::uint32_t>(index);
-        range.key = rounding_key(moments, step, index >> 32);
-    }
     return range;
 }
 
-// Calls body(moments of the part, begin, count) for each block of [0, n); a block within which
-// the upper half of the index changes, and with it the key, is cut there.
+// Calls body(moments of the part, begin, count) for the parts of one block that have one key each:
+// it changes with the parameter, and with the upper half of the index.
 template <class Body>
-void for_moments(const Moments& moments, std::int64_t step, std::size_t n, int num_threads,
-                 const Body& body) {
+void for_keys(const Moments& moments, std::int64_t step, std::size_t begin, std::size_t count,
+              const Body& body) {
     constexpr std::uint64_t kPeriod = std::uint64_t{1} << 32;
+    const std::size_t end = begin + count;
+    const auto& runs = moments.runs;
+    auto next = std::upper_bound(runs.begin(), runs.end(), begin,
+                                 [](std::size_t i, const MomentRun& run) { return i < run.begin; });
+    while (begin < end) {
+        const MomentRun& run = *(next - 1);
+        const std::uint64_t index = run.first_index + (begin - run.begin);
+        std::size_t stop = next == runs.end() ? end : std::min(end, next->begin);
+        stop = std::min<std::size_t>(stop, begin + (kPeriod - index % kPeriod));
+        MomentRange range = at(moments, begin);
+        range.first_index = static_cast<std::uint32_t>(index);
+        range.key = rounding_key(moments.seed, run.parameter, step, index >> 32);
+        body(range, begin, stop - begin);
+        begin = stop;
+        if (next != runs.end() && begin == next->begin) ++next;
+    }
+}
+
+// Calls body(moments of the part, begin, count) for each block of [0, n); `stores`: in parts that
+// round what they store by one key each.
+template <class Body>
+void for_moments(const Moments& moments, bool stores, std::int64_t step, std::size_t n,
+                 int num_threads, const Body& body) {
+    const bool rounds = stores && moments.kind != MomentKind::kFloat32;
     for_blocks(n, g_tuning.block_elements, num_threads,
                [&](std::size_t begin, std::size_t count, std::size_t) {
-                   while (count > 0) {
-                       const std::uint64_t index = moments.first_index + begin;
-                       const std::size_t left = kPeriod - index % kPeriod;
-                       const std::size_t part = std::min(count, left);
-                       body(at(moments, begin, step), begin, part);
-                       begin += part;
-                       count -= part;
+                   if (rounds) {
+                       for_keys(moments, step, begin, count, body);
+                   } else {
+                       body(at(moments, begin), begin, count);
                    }
                });
 }
@@ -214,7 +231,7 @@ void adam_commit(float* p, const Moments& moments, std::size_t n, const Gradient
     const KernelTable& kernels = active_kernels();
     const GradientRange gradient = whole(step);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_moments(moments, step.hyper.step, n, num_threads,
+    for_moments(moments, true, step.hyper.step, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.commit(p + i, m, count, at(gradient, i), at(out, i), ahead);
                 });
@@ -225,7 +242,7 @@ void adam_preview(const float* p, const Moments& moments, std::size_t n, const G
     const KernelTable& kernels = active_kernels();
     const GradientRange gradient = whole(step);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_moments(moments, step.hyper.step, n, num_threads,
+    for_moments(moments, false, 0, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.preview(p + i, m, count, at(gradient, i), at(out, i), ahead);
                 });
@@ -239,7 +256,7 @@ void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
     const GradientRange now = whole(current);
     const std::size_t ahead = g_tuning.prefetch_elements;
     // Only the commit stores moments, so it is the previous step's number that rounds them.
-    for_moments(moments, previous.hyper.step, n, num_threads,
+    for_moments(moments, true, previous.hyper.step, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.commit_then_preview(p + i, m, count, at(before, i), at(now, i),
                                                 at(out, i), ahead);
@@ -272,7 +289,7 @@ double sum_of_squares(const void* data, DType dtype, std::size_t n, int num_thre
 void read_write(float* p, const Moments& moments, std::size_t n, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_moments(moments, 1, n, num_threads,
+    for_moments(moments, false, 0, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.read_write(p + i, m, count, ahead);
                 });

@@ -24,6 +24,7 @@ using hytrain::AdamHyper;
 using hytrain::DType;
 using hytrain::GradientStep;
 using hytrain::MomentKind;
+using hytrain::MomentRun;
 using hytrain::Moments;
 using hytrain::Outgoing;
 using hytrain::Tuning;
@@ -45,22 +46,25 @@ void bind_adam_types(py::module_& m) {
         .value("float32", MomentKind::kFloat32)
         .value("bfloat16", MomentKind::kBFloat16)
         .value("eight_bit", MomentKind::kEightBit);
+    py::class_<MomentRun>(m, "MomentRun")
+        .def(py::init([](std::size_t begin, std::uint64_t parameter, std::uint64_t first_index) {
+                 return MomentRun{begin, parameter, first_index};
+             }),
+             py::arg("begin"), py::arg("parameter"), py::arg("first_index"));
     py::class_<Moments>(m, "Moments")
         .def(py::init([](MomentKind kind, Address m_, Address v, Address m_exponents,
-                         Address v_exponents, std::uint64_t seed, std::uint64_t parameter,
-                         std::uint64_t first_index) {
+                         Address v_exponents, std::uint64_t seed, std::vector<MomentRun> runs) {
                  return Moments{kind,
                                 pointer<void>(m_),
                                 pointer<void>(v),
                                 pointer<std::uint8_t>(m_exponents),
                                 pointer<std::uint8_t>(v_exponents),
                                 seed,
-                                parameter,
-                                first_index};
+                                std::move(runs)};
              }),
              py::arg("kind"), py::arg("m"), py::arg("v"), py::arg("m_exponents") = 0,
-             py::arg("v_exponents") = 0, py::arg("seed") = 0, py::arg("parameter") = 0,
-             py::arg("first_index") = 0);
+             py::arg("v_exponents") = 0, py::arg("seed") = 0,
+             py::arg("runs") = std::vector<MomentRun>());
     m.attr("moment_block") = hytrain::kMomentBlock;
     py::class_<AdamHyper>(m, "AdamHyper")
         .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
@@ -180,13 +184,23 @@ void bind_offload_types(py::module_& m) {
         .value("leave", Pass::kLeave)
         .value("arrive", Pass::kArrive);
     py::class_<StateArrays>(m, "StateArrays")
-        .def(py::init([](Address p, Address m_, Address v) {
-                 return StateArrays{pointer<float>(p), pointer<float>(m_), pointer<float>(v)};
+        .def(py::init([](Address p, Address m_, Address v, MomentKind kind, Address m_exponents,
+                         Address v_exponents, std::uint64_t seed) {
+                 return StateArrays{pointer<float>(p),
+                                    pointer<void>(m_),
+                                    pointer<void>(v),
+                                    kind,
+                                    pointer<std::uint8_t>(m_exponents),
+                                    pointer<std::uint8_t>(v_exponents),
+                                    seed};
              }),
-             py::arg("p") = 0, py::arg("m") = 0, py::arg("v") = 0);
+             py::arg("p") = 0, py::arg("m") = 0, py::arg("v") = 0,
+             py::arg("kind") = MomentKind::kFloat32, py::arg("m_exponents") = 0,
+             py::arg("v_exponents") = 0, py::arg("seed") = 0);
     py::class_<Chunk>(m, "Chunk")
         .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
-                         DType weights_dtype, int group, int slot_class, bool weights_on_host) {
+                         DType weights_dtype, int group, int slot_class, bool weights_on_host,
+                         std::vector<MomentRun> runs) {
                  Chunk chunk;
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
@@ -195,11 +209,12 @@ void bind_offload_types(py::module_& m) {
                  chunk.group = group;
                  chunk.slot_class = slot_class;
                  chunk.weights_on_host = weights_on_host;
+                 chunk.runs = std::move(runs);
                  return chunk;
              }),
              py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
              py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"),
-             py::arg("weights_on_host") = false);
+             py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>());
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};

@@ -37,6 +37,27 @@ GradientStep UpdateWorker::gradient_step(const Layer& layer, const Chunk& chunk,
     return step;
 }
 
+float* UpdateWorker::master(const Layer& layer, const Chunk& chunk) {
+    return layer.state.p + chunk.shard_offset;
+}
+
+// A chunk's moments, which begin with a block of codes.
+Moments UpdateWorker::moments(const Layer& layer, const Chunk& chunk) {
+    const StateArrays& state = layer.state;
+    const std::size_t offset = chunk.shard_offset * moment_bytes(state.kind);
+    Moments result;
+    result.kind = state.kind;
+    result.m = static_cast<char*>(state.m) + offset;
+    result.v = static_cast<char*>(state.v) + offset;
+    if (state.kind == MomentKind::kEightBit) {
+        result.m_exponents = state.m_exponents + chunk.shard_offset / kMomentBlock;
+        result.v_exponents = state.v_exponents + chunk.shard_offset / kMomentBlock;
+    }
+    result.seed = state.seed;
+    result.runs = chunk.runs;
+    return result;
+}
+
 void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
     switch (work.job->pass) {
         case Pass::kUpdate:
@@ -47,10 +68,11 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             break;
         case Pass::kPreview: {
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
-            const StateArrays s = layer.state.at(chunk.shard_offset);
+            float* const p = master(layer, chunk);
+            const Moments m = moments(layer, chunk);
             const Outgoing out = next_outgoing(chunk);
             timed(SpanKind::kPreview, chunk, out,
-                  [&] { adam_preview(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+                  [&] { adam_preview(p, m, chunk.n, step, out, num_threads_); });
             send(chunk, out);
             break;
         }
@@ -83,21 +105,21 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
 
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
-    const StateArrays s = layer.state.at(chunk.shard_offset);
+    float* const p = master(layer, chunk);
+    const Moments m = moments(layer, chunk);
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
     if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
         timed(holding_ ? SpanKind::kCommit : SpanKind::kCommitThenPreview, chunk, out, [&] {
             if (holding_) {
-                adam_commit(s.p, s.m, s.v, chunk.n, previous, out, num_threads_);
+                adam_commit(p, m, chunk.n, previous, out, num_threads_);
             } else {
-                adam_commit_then_preview(s.p, s.m, s.v, chunk.n, previous, current, out,
-                                         num_threads_);
+                adam_commit_then_preview(p, m, chunk.n, previous, current, out, num_threads_);
             }
         });
     } else if (!holding_) {
         timed(SpanKind::kPreview, chunk, out,
-              [&] { adam_preview(s.p, s.m, s.v, chunk.n, current, out, num_threads_); });
+              [&] { adam_preview(p, m, chunk.n, current, out, num_threads_); });
     }
     // Slots are swapped, not copied: the new gradient is the pending one from here on. The old slot
     // is released after the pass that reads it: the next fetch may be copied into it at once.
@@ -108,10 +130,11 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
 
 void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep step = gradient_step(layer, chunk, slot, current_);
-    const StateArrays s = layer.state.at(chunk.shard_offset);
+    float* const p = master(layer, chunk);
+    const Moments m = moments(layer, chunk);
     const Outgoing out = next_outgoing(chunk);
     timed(SpanKind::kCommit, chunk, out,
-          [&] { adam_commit(s.p, s.m, s.v, chunk.n, step, out, num_threads_); });
+          [&] { adam_commit(p, m, chunk.n, step, out, num_threads_); });
     // After the pass, for the same reason as in run_update.
     slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
     send(chunk, out);
@@ -121,15 +144,16 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
 void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
     if (!previous_) return;
     const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
-    const StateArrays s = layer.state.at(chunk.shard_offset);
+    float* const p = master(layer, chunk);
+    const Moments m = moments(layer, chunk);
     timed(SpanKind::kCommit, chunk, Outgoing{},
-          [&] { adam_commit(s.p, s.m, s.v, chunk.n, step, Outgoing{}, num_threads_); });
+          [&] { adam_commit(p, m, chunk.n, step, Outgoing{}, num_threads_); });
     release_slot(chunk);
 }
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {
     const Outgoing out = next_outgoing(chunk);
-    const float* p = layer.state.at(chunk.shard_offset).p;
+    const float* p = master(layer, chunk);
     timed(SpanKind::kPublish, chunk, out, [&] { adam_publish(p, chunk.n, out, num_threads_); });
     send(chunk, out);
 }

@@ -56,9 +56,14 @@ struct Case {
         result.v_exponents =
             reinterpret_cast<std::uint8_t*>(v_exponents.data()) + begin / kMomentBlock;
         result.seed = 5;
-        result.parameter = 9;
-        // The upper half of the index changes within the longer ranges.
-        result.first_index = (std::uint64_t{1} << 32) - 3 * kMomentBlock + begin;
+        // The upper half of the index changes within the longer ranges, and so does the parameter.
+        const std::uint64_t first = (std::uint64_t{1} << 32) - 3 * kMomentBlock;
+        const std::size_t second = 40 * kMomentBlock;
+        if (begin < second) {
+            result.runs = {{0, 9, first + begin}, {second - begin, 10, 2 * kMomentBlock}};
+        } else {
+            result.runs = {{0, 10, begin - second + 2 * kMomentBlock}};
+        }
         return result;
     }
     std::vector<std::vector<char>> bytes() const {

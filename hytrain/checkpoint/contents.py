@@ -133,6 +133,7 @@ def collect_contents(
         clip=kept.pipeline.norm.settings.max_norm,
         num_ranks=kept.collectives.world_size,
         scaling=kept.scaling,
+        moments=kept.moments,
     )
     states = failure = None
     if kept.collectives.rank == 0:

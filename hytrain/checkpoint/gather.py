@@ -16,8 +16,11 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import Transfer, exchange
 from hytrain.kernels.host_memory import taking_host_memory
+from hytrain.kernels.moment_codes import part_of, read_moment, write_moment
+from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.moment_format import StateArrays
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """Names of the state tensors: master weights and Adam's two moments."""
@@ -65,7 +68,7 @@ class ParameterPlace:
         """What a rank owns of the parameter; None for nothing."""
         return next((piece for piece in self.pieces if piece.rank == rank), None)
 
-    def state(self, kind: str, piece: Piece) -> torch.Tensor:
+    def read(self, kind: str, piece: Piece) -> torch.Tensor:
         """This rank's piece of a state tensor.
 
         Args:
@@ -73,15 +76,33 @@ class ParameterPlace:
             piece: this rank's.
 
         Returns:
-            A 1-D fp32 view, on the host or the device as the layer is placed.
+            fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that
+            are kept in fewer bytes, their values in a tensor of its own, on the host.
         """
-        layer = self.layer
-        return self.piece_in((layer.master, layer.exp_avg, layer.exp_avg_sq), kind, piece)
+        return self.read_in(self.layer.state, kind, piece)
 
-    def piece_in(self, state: Sequence[torch.Tensor], kind: str, piece: Piece) -> torch.Tensor:
-        """As :meth:`state`, in tensors of the layer's shard in the order of :data:`STATES`."""
+    def read_in(self, state: StateArrays, kind: str, piece: Piece) -> torch.Tensor:
+        """As :meth:`read`, in a state of the layer's shard."""
+        numel = piece.end - piece.begin
+        return read_moment(self._part(state, kind, piece), numel, is_second=kind == STATES[2])
+
+    def write(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
+        """Sets this rank's piece of a state tensor.
+
+        What was read is set again as it was, of whichever kind the moments are; other values are
+        rounded to the nearest.
+
+        Args:
+            kind: one of :data:`STATES`.
+            piece: this rank's.
+            values: 1-D, as many, of any floating dtype, on any device.
+        """
+        part = self._part(self.layer.state, kind, piece)
+        write_moment(part, values, is_second=kind == STATES[2])
+
+    def _part(self, state: StateArrays, kind: str, piece: Piece) -> Moment:
         at = self.slot.offset - self.layer.begin
-        return state[STATES.index(kind)][at + piece.begin : at + piece.end]
+        return part_of(state[STATES.index(kind)], at + piece.begin, at + piece.end)
 
     def weights(self, piece: Piece) -> torch.Tensor:
         """The training copy of a piece: a 1-D view on the device."""
@@ -131,7 +152,7 @@ class Delivery:
 
 
 StateSource = Callable[[ParameterPlace, str, Piece], torch.Tensor]
-"""This rank's piece of a state tensor, 1-D; see :meth:`ParameterPlace.state`."""
+"""This rank's piece of a state tensor, 1-D; see :meth:`ParameterPlace.read`."""
 
 
 def gather_states(
@@ -139,7 +160,7 @@ def gather_states(
     collectives: ShardCollectives,
     device: torch.device,
     deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
-    source: StateSource = ParameterPlace.state,
+    source: StateSource = ParameterPlace.read,
 ) -> None:
     """Brings parameters' state tensors to their destinations; a collective.
 

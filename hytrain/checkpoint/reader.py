@@ -47,6 +47,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
+from hytrain.model.moment_format import MomentFormat
 from hytrain.optimizer.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ def read_checkpoint(
         )
     raise_together(failure, kept.collectives)
     kept.publish_masters()
+    if found.record is not None and kept.collectives.rank == 0:
+        _tell_moments(folder, found.record.moments, kept.moments)
     if not request.with_optimizer and kept.collectives.rank == 0:
         logger.warning(
             "weights only were loaded from %s: moments and step counts start at zero, "
@@ -292,16 +295,37 @@ def _restore(
         return
     with torch.no_grad():
         for kind in STATES:
-            target = place.state(kind, piece)
             if origin is Origin.CHECKPOINT and kind in request.kinds:
                 whole = read_state(files, place, kind).reshape(-1)
-                target.copy_(whole[piece.begin : piece.end])
+                place.write(kind, piece, whole[piece.begin : piece.end])
             elif origin is Origin.ENGINE and kind in (*request.kinds, STATES[0]):
                 pass  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
-                target.copy_(place.weights(piece))
+                place.write(kind, piece, place.weights(piece))
             else:
-                target.zero_()
+                place.write(kind, piece, torch.zeros(1).expand(piece.end - piece.begin))
+
+
+def _tell_moments(folder: Path, saved: MomentFormat, here: MomentFormat) -> None:
+    """Where training does not go on bit for bit as it would have."""
+    if saved.name != here.name:
+        how = "to the nearest" if here.is_rounded else "without loss"
+        logger.warning(
+            '%s has moments that were kept as "%s"; "hytrain.moments" is "%s" here, and they were '
+            "converted %s: training goes on with these, not bit for bit as it would have",
+            folder,
+            saved.name,
+            here.name,
+            how,
+        )
+    elif here.is_rounded and saved.seed != here.seed:
+        logger.warning(
+            '%s was trained with "hytrain.moments_seed" %d, here it is %d: moments are rounded by '
+            "other random bits from here on",
+            folder,
+            saved.seed,
+            here.seed,
+        )
 
 
 def _restore_progress(

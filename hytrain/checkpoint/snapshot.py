@@ -27,7 +27,7 @@ from hytrain.testing import faults
 
 logger = logging.getLogger(__name__)
 
-_COPY_ELEMENTS = 4 * 2**20
+_COPY_BYTES = 16 * 2**20
 """That one thread copies at once."""
 _COPY_THREADS = 2
 """Enough to be done within a step, few enough to leave the cores to the updates."""
@@ -39,7 +39,8 @@ class LayerSnapshot:
     def __init__(self, layer: LayerState) -> None:
         self.layer = layer
         self.is_on_host = layer.placement == "cpu"
-        self._state = (layer.master, layer.exp_avg, layer.exp_avg_sq)
+        self._memory = layer.memory
+        self._numel = layer.shard_size
         self._done = threading.Event()
         self.left = len(layer.layout.slots)
         """Parameters that are still to be written."""
@@ -47,7 +48,7 @@ class LayerSnapshot:
     @property
     def num_bytes(self) -> int:
         """That a copy takes."""
-        return sum(tensor.nbytes for tensor in self._state)
+        return self._memory.nbytes
 
     def copy(self, pool: ThreadPoolExecutor) -> None:
         """Takes a copy; from here on the layer may change.
@@ -55,31 +56,30 @@ class LayerSnapshot:
         Raises:
             HostMemoryError: there is no memory for it; the layer must not change yet.
         """
-        numel = self._state[0].numel()
-        whole = host_zeros(3 * numel, purpose=f"a copy of layer '{self.layer.name}' to save")
-        copies = whole.split(numel) if numel else (whole, whole, whole)
+        source, size = self._memory, self._memory.numel()
+        purpose = f"a copy of layer '{self.layer.name}' to save"
+        target = host_zeros(size, dtype=torch.uint8, purpose=purpose)
         parts = [
-            (target[at : at + _COPY_ELEMENTS], source[at : at + _COPY_ELEMENTS])
-            for target, source in zip(copies, self._state, strict=True)
-            for at in range(0, numel, _COPY_ELEMENTS)
+            (target[at : at + _COPY_BYTES], source[at : at + _COPY_BYTES])
+            for at in range(0, size, _COPY_BYTES)
         ]
         if self.is_on_host:
             list(pool.map(_copy, *zip(*parts, strict=True)) if parts else ())
         else:
-            for target, source in parts:  # on this thread's stream
-                target.copy_(source)
+            for part in parts:  # on this thread's stream
+                _copy(*part)
         faults.point("save.copied")
-        self._state = (copies[0], copies[1], copies[2])
+        self._memory = target
         self._done.set()
 
     def piece(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
-        """See :meth:`ParameterPlace.state`."""
-        return place.piece_in(self._state, kind, piece)
+        """See :meth:`ParameterPlace.read`."""
+        return place.read_in(self.layer.moments.split(self._memory, self._numel), kind, piece)
 
     def release(self) -> None:
         """Everything of it is written, or nobody wants it any more: the layer may change."""
         self._done.set()
-        self._state = (torch.empty(0),) * 3
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
         """Until the layer may change."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.errors import CheckpointError
+from hytrain.formats.moment_kinds import FP32
+from hytrain.model.moment_format import MomentFormat
 from hytrain.optimizer.loss_scaling import LossScaling
 
 LATEST = ("latest", "latest_universal")
@@ -117,6 +119,7 @@ def pack_optimizer_state(
     clip: float,
     num_ranks: int,
     scaling: LossScaling,
+    moments: MomentFormat,
 ) -> dict[str, Any]:
     """What ``optimizer_state.pt`` holds.
 
@@ -127,6 +130,7 @@ def pack_optimizer_state(
         clip: the clipping threshold; 0 for none.
         num_ranks: ranks that shared the state (for information).
         scaling: of losses.
+        moments: how moments were kept; the files have their values.
     """
     saved: list[dict[str, Any]] = []
     index = 0
@@ -147,6 +151,8 @@ def pack_optimizer_state(
             "group_steps": list(steps),
             "group_parameters": group_names(places, len(groups)),
             LOSS_SCALE: scaling.state(),
+            "moments": moments.name,
+            "moments_seed": moments.seed,
         },
     }
 
@@ -167,12 +173,14 @@ class OptimizerRecord:
         steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
         names: parameter names of each group; None as above.
         loss_scale: what :meth:`LossScaling.load` takes.
+        moments: how moments were kept.
     """
 
     groups: list[dict[str, Any]]
     steps: list[int] | None
     names: list[list[str]] | None
     loss_scale: object = None
+    moments: MomentFormat = field(default_factory=MomentFormat)
 
     @staticmethod
     def unpack(stored: object) -> OptimizerRecord:
@@ -192,8 +200,9 @@ class OptimizerRecord:
                 f"was written by a later hytrain (record version {record['version']}, this one "
                 f"reads up to {RECORD_VERSION}): update hytrain"
             )
-        steps = list(record["group_steps"])
-        return OptimizerRecord(groups, steps, record["group_parameters"], record.get(LOSS_SCALE))
+        moments = MomentFormat(record.get("moments", FP32), record.get("moments_seed", 0))
+        steps, names = list(record["group_steps"]), record["group_parameters"]
+        return OptimizerRecord(groups, steps, names, record.get(LOSS_SCALE), moments)
 
 
 __all__ = [

@@ -216,7 +216,7 @@ def write_contents(
     frozen: Iterable[Mapping[int, torch.Tensor]],
     collectives: ShardCollectives,
     device: torch.device,
-    source: StateSource = ParameterPlace.state,
+    source: StateSource = ParameterPlace.read,
     delivered: Callable[[Sequence[Delivery]], None] = lambda _: None,
 ) -> None:
     """Writes a checkpoint and puts it in its tag's place; a collective.

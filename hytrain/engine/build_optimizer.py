@@ -19,6 +19,7 @@ from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
+from hytrain.model.moment_format import MomentFormat
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
@@ -132,8 +133,9 @@ def _build_on(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
     plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
-    threads = choose_threads(settings.host.cores, config.offload.cpu_threads)
+    threads = choose_threads(settings.host.cores, config.offload.cpu_threads, config.moments)
     for state in states:
+        state.moments = MomentFormat(config.moments, config.moments_seed)
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
         _allocate_state(state, threads.num_threads)
     cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
@@ -197,11 +199,13 @@ def _allocate_state(state: LayerState, num_threads: int) -> None:
     """
     if state.placement == "gpu":
         device = state.storage.runs[0][2].device
-        state.set_state(torch.zeros(3 * state.shard_size, dtype=torch.float32, device=device))
+        state.set_state(torch.zeros(state.state_bytes, dtype=torch.uint8, device=device))
     else:
         purpose = f"the optimizer state of layer '{state.name}'"
         state.set_state(
-            host_zeros(3 * state.shard_size, purpose=purpose, touch_threads=num_threads)
+            host_zeros(
+                state.state_bytes, dtype=torch.uint8, purpose=purpose, touch_threads=num_threads
+            )
         )
     _refresh_run(state, state.begin, state.end)
 

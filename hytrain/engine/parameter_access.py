@@ -115,7 +115,7 @@ class StateAccess(_Unpickled):
         self._kept.settle(what)
         self._kept.collectives.meet(what)
         piece = self._piece(place)
-        return self._whole(place, None if piece is None else place.state(kind, piece))
+        return self._whole(place, None if piece is None else place.read(kind, piece))
 
     def set_full_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
@@ -134,7 +134,7 @@ class StateAccess(_Unpickled):
         flat = value.detach().reshape(-1)
         piece = self._piece(place)
         if piece is not None:
-            place.state(kind, piece).copy_(flat[piece.begin : piece.end])
+            place.write(kind, piece, flat[piece.begin : piece.end])
         if kind == STATES[0]:
             # A resident training copy is whole on every rank, and so is the value.
             whole = Piece(0, 0, place.numel)
@@ -154,7 +154,7 @@ class StateAccess(_Unpickled):
         device = self._kept.pipeline.streams.device
         if piece is None:
             return torch.empty(0, device=device)
-        return place.state(kind, piece).to(device, copy=True)
+        return place.read(kind, piece).to(device, copy=True)
 
     def set_local_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
@@ -168,7 +168,7 @@ class StateAccess(_Unpickled):
         self._kept.settle("writing master weights or moments")
         if piece is None:
             return
-        place.state(kind, piece).copy_(value.detach().reshape(-1))
+        place.write(kind, piece, value.detach().reshape(-1))
         if kind == STATES[0]:
             whole = torch.empty(place.numel)
             whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))

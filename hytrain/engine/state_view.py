@@ -1,22 +1,57 @@
 """``optimizer.state``: step and moments of each parameter, as torch's optimizers show them.
 
-A view: what is read is the state of the last step, and what is written into a moment stays.
+A view: what is read is the state of the last step, and what is written into a moment stays. Moments
+that are kept in fewer bytes than fp32 are copies of their values, which refuse to be written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.errors import ConfigError
 from hytrain.optimizer.kept_state import KeptState
 
 _STEP = "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_IN_PLACE = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+
+
+class MomentValues(torch.Tensor):
+    """Values of a moment that is kept in another form: a write would be lost, so it is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        in_place |= name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
+        written = args[0] if in_place and args else named.get("out")
+        if isinstance(written, MomentValues):
+            raise ConfigError(
+                "a moment that is kept in bf16 or 8 bits cannot be written through "
+                "optimizer.state, which has copies of its values: use "
+                "deepspeed.utils.safe_set_full_optimizer_state (or safe_set_local_...)"
+            )
+        # A view is of the moment, too; what is computed is the caller's own.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **named)
+            is_view = isinstance(result, torch.Tensor) and result._is_view()
+            return result.as_subclass(MomentValues) if is_view else result
 
 
 class ParameterState(Mapping[str, torch.Tensor]):
@@ -47,7 +82,9 @@ class ParameterState(Mapping[str, torch.Tensor]):
         piece = place.piece_of(self._kept.collectives.rank)
         if piece is None:
             return torch.empty(0)
-        moment = place.state(key, piece)
+        moment = place.read(key, piece)
+        if place.layer.moments.is_rounded:
+            moment = moment.as_subclass(MomentValues)
         is_whole = moment.numel() == math.prod(place.shape)
         return moment.view(place.shape) if is_whole else moment
 

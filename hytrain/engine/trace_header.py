@@ -21,8 +21,6 @@ _SWEPT_BYTES = 4 << 30
 """Of the state that is read and written to measure memory: more than any cache."""
 _COPIED_BYTES = 64 << 20
 _REPEATS = 3
-_STATE_TRAFFIC = 24
-"""Bytes of an element that is read and written: three arrays of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _memory_rate(pipeline: UpdatePipeline, num_threads: int) -> float | None:
             layer.shard_size,
             num_threads,
         )
-        swept += _STATE_TRAFFIC * layer.shard_size
+        swept += 2 * layer.state_bytes  # read and written
     return swept / (time.perf_counter() - begin) if swept else None
 
 

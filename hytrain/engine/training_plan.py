@@ -55,6 +55,7 @@ class _Found:
     batch: int | None
     dtype: str
     offload_param: str | None
+    moments: str
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
@@ -128,6 +129,7 @@ def adopt_plan(
             batch=config.get("train_batch_size"),
             dtype=_dtype(config),
             offload_param=_offload_param(config),
+            moments=section.moments,
         )
 
     ranks = _tell_all(find, collectives)
@@ -213,12 +215,14 @@ def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
         stage=first.stage,
         dtype=first.dtype,
         offload_param=first.offload_param,
+        moments=first.moments,
     )
     words = difference(plan, actual)
     for number, found in enumerate(ranks):
         for what in (
-            "num_layers", "parameters", "frozen", "stage", "batch", "dtype", "offload_param"
-        ):  # fmt: skip
+            *("num_layers", "parameters", "frozen", "stage", "batch", "dtype"),
+            *("offload_param", "moments"),
+        ):
             own, others = getattr(found, what), getattr(first, what)
             if own != others:
                 words.append(f"rank {number}: {what} is {own}, but {others} on rank 0")

@@ -81,7 +81,10 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("zero_optimization.zero_quantized_weights", "ZeRO++ is not supported: remove it"),
     ("zero_optimization.zero_quantized_gradients", "ZeRO++ is not supported: remove it"),
     ("bf16.bf16_master_weights_and_grads", "master weights are always fp32: remove it"),
-    ("bf16.bf16_optimizer_states", "moments are always fp32: remove it"),
+    (
+        "bf16.bf16_optimizer_states",
+        'remove it, and set "hytrain": {"moments": "bf16"} for moments in bf16',
+    ),
     ("fp16.fp16_master_weights_and_grads", "master weights are always fp32: remove it"),
     ("amp.enabled", "Apex AMP is not supported: use torch_autocast, bf16 or fp16"),
     ("compile.deepcompile", "DeepCompile is not supported: remove it"),

@@ -1,6 +1,6 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it is predicted to take.
 
-    {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len},
+    {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len, moments},
      "global_batch", "stage", "offload_param",
      "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
@@ -27,6 +27,7 @@ from pydantic import Field, model_validator
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.formats.record import Record, parse_record, read_text
 
@@ -45,6 +46,7 @@ class PlannedModel(Record):
     frozen: int = Field(default=0, ge=0)
     dtype: Dtype | None = None
     seq_len: int | None = Field(default=None, ge=1)
+    moments: MomentsName = FP32
 
 
 class Predicted(Record):
@@ -198,6 +200,7 @@ class Actual:
         dtype: of the training copy; None where not known.
         offload_param: "cpu" where that is kept in host memory.
         frozen: parameters of the model that are not trained.
+        moments: how Adam's moments are kept.
     """
 
     ranks: Sequence[ActualRank]
@@ -208,6 +211,7 @@ class Actual:
     dtype: str | None = None
     offload_param: str | None = None
     frozen: int = 0
+    moments: str = FP32
 
 
 _OFFLOAD = '"zero_optimization.offload_param"'
@@ -231,6 +235,11 @@ def difference(plan: PlanFile, actual: Actual) -> list[str]:
             words.append(f"{what}: planned for {planned}, found {found}")
     if None not in (plan.model.dtype, actual.dtype) and plan.model.dtype != actual.dtype:
         words.append(f"dtype: planned for {plan.model.dtype}, found {actual.dtype}")
+    if plan.model.moments != actual.moments:
+        words.append(
+            f'moments: planned for "{plan.model.moments}", found "hytrain.moments": '
+            f'"{actual.moments}"'
+        )
     if plan.stage != actual.stage:
         words.append(f"ZeRO stage: planned for {plan.stage}, found {actual.stage}")
     if plan.offload_param is not None and actual.offload_param is None:

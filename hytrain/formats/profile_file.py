@@ -20,6 +20,7 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.record import Record, parse_record, read_text, write_record
 
 VERSION = 1
@@ -57,6 +58,9 @@ class ProfiledModel(Record):
 
     boundary_bytes: int = Field(ge=0)
     """Activations between two blocks, a sample."""
+
+    moments: MomentsName = FP32
+    """How updates kept Adam's moments ("hytrain.moments"); their rates are of that kind."""
 
     @property
     def parameters(self) -> int:
@@ -333,7 +337,7 @@ def merge_profiles(profiles: Sequence[ProfileFile]) -> ProfileFile:
         if words:
             raise PlanError(
                 f"profiles of different models cannot be merged: {'; '.join(words)}; measure them "
-                "with one model, sequence length and dtype"
+                "with one model, sequence length, dtype and kind of moments"
             )
     by_age = sorted(profiles, key=_newest)
     versions = {key: value for profile in by_age for key, value in profile.versions.items()}

@@ -95,12 +95,17 @@ def map_anonymous(num_bytes: int) -> mmap.mmap:
 
 
 def host_zeros(
-    numel: int, *, purpose: str = "optimizer state", touch_threads: int = 0
+    numel: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    purpose: str = "optimizer state",
+    touch_threads: int = 0,
 ) -> torch.Tensor:
-    """An fp32 tensor of zeros, 1-D; its memory goes back when the tensor goes.
+    """A tensor of zeros, 1-D; its memory goes back when the tensor goes.
 
     Args:
         numel: elements.
+        dtype: of them.
         purpose: what it is for, in an error.
         touch_threads: threads that touch all of it now, each its own part; 0: its first use will.
 
@@ -108,11 +113,11 @@ def host_zeros(
         HostMemoryError: the mapping is refused.
     """
     if numel == 0:
-        return torch.zeros(0)
-    num_bytes = -(-4 * numel // PAGE) * PAGE
+        return torch.zeros(0, dtype=dtype)
+    num_bytes = -(-dtype.itemsize * numel // PAGE) * PAGE
     with taking_host_memory(purpose, num_bytes):
         mapping = map_anonymous(num_bytes)
-    zeros = torch.frombuffer(mapping, dtype=torch.float32, count=numel)
+    zeros = torch.frombuffer(mapping, dtype=dtype, count=numel)
     if touch_threads:
         _C.touch(zeros.data_ptr(), num_bytes, touch_threads)
     return zeros

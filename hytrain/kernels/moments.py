@@ -141,9 +141,21 @@ def native_moments(m: Moment, v: Moment, rounding: Rounding | None) -> _C.Moment
         m_exponents,
         v_exponents,
         chosen.seed,
-        chosen.parameter,
-        chosen.first_index,
+        [_C.MomentRun(0, chosen.parameter, chosen.first_index)],
     )
+
+
+def native_arrays(p: torch.Tensor, m: Moment, v: Moment, seed: int) -> _C.StateArrays:
+    """Where a shard's master weights and moments are, for the update worker.
+
+    Args:
+        p: master weights, fp32; they and the moments are on the host or the device.
+        m, v: the moments, both of one kind.
+        seed: of the random bits that round them.
+    """
+    (m_at, m_exponents), (v_at, v_exponents) = _addresses(m), _addresses(v)
+    kind = _KINDS[moment_kind(m)]
+    return _C.StateArrays(p.data_ptr(), m_at, v_at, kind, m_exponents, v_exponents, seed)
 
 
 def _addresses(moment: Moment) -> tuple[int, int]:

@@ -8,13 +8,15 @@ from typing import Literal
 
 import torch
 
+from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
+from hytrain.model.moment_format import FP32_BYTES, MomentFormat, StateArrays, UpdateRun
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
 
-StatePart = Literal["master", "exp_avg", "exp_avg_sq"]
+StatePart = Literal["master", "moments"]
 
 
 @dataclass(slots=True)
@@ -31,10 +33,15 @@ class LayerState:
     placement: Placement
     gradient_dtype: torch.dtype
 
-    # State, fp32, end - begin elements each, on the host or on the device as placed.
+    moments: MomentFormat = field(default_factory=MomentFormat)
+    """How :attr:`exp_avg` and :attr:`exp_avg_sq` are kept."""
+
+    # State, end - begin elements each, on the host or on the device as placed.
     master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    exp_avg: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    exp_avg_sq: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exp_avg: Moment = field(default_factory=lambda: torch.empty(0))
+    exp_avg_sq: Moment = field(default_factory=lambda: torch.empty(0))
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """All of the state: one block, so that it can be copied and given back whole."""
     worker_index: int = -1
     """The layer's number in the update worker."""
     state_ready: torch.cuda.Event | None = None
@@ -42,7 +49,9 @@ class LayerState:
     moving: bool = False
     """A move of the state has not been waited for; the worker may not have finished it."""
 
+    _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
+    _runs: list[UpdateRun] = field(default_factory=list[UpdateRun])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
@@ -59,34 +68,51 @@ class LayerState:
     def shard_size(self) -> int:
         return self.end - self.begin
 
-    def set_state(self, flat: torch.Tensor) -> None:
-        """Master weights and moments become thirds of one tensor.
+    @property
+    def state_bytes(self) -> int:
+        """Of master weights and moments."""
+        return self.moments.state_bytes(self.shard_size)
+
+    @property
+    def state(self) -> StateArrays:
+        """Master weights and moments, where they are."""
+        return StateArrays(self.master, self.exp_avg, self.exp_avg_sq)
+
+    def set_state(self, memory: torch.Tensor) -> None:
+        """Master weights and moments become parts of one tensor.
 
         Args:
-            flat: fp32, 1-D, 3 * shard_size elements: one block, so that it can be given back whole.
+            memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        self.master, self.exp_avg, self.exp_avg_sq = flat.split(self.shard_size)
+        master, moments = memory.tensor_split([FP32_BYTES * self.shard_size])
+        self._set_parts(master, moments)
+        self.memory = memory
 
-    def whole_state(self) -> torch.Tensor:
-        """The one tensor that :meth:`set_state` was given."""
-        assert self.is_one_block
-        return self.master.as_strided((3 * self.shard_size,), (1,))
+    def _set_parts(self, master: torch.Tensor, moments: torch.Tensor) -> None:
+        self._moments_memory = moments
+        self.master, self.exp_avg, self.exp_avg_sq = self.moments.arrays(master, moments)
 
     @property
     def is_one_block(self) -> bool:
-        """Whether master weights and moments are still thirds of one tensor."""
-        parts = (self.master, self.exp_avg, self.exp_avg_sq)
-        same = {part.untyped_storage().data_ptr() for part in parts}
-        at = [part.storage_offset() for part in parts]
-        return len(same) == 1 and at == [n * self.shard_size + at[0] for n in range(3)]
+        """Whether master weights and moments are parts of :attr:`memory`."""
+        return self.memory.numel() == self.state_bytes
 
     def state_part(self, part: StatePart) -> torch.Tensor:
-        """A third of the state, fp32, 1-D."""
-        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[part]
+        """The memory of a part of the state, uint8, 1-D."""
+        return self._moments_memory if part == "moments" else self.master.view(torch.uint8)
 
-    def move_state(self, part: StatePart, tensor: torch.Tensor) -> None:
-        """A third of the state is in other memory from now on, with the same elements."""
-        setattr(self, part, tensor)
+    def move_state(self, part: StatePart, memory: torch.Tensor) -> None:
+        """A part of the state is in other memory from now on, with the same bytes."""
+        parts = {"master": self.state_part("master"), "moments": self.state_part("moments")}
+        parts[part] = memory
+        self._set_parts(parts["master"], parts["moments"])
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def update_runs(self) -> list[UpdateRun]:
+        """The shard cut into what one update can be made for."""
+        if not self._runs:
+            self._runs = self.moments.update_runs(self.layout, self.begin, self.end)
+        return self._runs
 
     def hold_for(self, wait: Callable[[], None]) -> None:
         """Somebody reads the state beside training.
@@ -116,4 +142,5 @@ class LayerState:
         self._held_for = None
         self.update.release_gradient()
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self.memory = self._moments_memory = torch.empty(0, dtype=torch.uint8)
         self.storage.release()

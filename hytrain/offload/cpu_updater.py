@@ -11,6 +11,7 @@ import torch
 
 from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ChunkSpan
 from hytrain.offload.pinned import PinnedMemory, norm_bytes
@@ -385,9 +386,7 @@ def _plan(
 
 def native_state(layer: LayerState) -> _C.StateArrays:
     """Where a layer's state is, on whichever side."""
-    return _C.StateArrays(
-        layer.master.data_ptr(), layer.exp_avg.data_ptr(), layer.exp_avg_sq.data_ptr()
-    )
+    return native_arrays(*layer.state, layer.moments.seed)
 
 
 def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chunk:
@@ -399,4 +398,9 @@ def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chu
         group=span.group,
         slot_class=slot_class,
         **({"weights_on_host": True} if layer.storage.on_host else {}),
+        runs=[
+            _C.MomentRun(run.begin - span.begin, run.rounding.parameter, run.rounding.first_index)
+            for run in layer.moments.update_runs(layer.layout, span.begin, span.end)
+            if run.rounding is not None
+        ],
     )

@@ -21,7 +21,7 @@ class _Move:
     """What must live until the worker is done with a move."""
 
     layer: LayerState
-    old_state: tuple[torch.Tensor, ...]
+    old_state: torch.Tensor
     gradient: torch.Tensor | None
     event: torch.cuda.Event | None
     """The worker has only its handle, which would be invalid once torch destroys the event."""
@@ -48,9 +48,9 @@ class LayerMover:
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
         layer.before_change()  # what is pending is committed
-        size = 3 * layer.shard_size
-        with taking_host_memory(_state_of(layer), 4 * size):  # where the device is the CPU
-            flat = torch.empty(size, dtype=torch.float32, device=self._streams.device)
+        size = layer.state_bytes
+        with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
+            memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
         # The allocator gives memory in compute's order: without the event the copy could overwrite
         # what a kernel that is queued still reads there.
         free = self._streams.new_event()
@@ -58,7 +58,7 @@ class LayerMover:
             layer.state_ready = self._streams.new_event()
         self._keep(layer, free)
         layer.placement = "gpu"
-        layer.set_state(flat)
+        layer.set_state(memory)
         self._cpu.submit_leave(layer, native_state(layer), free)
         layer.moving = True
 
@@ -73,21 +73,20 @@ class LayerMover:
         # back could read state that has not arrived there.
         self.wait(layer)
         self._cpu.allocate_for([layer])
-        flat = host_zeros(3 * layer.shard_size, purpose=_state_of(layer))
+        memory = host_zeros(layer.state_bytes, dtype=torch.uint8, purpose=_state_of(layer))
         # Without the event the copy could read state that the last update still writes.
         ready = self._streams.record_update()
         device = native_state(layer)
         self._keep(layer, ready)
         layer.placement = "cpu"
-        layer.set_state(flat)
+        layer.set_state(memory)
         self._cpu.submit_arrive(layer, native_state(layer), device, ready)
         layer.moving = True
 
     def _keep(self, layer: LayerState, event: torch.cuda.Event | None) -> None:
         # The worker still reads or writes the old state, and copies the gradient of the step just
         # made. Freed now, their memory could be reused under it.
-        old = (layer.master, layer.exp_avg, layer.exp_avg_sq)
-        self._moves.append(_Move(layer, old, layer.update.gradient, event))
+        self._moves.append(_Move(layer, layer.memory, layer.update.gradient, event))
         layer.update.release_gradient()
 
     def wait(self, layer: LayerState) -> None:
@@ -108,9 +107,9 @@ class LayerMover:
         self.release()
 
     @property
-    def elements_leaving_device(self) -> int:
-        """Elements of shards whose old state on the device has not been given back."""
-        return sum(m.layer.shard_size for m in self._moves if m.layer.placement == "cpu")
+    def bytes_leaving_device(self) -> int:
+        """Bytes of old state on the device that have not been given back."""
+        return sum(m.old_state.nbytes for m in self._moves if m.layer.placement == "cpu")
 
     def release(self) -> None:
         """Lets go of state that has left its old place."""

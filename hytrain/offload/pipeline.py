@@ -18,6 +18,7 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.clipping import GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
+from hytrain.kernels.moment_codes import part_of
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.exposure import ExposureMeter
@@ -210,21 +211,19 @@ class UpdatePipeline:
                 layer.before_change()
                 # State that has just left the host may not have arrived yet.
                 self.mover.wait(layer)
-                for segment in layer.layout.segments:
-                    begin, end = max(layer.begin, segment.begin), min(layer.end, segment.end)
-                    if begin >= end:
-                        continue
-                    part = slice(begin - layer.begin, end - layer.begin)
-                    master = layer.master[part]
-                    with layer.storage.writing(begin, end, master) as weights:
+                for run in layer.update_runs():
+                    begin, end = run.begin - layer.begin, run.end - layer.begin
+                    master = layer.master[begin:end]
+                    with layer.storage.writing(run.begin, run.end, master) as weights:
                         device_adam(
                             master,
-                            layer.exp_avg[part],
-                            layer.exp_avg_sq[part],
-                            gradient[part],
+                            part_of(layer.exp_avg, begin, end),
+                            part_of(layer.exp_avg_sq, begin, end),
+                            gradient[begin:end],
                             weights,
                             outcome,
-                            hyper[segment.group],
+                            hyper[run.group],
+                            run.rounding,
                         )
                 self.streams.used_on_update(gradient)
                 layer.update.release_gradient()

@@ -9,8 +9,11 @@ from functools import cache
 
 import torch
 
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_memory import taking_host_memory
+from hytrain.kernels.moments import Rounding
+from hytrain.model.moment_format import MomentFormat
 
 _ELEMENTS = 1 << 24
 """256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
@@ -38,17 +41,18 @@ class ThreadChoice:
 
 
 @cache
-def choose_threads(cores: int, given: int | None) -> ThreadChoice:
+def choose_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
     """As :func:`measure_threads`, which a process does once: its machine stays the same."""
-    return measure_threads(cores, given)
+    return measure_threads(cores, given, moments)
 
 
-def measure_threads(cores: int, given: int | None) -> ThreadChoice:
+def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
     """The fewest threads within 3 % of the fastest count, measured on the real kernel.
 
     Args:
         cores: this rank's, with those of other ranks that measure at the same time left out.
         given: a count that the user chose; only its speed is measured.
+        moments: how Adam's moments are kept.
 
     Raises:
         HostMemoryError: the 256 MiB that it takes cannot be had.
@@ -58,7 +62,8 @@ def measure_threads(cores: int, given: int | None) -> ThreadChoice:
     """
     counts = [given] if given is not None else candidates(cores)
     with taking_host_memory("measuring the CPU's update, for some milliseconds", 16 * _ELEMENTS):
-        p, m, v = (torch.zeros(_ELEMENTS) for _ in range(3))
+        how = MomentFormat(moments)
+        state = how.split(torch.zeros(how.state_bytes(_ELEMENTS), dtype=torch.uint8), _ELEMENTS)
         gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
         out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
     record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
@@ -66,7 +71,9 @@ def measure_threads(cores: int, given: int | None) -> ThreadChoice:
     for repeat in range(_REPEATS + 1):
         for count in counts:
             begin = time.perf_counter()
-            commit_then_preview(p, m, v, record, record, out=out, num_threads=count)
+            commit_then_preview(
+                *state, record, record, rounding=Rounding(0, 0), out=out, num_threads=count
+            )
             if repeat:  # the first round touches the pages
                 times[count].append(time.perf_counter() - begin)
     medians = {count: statistics.median(values) for count, values in times.items()}

@@ -10,6 +10,7 @@ import torch
 
 from hytrain.errors import HyTrainError
 from hytrain.model.layer_state import LayerState
+from hytrain.model.moment_format import MomentFormat
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.pass_tracker import PassTracker
 
@@ -44,6 +45,11 @@ class KeptState:
     def layers(self) -> list[LayerState]:
         """The layers in forward order."""
         return self.pipeline.layers
+
+    @property
+    def moments(self) -> MomentFormat:
+        """How the layers' moments are kept."""
+        return self.layers[0].moments
 
     @property
     def device(self) -> torch.device:

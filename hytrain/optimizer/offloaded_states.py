@@ -236,8 +236,7 @@ class OffloadedStates:
 
 _KIND_OF: dict[StatePart, StateKind] = {
     "master": StateKind.hp_params,
-    "exp_avg": StateKind.optim_states,
-    "exp_avg_sq": StateKind.optim_states,
+    "moments": StateKind.optim_states,
 }
 
 
@@ -245,8 +244,10 @@ def _states(layer: LayerState, coming: frozenset[StateKind]) -> list[_Holder]:
     parts: list[StatePart] = [part for part, kind in _KIND_OF.items() if kind in coming]
     if len(parts) < len(_KIND_OF):
         return [_part_of_state(layer, part) for part in parts]
-    whole = layer.whole_state()
-    return [_Holder(StateKind.optim_states, [whole], lambda given: layer.set_state(given[0]))]
+    assert layer.is_one_block
+    return [
+        _Holder(StateKind.optim_states, [layer.memory], lambda given: layer.set_state(given[0]))
+    ]
 
 
 def _part_of_state(layer: LayerState, part: StatePart) -> _Holder:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from hytrain.comm.exchange import raise_together
+from hytrain.formats.moment_kinds import FP32
+from hytrain.kernels.moments import EightBit
 from hytrain.model.layer_state import LayerState
 from hytrain.optimizer.kept_state import KeptState
 
 _FORMAT = "hytrain_state"
 _VERSION = 1
+_MOMENTS = "moments"
 _KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
@@ -25,8 +28,8 @@ def state_dict(state: KeptState) -> dict[str, Any]:
 
     Returns:
         Hyper-parameters, step counts, and for each layer this rank's fp32 master weights and
-        moments. The tensors are the optimizer's own, as with torch: save or copy them before
-        training goes on.
+        moments, as they are kept (8-bit codes with exponents beside them). The tensors are the
+        optimizer's own, as with torch: save or copy them before training goes on.
 
     Raises:
         ConfigError: a backward is running, or updates are committed directly and have begun.
@@ -43,6 +46,7 @@ def state_dict(state: KeptState) -> dict[str, Any]:
         "param_groups": groups,
         "steps": list(state.hyper.steps),
         "loss_scale": state.scaling.state(),
+        _MOMENTS: state.moments.name,
         "layers": [_pack(layer) for layer in state.layers],
     }
 
@@ -69,7 +73,7 @@ def load_state_dict(
     raise_together(failure, state.collectives)
     state.forget_gradients()
     for layer, stored in zip(state.layers, found["layers"], strict=True):
-        for tensor, kind in zip(_tensors(layer), _KINDS, strict=True):
+        for kind, tensor in _tensors(layer).items():
             tensor.copy_(stored[kind])
     state.hyper.steps = [int(step) for step in found["steps"]]
     state.scaling.load(found.get("loss_scale"))
@@ -88,19 +92,29 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
         seen = "its layers or shards are others than this rank's"
     elif [len(group["params"]) for group in found["param_groups"]] != sizes:
         seen = "its parameter groups are others"
+    elif found.get(_MOMENTS, FP32) != state.moments.name:
+        seen = (
+            f'its moments are kept as "{found.get(_MOMENTS, FP32)}", here "hytrain.moments" is '
+            f'"{state.moments.name}"'
+        )
     else:
         return None
     return (
         f"the state cannot be loaded: {seen}. optimizer.load_state_dict takes what this rank's "
         "optimizer.state_dict() gave with the same model, groups, ranks and shards; use "
-        "engine.save_checkpoint and engine.load_checkpoint to resume in any other layout"
+        "engine.save_checkpoint and engine.load_checkpoint to resume in any other form"
     )
 
 
-def _tensors(layer: LayerState) -> tuple[torch.Tensor, ...]:
-    return layer.master, layer.exp_avg, layer.exp_avg_sq
+def _tensors(layer: LayerState) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for kind, part in zip(_KINDS, layer.state, strict=True):
+        if isinstance(part, EightBit):
+            tensors |= {kind: part.codes, f"{kind}_exponents": part.exponents}
+        else:
+            tensors[kind] = part
+    return tensors
 
 
 def _pack(layer: LayerState) -> dict[str, Any]:
-    place = {"name": layer.name, "begin": layer.begin, "end": layer.end}
-    return {**place, **dict(zip(_KINDS, _tensors(layer), strict=True))}
+    return {"name": layer.name, "begin": layer.begin, "end": layer.end, **_tensors(layer)}

@@ -90,6 +90,7 @@ def plan_placement(
             state.gradient_dtype.itemsize,
             max(segment.dtype.itemsize for segment in state.layout.segments),
             keeps_pending=not cpu.direct,
+            moments=config.moments,
         )
         for state in states
     )
@@ -276,7 +277,8 @@ def build_placement(
     if solver.alpha is not None:
         gpu_rate = solver.alpha * cpu_rate
     else:
-        gpu_rate = known_gpu_seconds_per_parameter(device, pipeline.layers[0].gradient_dtype)
+        dtype = pipeline.layers[0].gradient_dtype
+        gpu_rate = known_gpu_seconds_per_parameter(device, dtype, config.moments)
     controller = PlacementController(
         pipeline.layers,
         plan.layer_bytes,

@@ -9,8 +9,11 @@ from functools import cache
 
 import torch
 
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
+from hytrain.kernels.moments import Rounding
+from hytrain.model.moment_format import MomentFormat
 from hytrain.placement.step_timer import Clock
 
 _ELEMENTS = 1 << 24
@@ -47,15 +50,20 @@ def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
     return statistics.median(clock.seconds(*pair) for pair in itertools.pairwise(marks))
 
 
-def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+def gpu_seconds_per_parameter(
+    device: torch.device, dtype: torch.dtype, moments: MomentsName = FP32
+) -> float:
     """Seconds a parameter of the Adam update on the device, with the device to itself.
 
     Args:
         device: where GPU-placed layers are updated.
         dtype: of gradients and training copy.
+        moments: how they are kept.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
-    p, m, v = (torch.zeros(n, device=device) for _ in range(3))
+    how = MomentFormat(moments)
+    memory = torch.zeros(how.state_bytes(n), dtype=torch.uint8, device=device)
+    p, m, v = how.split(memory, n)
     gradient = torch.zeros(n, dtype=dtype, device=device)
     weights = torch.zeros(n, dtype=dtype, device=device)
     outcome = torch.tensor([1.0, 0.0], device=device)
@@ -63,7 +71,7 @@ def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float
     clock = Clock(device)
     marks = [clock.mark()]
     for _ in range(_REPEATS + 1):
-        device_adam(p, m, v, gradient, weights, outcome, hyper)
+        device_adam(p, m, v, gradient, weights, outcome, hyper, Rounding(0, 0))
         marks.append(clock.mark())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -73,10 +81,12 @@ def gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float
 
 
 @cache
-def known_gpu_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
+def known_gpu_seconds_per_parameter(
+    device: torch.device, dtype: torch.dtype, moments: MomentsName = FP32
+) -> float:
     """As :func:`gpu_seconds_per_parameter`, which a process does once for a device.
 
     On a CPU that stands in for one, buffers of this size come from the heap and leave holes there:
     with one calibration an engine, a process that builds many grows by megabytes with each.
     """
-    return gpu_seconds_per_parameter(device, dtype)
+    return gpu_seconds_per_parameter(device, dtype, moments)

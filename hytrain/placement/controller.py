@@ -17,7 +17,7 @@ from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measured_steps import MeasuredSteps
-from hytrain.placement.memory import STATE_BYTES, Bounds, bounds
+from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.refused_numbers import RETRY_STEPS, RefusedNumbers
@@ -99,8 +99,8 @@ class PlacementController:
         self._refused = RefusedNumbers()
         self._settled = 0
         self._warned = False
-        largest = max(layer.parameters for layer in self._bytes)
-        self._move_seconds = STATE_BYTES * largest / _MOVE_BYTES_PER_SECOND
+        largest = max(layer.state_bytes for layer in self._bytes)
+        self._move_seconds = largest / _MOVE_BYTES_PER_SECOND
         # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
         self._moves_a_step = max(1, -(-len(self._layers) // 8))
 
@@ -426,8 +426,8 @@ class PlacementController:
             step,
             most,
             f"the GPU had no memory for the state of layer '{layer.name}' "
-            f"({STATE_BYTES * layer.shard_size} bytes): stepping back; more than {most} layers are "
-            f"not tried again before step {again}",
+            f"({self._bytes[layer.index].state_bytes} bytes): stepping back; more than {most} "
+            f"layers are not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hytrain.errors import PlacementError
+from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
 
 
 def _check_seconds(name: str, value: float) -> None:
@@ -155,6 +156,7 @@ class LayerBytes:
         keeps_pending: whether a CPU-placed layer's gradient waits on the host for its commit; not
             where updates are committed directly.
         weights_itemsize: bytes of an element of the training copy that comes back.
+        moments: how Adam's moments are kept ("hytrain.moments").
     """
 
     name: str
@@ -162,6 +164,12 @@ class LayerBytes:
     gradient_itemsize: int = 2
     weights_itemsize: int = 2
     keeps_pending: bool = True
+    moments: MomentsName = FP32
+
+    @property
+    def state_bytes(self) -> int:
+        """Of fp32 master weights and both moments, on whichever side."""
+        return state_bytes(self.moments, self.parameters)
 
 
 @dataclass(frozen=True, slots=True)

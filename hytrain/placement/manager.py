@@ -15,7 +15,7 @@ from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.measured_steps import ENOUGH_SAMPLES
-from hytrain.placement.memory import STATE_BYTES, check_fits, state_bytes
+from hytrain.placement.memory import check_fits, state_bytes
 from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_peaks
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
@@ -184,7 +184,7 @@ class PlacementManager:
             self._estimator.add_outcome(clipped=clipped)
         controller = self.controller
         if self._probing:
-            moving = STATE_BYTES * self._pipeline.mover.elements_leaving_device
+            moving = self._pipeline.mover.bytes_leaving_device
             self._probe.end_step(controller.num_gpu_layers, moving)
             self._limits = None
         self._steps += 1
@@ -233,7 +233,7 @@ class PlacementManager:
         """
         controller = self.controller
         here = controller.num_gpu_layers
-        held = STATE_BYTES * sum(layer.parameters for layer in self._bytes[:here])
+        held = state_bytes(self._bytes[:here])
         text = (
             f"hytrain keeps the optimizer state of {here} of {len(self._bytes)} layers on this GPU "
             f"({held / 2**30:.2f} GiB). An allocation that fails in forward cannot be undone: that "

@@ -1,8 +1,8 @@
 """The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
 
-A layer's optimizer state (master weights and two moments, fp32: 12 bytes a parameter) is on the
-GPU or on the host. On either side its gradient waits for the step's outcome as well: on the GPU
-for the update, on the host, pinned, for the commit.
+A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
+moments are kept in fewer) is on the GPU or on the host. On either side its gradient waits for the
+step's outcome as well: on the GPU for the update, on the host, pinned, for the commit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hytrain.errors import MemoryBudgetError, PlacementError
+from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-
-STATE_BYTES = 12
-"""Bytes of state a parameter, on whichever side: fp32 master, exp_avg, exp_avg_sq."""
 
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
 HOST_RESERVE_KEY = "hytrain.solver.host_memory_reserve_bytes"
@@ -91,7 +89,7 @@ def host_reserve(given: int | None, total: int) -> int:
 
 def state_bytes(layers: Sequence[LayerBytes]) -> int:
     """Optimizer state of these layers, on either side."""
-    return STATE_BYTES * sum(layer.parameters for layer in layers)
+    return sum(layer.state_bytes for layer in layers)
 
 
 def pending_bytes(layers: Sequence[LayerBytes]) -> int:
@@ -284,6 +282,7 @@ def _advice(
             f"{_gib(limits.gpu_base)} of the GPU's {_gib(limits.gpu)}, and every GiB won there "
             "takes a GiB of state"
         )
+    lines += _fewer_bytes(layers, limits, staging_bytes)
     ranks = _ranks_that_fit(layers, limits, staging_bytes, num_ranks)
     if ranks is not None:
         lines.append(
@@ -302,6 +301,20 @@ def _advice(
             )
     lines.append(f"more memory: {_missing(best)}")
     return lines
+
+
+def _fewer_bytes(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
+) -> list[str]:
+    """The kind of moments closest to this one with which the state fits, where there is one."""
+    for kind in MOMENTS[MOMENTS.index(layers[0].moments) + 1 :] if layers else ():
+        smaller = [replace(layer, moments=kind) for layer in layers]
+        if bounds(smaller, limits, staging_bytes).fits:
+            return [
+                f'"hytrain.moments": "{kind}": the state then takes '
+                f"{_gib(state_bytes(smaller))} instead of {_gib(state_bytes(layers))}"
+            ]
+    return []
 
 
 def _ranks_that_fit(

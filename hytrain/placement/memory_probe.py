@@ -11,7 +11,7 @@ from hytrain.hardware.gpu_memory import allocated_bytes, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import STATE_BYTES, gpu_reserve, host_reserve
+from hytrain.placement.memory import gpu_reserve, host_reserve, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,7 @@ class MemoryProbe:
         """
         if len(self._at) != len(self._layers):
             return
-        state = STATE_BYTES * sum(layer.parameters for layer in self._layers[:gpu_layers])
-        state += moving_bytes
+        state = state_bytes(self._layers[:gpu_layers]) + moving_bytes
         transient = self._transient_bytes()
         waiting = 0
         base = [0] * len(self._layers)

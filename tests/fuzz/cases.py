@@ -158,6 +158,7 @@ class Case:
         refusal: (path of a key, value, what the message says): refused by design.
         then: the training goes on from its end in another job, of other ranks.
         follows: this is such a job.
+        moments: "hytrain.moments".
     """
 
     seed: int
@@ -179,6 +180,7 @@ class Case:
     refusal: tuple[str, Any, str] | None = None
     then: Case | None = None
     follows: bool = False
+    moments: str = "fp32"
 
     @property
     def checks_overflow(self) -> bool:

@@ -43,6 +43,8 @@ def draw(seed: int, ranks: int | None = None) -> Case:
         delays=f"{rng.randrange(1, 10**6)}:{rng.choice((50, 300, 1000))}"
         if rng.random() < 0.3
         else "",
+        # Of another stream: cases of a seed are otherwise what they were before there was a choice.
+        moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:

@@ -355,7 +355,7 @@ class Judge:
         name = self._next("safe_set")[0]
         values = set_values(self.reference.shapes[name], event).flatten()
         self.reference.state[name][0] = values.clone()
-        self.reference.state[name][1] = values / 8
+        self.reference.set_first_moment(name, values / 8)
 
     def _judge_zero_grad(self, _event: Event) -> None:
         self._next("zero_grad")

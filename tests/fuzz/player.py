@@ -99,6 +99,7 @@ def config_of(case: Case, build: Build, rank: int) -> dict[str, Any]:
     zero = {"stage": build.stage, "offload_optimizer": {"device": "cpu"}, **dict(build.zero)}
     section: dict[str, Any] = {"gpu_fraction": build.gpu[rank], **dict(build.section)}
     section["offload"] = dict(build.offload)
+    section["moments"] = case.moments
     if build.fractions is not None:
         section["shard_fractions"] = list(build.fractions)
     config: dict[str, Any] = {

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from support.engines import device
+from support.rounded_moments import rounding_of
 
 from fuzz.cases import Case, Step
 from fuzz.models import FuzzModel
 from fuzz.player import SINGLE, StepTrace, batch_of, dropout_seed, parameter_groups
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.moment_codes import read_moment, write_moment
+from hytrain.kernels.moments import zero_moment
+from hytrain.kernels.reference import read_moments, stored_moments
+from hytrain.model.moment_format import MomentFormat
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -48,6 +53,7 @@ class Reference:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.dtype = torch.bfloat16 if case.bf16 else torch.float32
+        self._kind = MomentFormat(case.moments).kind
         self.model = FuzzModel(case.model, seed=0).to(device(), self.dtype)
         groups = parameter_groups(self.model, case.optimizer)
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -157,7 +163,17 @@ class Reference:
         self.steps += 1
         hypers = [self._hyper(group) for group in trace.groups]
         for name, (p, m, v) in self.state.items():
-            commit(p, m, v, Gradient(gradients[name].contiguous(), scale, hypers[self.group[name]]))
+            hyper = hypers[self.group[name]]
+            commit(p, m, v, Gradient(gradients[name].contiguous(), scale, hyper))
+            if self._kind != torch.float32:
+                kept = stored_moments(m, v, self._kind, rounding_of(name, 0), hyper.step)
+                self.state[name][1:] = [x[: p.numel()].clone() for x in read_moments(*kept)]
+
+    def set_first_moment(self, name: str, values: torch.Tensor) -> None:
+        """By hand: what is kept of them is the nearest."""
+        moment = zero_moment(self._kind, values.numel())
+        write_moment(moment, values, is_second=False)
+        self.state[name][1] = read_moment(moment, values.numel(), is_second=False)
 
     def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         spec = self.case.optimizer

@@ -34,6 +34,7 @@ CASE = {
     "op": None,
     "accum_dtype": None,
     "bf16": False,
+    "moments": "fp32",
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
 STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}

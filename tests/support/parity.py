@@ -17,9 +17,11 @@ from torch import nn
 
 from hytrain.kernels.clipping import Outcome
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
 from support.engines import OFFLOAD_AT_SCALE, built, device, make_config
 from support.models import loss_of, make_batch, make_model
+from support.rounded_moments import commit_by_definition, copy_of, joined, part_of, rounding_of
 
 # The gradient's norm swings by a factor of 1000 between steps, so that one threshold between the
 # two sizes clips sometimes.
@@ -36,6 +38,8 @@ class Case:
     Attributes:
         fractions: shard fractions, one a rank; () for one rank.
         observe: steps after which the training copy is read.
+        moments: how they are kept.
+        offload_param: the training copy is kept in host memory (ZeRO-3).
     """
 
     model: str = "llama"
@@ -47,6 +51,8 @@ class Case:
     fractions: tuple[float, ...] = ()
     steps: int = 50
     observe: tuple[int, ...] = (1, 17, 40)
+    moments: str = "fp32"
+    offload_param: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -57,18 +63,23 @@ class Case:
         return (
             f"{self.model}-k{self.gpu_fraction}-{self.clipping}-acc{self.accumulation}"
             f"-{self.dtype}-z{self.stage}-{shards}"
+            f"{'' if self.moments == 'fp32' else '-' + self.moments}"
+            f"{'-host' if self.offload_param else ''}"
         )
 
     def config(self) -> dict[str, Any]:
-        return make_config(
+        config = make_config(
             gpu_fraction=self.gpu_fraction,
             clipping=THRESHOLDS[self.clipping],
             bf16=self.dtype == "bf16",
             accumulation=self.accumulation,
             stage=self.stage,
-            hytrain={"shard_fractions": list(self.fractions) or None},
+            hytrain={"shard_fractions": list(self.fractions) or None, "moments": self.moments},
             offload=OFFLOAD_AT_SCALE if self.model == "llama-100m" else None,
         )
+        if self.offload_param:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        return config
 
 
 def learning_rate(step: int, group: int) -> float:
@@ -101,6 +112,9 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+HyperOf = Callable[[int], AdamHyper]
+
+
 @dataclass
 class Shard:
     """A layer's shard on this rank: copies, on the CPU."""
@@ -111,13 +125,38 @@ class Shard:
     segments: list[tuple[int, int, int]]
     """(group, begin, end) of the parts of this shard, relative to it."""
     p: torch.Tensor
-    m: torch.Tensor
-    v: torch.Tensor
+    m: Moment
+    v: Moment
+    slots: list[tuple[str, int, int]] = field(default_factory=list)
+    """(name, begin, end) of its parameters in the layer, padding included."""
     placement: str = "cpu"
     copy_dtype: torch.dtype = torch.float32
 
     def clone(self) -> Shard:
-        return replace(self, p=self.p.clone(), m=self.m.clone(), v=self.v.clone())
+        return replace(self, p=self.p.clone(), m=copy_of(self.m), v=copy_of(self.v))
+
+    def commit(self, gradient: torch.Tensor, scale: float, hyper_of: HyperOf) -> None:
+        """One step of a serial loop.
+
+        Args:
+            gradient: of the shard.
+            scale: of it.
+            hyper_of: a parameter group's hyper-parameters.
+        """
+        for group, begin, end in self.segments:
+            hyper = hyper_of(group)
+            if isinstance(self.m, torch.Tensor) and self.m.dtype == torch.float32:
+                assert isinstance(self.v, torch.Tensor)
+                step = Gradient(gradient[begin:end], scale, hyper)
+                commit(self.p[begin:end], self.m[begin:end], self.v[begin:end], step)
+                continue
+            for name, first, stop in self.slots:
+                low, high = max(begin, first - self.begin), min(end, stop - self.begin)
+                if low < high:
+                    moments = (part_of(moment, low, high) for moment in (self.m, self.v))
+                    rounding = rounding_of(name, low + self.begin - first)
+                    step = Gradient(gradient[low:high], scale, hyper)
+                    commit_by_definition(self.p[low:high], *moments, step, rounding)
 
 
 @dataclass
@@ -151,10 +190,19 @@ def shard_of(state: LayerState) -> Shard:
         state.begin,
         state.end,
         segments,
-        *(t.detach().cpu().clone() for t in (state.master, state.exp_avg, state.exp_avg_sq)),
+        state.master.detach().cpu().clone(),
+        copy_of(state.exp_avg),
+        copy_of(state.exp_avg_sq),
+        _slots(state),
         placement=state.placement,
         copy_dtype=state.storage.runs[0][2].dtype,
     )
+
+
+def _slots(state: LayerState) -> list[tuple[str, int, int]]:
+    slots = state.layout.slots
+    ends = [*(slot.offset for slot in slots[1:]), state.layout.size]
+    return [(slot.name, slot.offset, end) for slot, end in zip(slots, ends, strict=True)]
 
 
 def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
@@ -257,10 +305,11 @@ def serial_states(run: Run, outcomes: list[Outcome], until: int | None = None) -
             continue
         steps_made += 1
         for index, shard in enumerate(shards):
-            for group, begin, end in shard.segments:
-                hyper = replace(hyper_of(step, group), step=steps_made)
-                gradient = Gradient(gradients[index][begin:end], outcome.scale, hyper)
-                commit(shard.p[begin:end], shard.m[begin:end], shard.v[begin:end], gradient)
+            shard.commit(
+                gradients[index],
+                outcome.scale,
+                lambda group, step=step, made=steps_made: replace(hyper_of(step, group), step=made),
+            )
     return shards
 
 
@@ -352,5 +401,6 @@ def _joined(shards: list[Shard]) -> Shard:
         for shard in shards
         for group, begin, end in shard.segments
     ]
-    tensors = (torch.cat([getattr(s, name) for s in shards]) for name in ("p", "m", "v"))
-    return Shard(shards[0].name, 0, shards[-1].end, segments, *tensors)
+    moments = (joined([getattr(s, name) for s in shards]) for name in ("m", "v"))
+    whole = torch.cat([s.p for s in shards])
+    return Shard(shards[0].name, 0, shards[-1].end, segments, whole, *moments, shards[0].slots)

@@ -73,6 +73,8 @@ class Run:
     width: int = WIDTH
     asynchronous: bool = False
     sigterm_dir: str | None = None
+    moments: str = "fp32"
+    moments_seed: int = 0
 
     def __str__(self) -> str:
         words = [
@@ -96,7 +98,7 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
     """An engine for the length of a block."""
     torch.manual_seed(run.seed)
     model = Everything(run.num_blocks, run.width)
-    hytrain: dict[str, Any] = {}
+    hytrain: dict[str, Any] = {"moments": run.moments, "moments_seed": run.moments_seed}
     if run.fractions is not None:
         hytrain["shard_fractions"] = list(run.fractions)
     if run.asynchronous or run.sigterm_dir is not None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
+from hytrain.kernels.cpu_adam import AdamHyper, sum_of_squares
 from hytrain.model.layer_state import LayerState
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_bits, assert_same_moment
 from support.models import loss_of
 from support.parity import shard_of
+from support.rounded_moments import copy_of
 
 
 class Shadow:
@@ -78,10 +79,7 @@ class Shadow:
             for group in groups
         ]
         for index, shard in enumerate(self.shards):
-            for group, begin, end in shard.segments:
-                part = slice(begin, end)
-                gradient = Gradient(self.last[index][part], self._gradient_scale(), hypers[group])
-                commit(shard.p[part], shard.m[part], shard.v[part], gradient)
+            shard.commit(self.last[index], self._gradient_scale(), lambda group: hypers[group])
 
     def _gradient_scale(self) -> float:
         return self.coefficient * self._loss_unscale
@@ -106,8 +104,8 @@ class Shadow:
         self.assert_copy_is_current()
         for state, shard in zip(self.states, self.shards, strict=True):
             assert_same_bits(f"p of {state.name}", state.master.cpu(), shard.p)
-            assert_same_bits(f"m of {state.name}", state.exp_avg.cpu(), shard.m)
-            assert_same_bits(f"v of {state.name}", state.exp_avg_sq.cpu(), shard.v)
+            assert_same_moment(f"m of {state.name}", copy_of(state.exp_avg), shard.m)
+            assert_same_moment(f"v of {state.name}", copy_of(state.exp_avg_sq), shard.v)
         assert set(self.engine.optimizer.steps) == {self.steps}
 
 

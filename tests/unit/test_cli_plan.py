@@ -478,6 +478,7 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
         "parameters": 4 * BLOCK + 2 * 1024 * 256 + 256,
         "frozen": 0,
         "dtype": "bf16",
+        "moments": "fp32",
         "seq_len": 1024,
     }
     l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])

@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace hytrain {
 
@@ -60,9 +61,16 @@ inline std::size_t moment_bytes(MomentKind kind) {
 // Elements that share the exponent of their 8-bit codes, counted from a parameter's start.
 constexpr std::size_t kMomentBlock = 64;
 
-// Both moments of a run of n elements of one parameter. Kinds other than fp32 are rounded
-// stochastically when a pass stores them, by bits that depend on the seed, the parameter, the
-// number of the step and the element's index in its parameter, and on nothing else.
+// Where in a range a parameter's elements begin; they go up to the next run's.
+struct MomentRun {
+    std::size_t begin = 0;          // in the range, a multiple of kMomentBlock
+    std::uint64_t parameter = 0;    // a number that no other parameter of the model has
+    std::uint64_t first_index = 0;  // of that element in its parameter: a multiple of kMomentBlock
+};
+
+// Both moments of n elements. Kinds other than fp32 are rounded stochastically when a pass stores
+// them, by bits that depend on the seed, the parameter, the number of the step and the element's
+// index in its parameter, and on nothing else.
 struct Moments {
     MomentKind kind = MomentKind::kFloat32;
     void* m = nullptr;  // n elements of float or bf16; 8-bit: kMomentBlock bytes a block, also if
@@ -70,8 +78,8 @@ struct Moments {
     std::uint8_t* m_exponents = nullptr;  // 8-bit: one for each kMomentBlock elements or part of it
     std::uint8_t* v_exponents = nullptr;
     std::uint64_t seed = 0;
-    std::uint64_t parameter = 0;    // a number that no other parameter of the model has
-    std::uint64_t first_index = 0;  // of the run, in its parameter: a multiple of kMomentBlock
+    // Ascending, the first from 0 on; not used with fp32, nor by a preview, which stores none.
+    std::vector<MomentRun> runs;
 };
 
 // Only preview takes constant moments; it writes none.

@@ -36,12 +36,16 @@
 
 namespace hytrain {
 
-// A shard's fp32 state: master weights and moments, on the host or on the device.
+// A shard's state: fp32 master weights, and the moments as Moments keeps them; on the host or on
+// the device.
 struct StateArrays {
     float* p = nullptr;
-    float* m = nullptr;
-    float* v = nullptr;
-    StateArrays at(std::size_t offset) const { return {p + offset, m + offset, v + offset}; }
+    void* m = nullptr;
+    void* v = nullptr;
+    MomentKind kind = MomentKind::kFloat32;
+    std::uint8_t* m_exponents = nullptr;
+    std::uint8_t* v_exponents = nullptr;
+    std::uint64_t seed = 0;
 };
 
 // A fixed-size piece of one parameter group's run within a layer's shard.
@@ -51,9 +55,10 @@ struct Chunk {
     void* weights = nullptr;       // the training copy, on the device
     bool weights_on_host = false;  // or on the host: the kernel writes it in place
     DType weights_dtype = DType::kFloat32;
-    int group = 0;       // index into StepRecord::hyper
-    int slot_class = 0;  // which pool of pinned slots holds its gradient
-    int slot = -1;       // the slot of the pending gradient, -1: none
+    int group = 0;                // index into StepRecord::hyper
+    int slot_class = 0;           // which pool of pinned slots holds its gradient
+    int slot = -1;                // the slot of the pending gradient, -1: none
+    std::vector<MomentRun> runs;  // its parameters; empty where moments are fp32
 };
 
 // How a step applies its gradient: scale = clip coefficient / loss scale, one entry a group.
@@ -220,7 +225,7 @@ class UpdateWorker {
     // A piece of a layer's state on its way to the host.
     struct StatePiece {
         std::size_t buffer = 0;
-        float* destination = nullptr;
+        char* destination = nullptr;
         std::size_t bytes = 0;
     };
     // Whose pass or copy it is.
@@ -280,6 +285,8 @@ class UpdateWorker {
     void run_direct(const Layer& layer, Chunk& chunk, int slot);
     void run_commit(const Layer& layer, Chunk& chunk);
     void run_publish(const Layer& layer, const Chunk& chunk);
+    static float* master(const Layer& layer, const Chunk& chunk);
+    static Moments moments(const Layer& layer, const Chunk& chunk);
     void return_gradient(const Layer& layer, const Chunk& chunk, const Job& job);
     void send_state(const Layer& layer, const Chunk& chunk, const Job& job);
     void fetch_state(const Chunk& chunk, const Job& job);

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.formats.policies import ACTIVATIONS, MANNERS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid
@@ -91,6 +92,9 @@ def _add_subject(group: Any) -> None:
         help=f"tokens of a sample, data sheets ({_SHEET_SEQ_LEN})",
     )
     group.add_argument("--dtype", choices=DTYPES, help=f"of data sheets ({DTYPES[0]})")
+    group.add_argument(
+        "--moments", choices=MOMENTS, help="of the profiles to plan with, where there are several"
+    )
 
 
 def _add_choices(group: Any) -> None:
@@ -321,10 +325,15 @@ def _library(arguments: argparse.Namespace) -> list[Any]:
     models = {one.model.model_dump_json() for one in found}
     if len(models) == 1:
         return found
-    known = sorted({f"{one.model.name} ({one.model.seq_len} tokens)" for one in found})
+    known = sorted(
+        {
+            f"{one.model.name} ({one.model.seq_len} tokens, moments {one.model.moments})"
+            for one in found
+        }
+    )
     raise ConfigError(
         f"--library {folder} holds profiles of several models ({', '.join(known)}): say which with "
-        "--model, --seq-len and --dtype"
+        "--model, --seq-len, --dtype and --moments"
         if models
         else f"--library {folder} holds no profile of such a model: `hytrain profile` makes some"
     )
@@ -340,7 +349,7 @@ def _checked(arguments: argparse.Namespace, profile: Any) -> Any:
 
 def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
     """In words, what of the model asked for is not as profiled; empty where nothing."""
-    for name in ("seq_len", "dtype"):
+    for name in ("seq_len", "dtype", "moments"):
         value, measured = getattr(arguments, name), getattr(profile.model, name)
         if value is not None and value != measured:
             return f"{flag(name)} is {value}, the profile has {measured}"

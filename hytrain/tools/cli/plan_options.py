@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.formats.moment_kinds import FP32
 from hytrain.formats.policies import MANNERS
 
 _GIB = 1024**3
@@ -71,6 +72,7 @@ def plan_options(
                 f"{host.memory_bytes / _GIB:.2f} GiB: choose a smaller reserve"
             )
     stage, offload_param = zero_keys(arguments, config)
+    _check_moments(arguments, config, profile)
     return PlanOptions(
         batch=arguments.batch,
         gpu_reserve=lambda total: gpu_reserve(given(arguments.gpu_memory_reserve), total),
@@ -122,6 +124,19 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
             '"zero_optimization.offload_param": leave the flag out, or set {"device": "cpu"} there'
         )
     return stage, device == "cpu"
+
+
+def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:
+    """The configuration's moments must be those that were measured."""
+    section: Any = config.get("hytrain") or {}
+    wanted = section.get("moments", FP32) if isinstance(section, dict) else FP32
+    measured = profile.model.moments
+    if config and wanted != measured:
+        raise ConfigError(
+            f'{arguments.deepspeed_config}: "hytrain.moments" is "{wanted}", but the profile is of '
+            f'updates with "{measured}": measure with `hytrain profile --moments {wanted}`, or '
+            "change the key"
+        )
 
 
 def _live_parameters(config: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import TORCH_NAMES
+from hytrain.formats.moment_kinds import FP32, MOMENTS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     DTYPES,
@@ -32,7 +33,7 @@ _SECONDS = 40.0
 # Destinations of what says how to measure, and what.
 _MEASURED = (
     *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
-    *("device_memory_fraction", "settings"),
+    *("device_memory_fraction", "moments", "settings"),
 )
 
 
@@ -75,6 +76,11 @@ def add(profile: argparse.ArgumentParser) -> None:
         type=positive_floats,
         metavar="F[,F...]",
         help="the part of each GPU's memory that may be used: one number, or one a rank",
+    )
+    how.add_argument(
+        "--moments",
+        choices=MOMENTS,
+        help=f'how updates keep Adam\'s moments, as "hytrain.moments" ({FP32})',
     )
     how.add_argument("--settings", metavar="WORDS", help="noted in the profile (clocks, limits)")
     profile.set_defaults(run=_run)
@@ -122,6 +128,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             micro_batches=arguments.micro_batches, seconds=arguments.seconds or _SECONDS
         ),
         settings=arguments.settings or "",
+        moments=arguments.moments or FP32,
     )
     subject = read_subject(
         arguments.model,

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from hytrain.config import HyTrainConfig, SolverConfig
+from hytrain.formats.moment_kinds import state_bytes_each
 from hytrain.placement.memory import GPU_RESERVE_SHARE, HOST_RESERVE_SHARE, LEAST_RESERVE
 from hytrain.tools.explain.training_form import TrainingForm
 
 _GIB = 1024**3
+_MOMENT_WORDS = {
+    "fp32": "float32",
+    "bf16": "bfloat16, rounded stochastically",
+    "8bit": "8-bit codes, rounded stochastically",
+}
 
 
 def config_words(config: HyTrainConfig, form: TrainingForm, num_ranks: int | None) -> str:
@@ -14,9 +20,10 @@ def config_words(config: HyTrainConfig, form: TrainingForm, num_ranks: int | Non
     lines = [_placement_words(config)]
     lines += [_clipping_words(form), _ranks_words(config, num_ranks)]
     lines.append(
-        f"Weights: training copy in {form.dtype} on the GPU; master weights and Adam's moments in "
-        f"float32, 12 bytes a parameter, on either side; gradients of layers wait for their update "
-        f"in {form.gradient_dtype or form.dtype}."
+        f"Weights: training copy in {form.dtype} on the GPU; master weights in float32 and Adam's "
+        f"moments in {_MOMENT_WORDS[config.moments]}, {state_bytes_each(config.moments):g} bytes a "
+        f"parameter, on either side; gradients of layers wait for their update in "
+        f"{form.gradient_dtype or form.dtype}."
     )
     if form.accumulation > 1:
         lines.append(

@@ -362,7 +362,7 @@ class HostBudget:
     """
 
     total: float
-    state: int
+    state: float
     shard: float
     offloaded: float
 

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from hytrain.errors import PlanError
+from hytrain.formats.moment_kinds import FP32
 from hytrain.formats.profile_file import (
     ProfiledModel,
     ProfileFile,
@@ -36,7 +37,9 @@ def file_name(model: ProfiledModel) -> str:
     It begins with the model's name; the digits at its end tell models of one name apart.
     """
     readable = re.sub(r"[^A-Za-z0-9]+", "-", model.name).strip("-").lower() or "model"
-    digest = hashlib.sha256(model.model_dump_json().encode()).hexdigest()[:8]
+    # Profiles from before there was a choice keep their names.
+    without = {"moments"} if model.moments == FP32 else None
+    digest = hashlib.sha256(model.model_dump_json(exclude=without).encode()).hexdigest()[:8]
     return f"{readable}-{model.seq_len}-{model.dtype}-{digest}.json"
 
 

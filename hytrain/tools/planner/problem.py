@@ -14,11 +14,9 @@ from typing import Literal
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, require_positive
-
-STATE_BYTES = 12
-"""Of a parameter: its fp32 master copy and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,7 @@ class Model:
             the host and come back.
         dtype: of the training copy, for the record; None where not known.
         seq_len: tokens of a sample, likewise.
+        moments: how Adam's moments are kept, for the record.
     """
 
     name: str
@@ -45,6 +44,7 @@ class Model:
     dtype: Dtype | None = None
     seq_len: int | None = None
     frozen: int = 0
+    moments: MomentsName = FP32
 
     def __post_init__(self) -> None:
         require_positive(
@@ -90,7 +90,8 @@ class PlanProblem:
             which is a trial.
         gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy; its gradient at
             the end of backward is :attr:`waiting_bytes`.
-        host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients.
+        host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients; fewer with
+            moments in fewer bytes.
         update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
         allow_idle: whether a rank may compute nothing and only hold state.
         rounds: micro-batches that every rank with samples makes; None: any number. In stage 3,
@@ -111,9 +112,9 @@ class PlanProblem:
     stage: Literal[1, 2, 3] = 2
     activations: tuple[Activations, ...] = ("keep", "offload")
     accumulation_ms: float = 0.0
-    gpu_state_bytes: int = 12
-    host_state_bytes: int = 14
-    update_bytes: int = 30
+    gpu_state_bytes: float = 12
+    host_state_bytes: float = 14
+    update_bytes: float = 30
     gradient_bytes: int = 0
     allow_idle: bool = True
     rounds: int | None = None
@@ -167,7 +168,7 @@ class PlanProblem:
         return self.model.itemsize if self.offload_param else 0
 
     @property
-    def state_traffic(self) -> int:
+    def state_traffic(self) -> float:
         """Bytes of host memory traffic a CPU-placed parameter and step, besides the shard's.
 
         With ``offload_param`` the new copy does not leave for the GPU when it is written, and that

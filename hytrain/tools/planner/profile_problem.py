@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import ITEMSIZE
+from hytrain.formats.moment_kinds import state_bytes_each
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CollectiveProfile,
@@ -26,7 +27,7 @@ from hytrain.formats.profile_file import (
 )
 from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.problem import STATE_BYTES, Model, PlanProblem
+from hytrain.tools.planner.problem import Model, PlanProblem
 
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
 # parameter: measured 0.9 (README).
@@ -101,6 +102,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             f"{options.memory_fraction}"
         )
     itemsize = ITEMSIZE[model.dtype]
+    state = state_bytes_each(model.moments)
     return PlanProblem(
         cluster=_cluster(profile, options),
         model=Model(
@@ -112,15 +114,16 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             dtype=model.dtype,
             seq_len=model.seq_len,
             frozen=model.frozen,
+            moments=model.moments,
         ),
         batch=options.batch,
         stage=options.stage,
         activations=options.activations,
-        gpu_state_bytes=STATE_BYTES,
-        host_state_bytes=STATE_BYTES + itemsize + _STAGING_BYTES,
+        gpu_state_bytes=state,
+        host_state_bytes=state + itemsize + _STAGING_BYTES,
         # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
         # a gradient comes from the GPU and a copy goes there.
-        update_bytes=2 * STATE_BYTES + 5 * itemsize,
+        update_bytes=2 * state + 5 * itemsize,
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
         clipped_share=options.clipped_share,
@@ -242,7 +245,8 @@ def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
     if layer_ms is None:
         # Copying reads and writes, adding reads once more, as fast as the update reads.
         moved = itemsize * model.layer_parameters
-        layer_ms = 1e3 * moved / ((2 * STATE_BYTES + 2 * itemsize) * device.update_rate)
+        swept = 2 * state_bytes_each(model.moments) + 2 * itemsize
+        layer_ms = 1e3 * moved / (swept * device.update_rate)
     each = layer_ms * model.parameters / model.num_layers / model.layer_parameters
     passes = isotonic([row.forward_ms + row.backward_ms for row in device.layer])
     waits = 0

@@ -60,7 +60,11 @@ def read_model_sizes(
         layout, (begin, end) = part.layout, part.shard(rank)
         itemsize = part.itemsize if gradient_dtype is None else gradient_dtype.itemsize
         sizes = end - begin, itemsize, part.itemsize
-        layers.append(LayerBytes(layout.name, *sizes, keeps_pending=not form.is_direct))
+        layers.append(
+            LayerBytes(
+                layout.name, *sizes, keeps_pending=not form.is_direct, moments=config.moments
+            )
+        )
         for span in layout.chunks(begin, end, config.offload.chunk_elements):
             gradient_bytes.append((span.end - span.begin) * itemsize)
             outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)

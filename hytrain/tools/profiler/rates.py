@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from hytrain import _C
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import CopyRates
 from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.kernels.host_memory import host_zeros
-from hytrain.kernels.moments import native_moments
+from hytrain.kernels.moments import Rounding, native_moments
+from hytrain.model.moment_format import MomentFormat
+from hytrain.model.partition import align_up
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler.ranks import Ranks
 
@@ -27,8 +30,6 @@ _COPY_BYTES = 64 * 2**20
 _COPIES = 4
 _FEWEST_REPEATS = 3
 
-_SWEEP_BYTES = 24
-"""A parameter, of the loop that reads and writes all three arrays of fp32 state."""
 _ARRAY_BYTES = 18
 """A parameter: fp32 state, two gradients and the outgoing copy in bf16."""
 _ELEMENTS = 1 << 24
@@ -149,6 +150,7 @@ def cpu_rates(
     ranks_on_host: int = 1,
     seconds: float = 0.2,
     elements: int | None = None,
+    moments: MomentsName = FP32,
 ) -> CpuRates:
     """Rates of the kernel that training runs, and of its host's memory.
 
@@ -160,23 +162,27 @@ def cpu_rates(
         ranks_on_host: that share its caches and memory.
         seconds: of each measurement.
         elements: of each array; None: beyond the caches.
+        moments: how Adam's moments are kept.
     """
-    n = elements or _elements(ranks_on_host)
+    n = align_up(elements or _elements(ranks_on_host))  # whole blocks of codes
     # In huge pages, like the memory that training updates.
-    p, m, v = (host_zeros(n) for _ in range(3))
-    moments = native_moments(m, v, None)
+    how = MomentFormat(moments)
+    num_bytes = how.state_bytes(n)
+    p, m, v = how.split(host_zeros(num_bytes, dtype=torch.uint8), n)
+    native = native_moments(m, v, None)
     previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
     hyper = AdamHyper(lr=1e-3)
     steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
 
     def update(threads: int) -> float:
         begin = time.perf_counter()
-        commit_then_preview(p, m, v, *steps, out=out, num_threads=threads)
+        rounding = Rounding(0, 0)
+        commit_then_preview(p, m, v, *steps, rounding=rounding, out=out, num_threads=threads)
         return time.perf_counter() - begin
 
     def sweep(threads: int) -> float:
         begin = time.perf_counter()
-        _C.read_write(p.data_ptr(), moments, n, threads)
+        _C.read_write(p.data_ptr(), native, n, threads)
         return time.perf_counter() - begin
 
     load = TrainingLoad(device, n * out.itemsize)
@@ -190,7 +196,8 @@ def cpu_rates(
         with load:
             loaded = _repeat(lambda t=threads: load.beside(lambda: update(t)), ranks, seconds)
         in_training[threads] = n / loaded
-        sweeps[threads] = _SWEEP_BYTES * n / _repeat(lambda t=threads: sweep(t), ranks, seconds)
+        # All of the state is read and written.
+        sweeps[threads] = 2 * num_bytes / _repeat(lambda t=threads: sweep(t), ranks, seconds)
     return CpuRates(updates, in_training, sweeps)
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from hytrain.formats.dtypes import TORCH_NAMES
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import (
     CollectiveProfile,
     CopyRates,
@@ -58,6 +59,7 @@ class ProfileOptions:
         multiprocessors: that work on the current stream may use, where these are not all of the
             device's.
         settings: what makes this rank's device differ from its kind, in words.
+        moments: how updates keep Adam's moments.
     """
 
     layer: LayerOptions = field(default_factory=LayerOptions)
@@ -67,6 +69,7 @@ class ProfileOptions:
     collective_bytes: Sequence[int] = collective_profile.SIZES
     multiprocessors: int | None = None
     settings: str = ""
+    moments: MomentsName = FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ def profile_ranks(
             CollectiveProfile(hosts=names, backend=ranks.backend, samples=samples, measured=now)
         )
     profile = ProfileFile(
-        model=_model(subject, sizes, measured.layer.boundary_bytes),
+        model=_model(subject, sizes, measured.layer.boundary_bytes, options.moments),
         devices=groups.devices(),
         hosts=groups.hosts(),
         collectives=tuple(collectives),
@@ -215,7 +218,7 @@ def _measure(
     layer = ranks.together(lambda: profile_layer(subject, device, options.layer, on_size=on_size))
     progress.show(0.6, "update on the GPU" if device.type == "cuda" else "update")
     adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, subject.dtype))
-    update = ranks.together(lambda: _update_seconds(device, subject.dtype))
+    update = ranks.together(lambda: _update_seconds(device, subject.dtype, options.moments))
     progress.show(0.65, "copies")
     seconds = options.rate_seconds
     copies = rates.copy_rates(device, ranks, seconds=seconds, num_bytes=options.copy_bytes)
@@ -229,17 +232,18 @@ def _measure(
         ranks_on_host=everybody[ranks.rank].ranks_on_host,
         seconds=seconds,
         elements=options.cpu_elements,
+        moments=options.moments,
     )
     return _Measured(layer, 1.0 / update, copies, cpu, adding)
 
 
-def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
+def _update_seconds(device: torch.device, dtype: torch.dtype, moments: MomentsName) -> float:
     """Of the update on a stream of its own, as in training: the current one may be limited."""
     if device.type != "cuda":
-        return gpu_seconds_per_parameter(device, dtype)
+        return gpu_seconds_per_parameter(device, dtype, moments)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        return gpu_seconds_per_parameter(device, dtype)
+        return gpu_seconds_per_parameter(device, dtype, moments)
 
 
 # ---- from ranks to devices and hosts ----
@@ -341,7 +345,9 @@ def slowest(ranks: Sequence[Sequence[_Sample]], kind: type[_Sample]) -> tuple[_S
     return tuple(joined)
 
 
-def _model(subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int) -> ProfiledModel:
+def _model(
+    subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int, moments: MomentsName
+) -> ProfiledModel:
     return ProfiledModel.model_validate(
         {
             **asdict(sizes),
@@ -349,6 +355,7 @@ def _model(subject: MeasuredModel, sizes: SubjectSizes, boundary_bytes: int) -> 
             "seq_len": subject.seq_len,
             "dtype": _DTYPES[subject.dtype],
             "boundary_bytes": boundary_bytes,
+            "moments": moments,
         }
     )
 

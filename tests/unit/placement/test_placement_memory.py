@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from hytrain.errors import MemoryBudgetError, PlacementError
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import Bounds, bounds, check_fits, gpu_peak_bytes, host_bytes, table
+from hytrain.placement.memory import (
+    Bounds,
+    bounds,
+    check_fits,
+    gpu_peak_bytes,
+    host_bytes,
+    state_bytes,
+    table,
+)
 
 # State 12 B and gradient 2 B a parameter: 1200 and 200, 2400 and 400, 3600 and 600.
 LAYERS = [LayerBytes("a", 100), LayerBytes("b", 200), LayerBytes("c", 300)]
@@ -230,3 +238,15 @@ def test_table_without_a_gpu() -> None:
     text = table(LARGE, replace(SMALL_MACHINE, gpu=None), GIB, [0])
     assert "no limit" in text
     assert "GPU: missing" not in text
+
+
+def test_moments_in_fewer_bytes_are_advised_where_they_would_fit() -> None:
+    limits = MemoryLimits(gpu=0, gpu_reserve=0, gpu_base=0, host=44 * GIB, host_reserve=0)
+    with pytest.raises(
+        MemoryBudgetError, match=r'"hytrain\.moments": "bf16": the state then takes'
+    ):
+        check_fits(LARGE, limits, 0)
+    smaller = [replace(layer, moments="bf16") for layer in LARGE]
+    assert check_fits(smaller, limits, 0).fits
+    assert state_bytes(smaller) == 4 * 8 * GIB
+    assert state_bytes([replace(LARGE[0], moments="8bit")]) == 6 * GIB + GIB // 32

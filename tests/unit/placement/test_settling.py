@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from hytrain.formats.moment_kinds import state_bytes
 from hytrain.placement.costs import MemoryLimits
-from hytrain.placement.memory import STATE_BYTES
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
@@ -63,7 +63,7 @@ def test_launch_bound_steps_do_not_follow_free_memory_that_wavers() -> None:
 
     def limits() -> MemoryLimits:
         fits = 12 + wavering.choice([0, 0, 1])
-        return replace(training.limits, gpu=STATE_BYTES * PARAMETERS * fits + PARAMETERS)
+        return replace(training.limits, gpu=state_bytes("fp32", PARAMETERS) * fits + PARAMETERS)
 
     def run(steps: int) -> int:
         moves = 0

@@ -192,6 +192,11 @@ def test_another_job_is_told_apart(plan: PlanFile, change: dict[str, Any], words
     assert difference(plan, replace(_actual(plan), **change)) == [words]
 
 
+def test_moments_are_compared(plan: PlanFile) -> None:
+    (word,) = difference(plan, replace(_actual(plan), moments="8bit"))
+    assert word == 'moments: planned for "fp32", found "hytrain.moments": "8bit"'
+
+
 def test_where_weights_are_is_compared(plan: PlanFile) -> None:
     sharded = plan.model_copy(update={"stage": 3})
     streamed = sharded.model_copy(update={"offload_param": "cpu"})

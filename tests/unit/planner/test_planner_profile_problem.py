@@ -61,6 +61,16 @@ def test_memory_of_a_micro_batch() -> None:
     assert fast.stored_bytes.at(2) == pytest.approx(11 * 2 * 120 * MIB + 2 * (120 + 400) * MIB)
 
 
+@pytest.mark.parametrize(("moments", "state"), [("bf16", 8), ("8bit", 6 + 1 / 32)])
+def test_moments_in_fewer_bytes(moments: str, state: float) -> None:
+    profile = a_profile()
+    model = profile.model.model_copy(update={"moments": moments})
+    problem = problem_from(profile.model_copy(update={"model": model}), options())
+    assert problem.model.moments == moments
+    assert (problem.gpu_state_bytes, problem.host_state_bytes) == (state, state + 3)
+    assert problem.update_bytes == 2 * state + 10
+
+
 def test_fp32_takes_twice_as_much_of_what_is_copied() -> None:
     profile = a_profile()
     model = profile.model.model_copy(update={"dtype": "fp32"})

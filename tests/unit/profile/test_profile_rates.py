@@ -43,7 +43,7 @@ def test_updates_and_sweeps_against_threads(monkeypatch: pytest.MonkeyPatch) -> 
     clock = _Time(monkeypatch)
     runs: list[tuple[str, int]] = []
 
-    def update(*arrays: object, out: torch.Tensor, num_threads: int) -> None:
+    def update(*arrays: object, rounding: object, out: torch.Tensor, num_threads: int) -> None:
         runs.append(("update", num_threads))
         clock.take(0.8 / num_threads)
 
@@ -64,10 +64,10 @@ def test_updates_and_sweeps_against_threads(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rates, "TrainingLoad", Load)
     monkeypatch.setattr(rates, "commit_then_preview", update)
     monkeypatch.setattr(rates._C, "read_write", sweep)
-    found = rates.cpu_rates(CPU, [1, 2, 4], 4, ALONE, seconds=1.0, elements=1000)
-    assert found.updates == pytest.approx({1: 1250.0, 2: 2500.0, 4: 5000.0})
-    assert found.in_training == pytest.approx({1: 1250.0 / 1.5, 2: 2500.0 / 1.5, 4: 5000.0 / 1.5})
-    assert found.sweeps == pytest.approx({1: 60e3, 2: 120e3, 4: 240e3})
+    found = rates.cpu_rates(CPU, [1, 2, 4], 4, ALONE, seconds=1.0, elements=1024)
+    assert found.updates == pytest.approx({1: 1280.0, 2: 2560.0, 4: 5120.0})
+    assert found.in_training == pytest.approx({1: 1280.0 / 1.5, 2: 2560.0 / 1.5, 4: 5120.0 / 1.5})
+    assert found.sweeps == pytest.approx({1: 61440.0, 2: 122880.0, 4: 245760.0})
     # Another host has a fourth count: this one measures its last once more, and meets it.
     assert runs.count(("update", 4)) >= 4 * 4
     assert runs.count(("update", 1)) == 2 * (1 + 3)  # one untimed; three, though the time is up

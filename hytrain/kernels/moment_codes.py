@@ -1,0 +1,175 @@
+"""Moments as fp32 and back, between steps: for checkpoints and for who reads or sets them.
+
+Values that were read are kept again as they were: :func:`write_moment` finds codes that read as
+those values exactly where there are such, and else the nearest. A block's exponent is the least
+with which its largest magnitude has a code. The step that stored a block took it before rounding,
+which may have taken that magnitude down to where the exponent below would do; codes with that one
+need not exist for the other elements. So this one and the next are tried.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment
+
+__all__ = ["part_of", "read_moment", "write_moment"]
+
+_PIECE = 2**20
+"""Elements, whole blocks, that are worked on at once: temporaries take a hundred bytes each."""
+_NOT_FINITE = 255
+
+
+class _Code(NamedTuple):
+    """Code of a magnitude: bits of its mantissa, below 3 of its exponent (moments_kernel.inl)."""
+
+    mantissa: int
+
+    @property
+    def shift(self) -> int:
+        return 23 - self.mantissa
+
+    @property
+    def most(self) -> int:
+        """Bits of mantissa of the largest magnitude that has a code, of exponent 126."""
+        return 2**23 - 2**self.shift - 2**16
+
+
+_OFFSET = 2.0**-7
+_OFFSET_BITS = (127 - 7) << 23
+_M_CODE, _ROOT_CODE = _Code(4), _Code(5)
+
+
+def part_of(moment: Moment, begin: int, end: int) -> Moment:
+    """Elements ``[begin, end)`` of a moment, as a view; of codes whole blocks from ``begin`` on.
+
+    Args:
+        moment: of any kind.
+        begin: of codes a multiple of ``MOMENT_BLOCK``.
+        end: behind the last element.
+    """
+    if not isinstance(moment, EightBit):
+        return moment[begin:end]
+    first, last = begin // MOMENT_BLOCK, -(-end // MOMENT_BLOCK)
+    codes = moment.codes[first * MOMENT_BLOCK : last * MOMENT_BLOCK]
+    return EightBit(codes, moment.exponents[first:last])
+
+
+def read_moment(moment: Moment, n: int, *, is_second: bool) -> torch.Tensor:
+    """The n values of a moment as the next step reads them.
+
+    Returns:
+        fp32, 1-D: the moment itself where it is fp32; else a tensor of its own, on the host.
+    """
+    if not isinstance(moment, EightBit):
+        return moment if moment.dtype == torch.float32 else moment.cpu().float()
+    values = torch.empty(n, dtype=torch.float32)
+    codes, exponents = moment.codes.cpu(), moment.exponents.cpu()
+    for at in range(0, n, _PIECE):
+        end = min(at + _PIECE, n)
+        part = part_of(EightBit(codes, exponents), at, end)
+        assert isinstance(part, EightBit)
+        values[at:end] = _decoded(part, is_second)[: end - at]
+    return values
+
+
+def write_moment(moment: Moment, values: torch.Tensor, *, is_second: bool) -> None:
+    """Keeps values as a moment keeps them; rounded to the nearest where it has not that value.
+
+    Args:
+        moment: of the values' length; written.
+        values: fp32 or another floating dtype, 1-D, on any device.
+        is_second: they are not negative, and what is above zero must not become zero.
+    """
+    if not isinstance(moment, EightBit):
+        moment.copy_(values)
+        return
+    n = values.numel()
+    for at in range(0, n, _PIECE):
+        end = min(at + _PIECE, n)
+        found = _encoded(values[at:end].to("cpu", torch.float32), is_second)
+        part = part_of(moment, at, end)
+        assert isinstance(part, EightBit)
+        part.codes.copy_(found.codes)
+        part.exponents.copy_(found.exponents)
+
+
+def _decoded(moment: EightBit, is_second: bool) -> torch.Tensor:
+    # A block's bytes are 16 words of 4: byte b of word w is element 16 b + w.
+    codes = moment.codes.view(-1, 16, 4).transpose(1, 2).reshape(-1, MOMENT_BLOCK).int()
+    exponents = moment.exponents.int()[:, None]
+    if is_second:
+        root = _magnitudes(codes, exponents, _ROOT_CODE)
+        return (root * root).view(-1)
+    magnitude = _magnitudes(codes & 0x7F, exponents, _M_CODE)
+    return torch.where(codes >= 0x80, -magnitude, magnitude).view(-1)
+
+
+def _magnitudes(codes: torch.Tensor, exponents: torch.Tensor, code: _Code) -> torch.Tensor:
+    """fp32 magnitudes of codes, a row a block; in float64, where each operation is exact."""
+    y = ((codes << code.shift) + _OFFSET_BITS).view(torch.float32).double()
+    values = torch.ldexp(y - _OFFSET, exponents - 127).float()
+    values = torch.where(exponents == 0, 0.0, values)
+    return torch.where(exponents == _NOT_FINITE, torch.nan, values)
+
+
+def _encoded(values: torch.Tensor, is_second: bool) -> EightBit:
+    code = _ROOT_CODE if is_second else _M_CODE
+    num_blocks = -(-values.numel() // MOMENT_BLOCK)
+    padded = torch.zeros(num_blocks * MOMENT_BLOCK)
+    padded[: values.numel()] = values
+    padded = padded.view(num_blocks, MOMENT_BLOCK)
+    magnitude = padded.sqrt() if is_second else padded.abs()
+    bits = magnitude.view(torch.int32).amax(1, keepdim=True)
+    bits = torch.where(magnitude.isnan().any(1, keepdim=True), 2**31 - 2**23, bits)
+    least = (bits + (2**23 - 1 - code.most)) >> 23
+    codes, exponents, is_exact = _codes(padded, magnitude, least, code, is_second)
+    for step in (1, -1):
+        if bool(is_exact.all()):
+            break
+        # The exponent below: squares of tiny roots are rounded, and so may have grown.
+        others, other_exponents, other_is_exact = _codes(
+            padded, magnitude, least + step, code, is_second
+        )
+        takes_other = ~is_exact & other_is_exact
+        codes = torch.where(takes_other, others, codes)
+        exponents = torch.where(takes_other, other_exponents, exponents)
+        is_exact |= takes_other
+    if not is_second:
+        has_codes = (exponents > 0) & (exponents < _NOT_FINITE)
+        codes = codes | torch.where(has_codes & padded.signbit(), 0x80, 0)
+    interleaved = codes.to(torch.uint8).view(-1, 4, 16).transpose(1, 2).reshape(-1)
+    return EightBit(interleaved, exponents.to(torch.uint8).view(-1))
+
+
+def _codes(
+    values: torch.Tensor,
+    magnitude: torch.Tensor,
+    exponents: torch.Tensor,
+    code: _Code,
+    is_second: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The nearest codes with an exponent a row, the exponents as kept, and which rows are exact."""
+    exponents = torch.where(exponents >= 254, _NOT_FINITE, exponents.clamp(min=0))
+    has_codes = (exponents > 0) & (exponents < _NOT_FINITE)
+    scaled = torch.ldexp(torch.where(has_codes, magnitude, 0.0).double(), 127 - exponents)
+    y = (scaled + _OFFSET).float().view(torch.int32)
+    codes = (y + (1 << (code.shift - 1)) - _OFFSET_BITS) >> code.shift
+    codes = codes.clamp(max=2 ** (code.mantissa + 3) - 1)
+    if is_second:
+        codes = torch.where(magnitude > 0, codes.clamp(min=1), codes)
+    codes = torch.where(has_codes, codes, 0)
+
+    def wrong(codes: torch.Tensor) -> torch.Tensor:
+        read = _magnitudes(codes, exponents, code)
+        return (read * read != values) if is_second else (read != magnitude)
+
+    if is_second:
+        # Below fp32's normal numbers the root of v is not the one whose square v is: it is near.
+        tiny = has_codes & (values > 0) & (values < torch.finfo(torch.float32).tiny)
+        for step in (1, -1) if bool(tiny.any()) else ():
+            other = (codes + step).clamp(1, 255)
+            codes = torch.where(tiny & wrong(codes) & ~wrong(other), other, codes)
+    return codes, exponents, ~wrong(codes).any(1, keepdim=True)

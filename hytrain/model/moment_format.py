@@ -1,0 +1,114 @@
+"""How a run keeps its layers' moments ("hytrain.moments"), in one block of memory a layer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
+from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
+from hytrain.model.layout import LayerLayout
+
+FP32_BYTES = 4
+_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
+
+class StateArrays(NamedTuple):
+    """A shard's optimizer state: fp32 master weights and Adam's two moments."""
+
+    master: torch.Tensor
+    exp_avg: Moment
+    exp_avg_sq: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRun:
+    """A part of a shard that one update can be made for.
+
+    Attributes:
+        begin: in the layer's flat space; a multiple of 64.
+        end: behind its last element, padding included.
+        group: index of its parameter group.
+        rounding: what rounds its moments; None where they are fp32.
+    """
+
+    begin: int
+    end: int
+    group: int
+    rounding: Rounding | None
+
+
+@dataclass(frozen=True, slots=True)
+class MomentFormat:
+    """How moments are kept.
+
+    Attributes:
+        name: as in the configuration.
+        seed: of the random bits that round them, the same on all ranks.
+    """
+
+    name: MomentsName = FP32
+    seed: int = 0
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype that names it for the kernels: uint8 is 8-bit codes."""
+        return _KINDS[self.name]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether moments are rounded when they are stored."""
+        return self.name != FP32
+
+    def state_bytes(self, numel: int) -> int:
+        """Bytes of a shard's state."""
+        return state_bytes(self.name, numel)
+
+    def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
+        """The state of a shard in its memory.
+
+        Args:
+            master: uint8, 1-D, 4 bytes a parameter.
+            moments: uint8, 1-D, the rest of :meth:`state_bytes`. Where moments are codes the number
+                of parameters is a multiple of 64.
+        """
+        numel = master.numel() // FP32_BYTES
+        each = self.kind.itemsize * numel
+        blocks = numel // MOMENT_BLOCK if self.name == "8bit" else 0
+        m, v, m_exponents, v_exponents = moments.split([each, each, blocks, blocks])
+        weights = master.view(torch.float32)
+        if self.name == "8bit":
+            return StateArrays(weights, EightBit(m, m_exponents), EightBit(v, v_exponents))
+        return StateArrays(weights, m.view(self.kind), v.view(self.kind))
+
+    def update_runs(self, layout: LayerLayout, begin: int, end: int) -> list[UpdateRun]:
+        """The shard ``[begin, end)`` cut into runs: of a segment, or of one parameter.
+
+        Moments that are rounded need to know their parameter. Padding goes with the parameter
+        before it: its gradients, and with them its moments, are zero.
+        """
+        runs: list[UpdateRun] = []
+        for segment in layout.segments:
+            low, high = max(begin, segment.begin), min(end, segment.end)
+            if low >= high:
+                continue
+            if not self.is_rounded:
+                runs.append(UpdateRun(low, high, segment.group, None))
+                continue
+            slots = [x for x in layout.slots if segment.begin <= x.offset < segment.end]
+            ends = [*(slot.offset for slot in slots[1:]), segment.end]
+            for slot, stop in zip(slots, ends, strict=True):
+                first, last = max(low, slot.offset), min(high, stop)
+                if first < last:
+                    number = parameter_number(slot.name)
+                    rounding = Rounding(self.seed, number, first - slot.offset)
+                    runs.append(UpdateRun(first, last, segment.group, rounding))
+        return runs
+
+
+def parameter_number(name: str) -> int:
+    """A parameter's number for the random bits: the same in every layout, group and job."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,115 @@
+"""Checkpoints with moments in fewer bytes: the same kind goes on bit for bit, others say so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import device
+from support.resume import (
+    Run,
+    assert_same,
+    engine_of,
+    save_and_go_on,
+    snapshot,
+    train,
+)
+
+from hytrain.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_same_kind_goes_on_bit_for_bit(
+    moments: str, asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(moments=moments, asynchronous=asynchronous)
+    expected = save_and_go_on(run, tmp_path, (3, 6))
+    layouts: list[dict[str, Any]] = [{}, {"gpu_fraction": 1.0, "stage": 1, "chunk_elements": 4096}]
+    for changes in layouts:
+        with engine_of(run.another(**changes)) as engine:
+            train(engine, 20, 22)  # something to overwrite, and a gradient that is pending
+            with caplog.at_level(logging.WARNING, logger="hytrain"):
+                engine.load_checkpoint(tmp_path)
+            assert_same(snapshot(engine), expected["saved"])
+            if device().type == "cpu" or not changes:
+                assert train(engine, 3, 6) == expected["losses"]
+                assert_same(snapshot(engine), expected["end"])
+    assert "moments" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        ("fp32", "bf16", 'kept as "fp32"; "hytrain.moments" is "bf16" here'),
+        ("fp32", "8bit", "converted to the nearest"),
+        ("8bit", "fp32", "converted without loss"),
+        ("bf16", "8bit", 'kept as "bf16"; "hytrain.moments" is "8bit" here'),
+    ],
+)
+def test_another_kind_converts_and_says_so(
+    saved: str, loaded: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of(Run(moments=saved)) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path)
+        before = snapshot(engine)
+    with engine_of(Run(moments=loaded).another()) as engine:
+        with caplog.at_level(logging.WARNING, logger="hytrain"):
+            engine.load_checkpoint(tmp_path)
+        assert words in caplog.text
+        now = snapshot(engine)
+        for name, tensors in before.state.items():
+            assert torch.equal(now.state[name]["fp32"], tensors["fp32"])
+            for kind in ("exp_avg", "exp_avg_sq"):
+                value, found = tensors[kind], now.state[name][kind]
+                if loaded == "fp32":
+                    assert torch.equal(found, value)
+                else:
+                    assert float((found - value).abs().max()) <= 0.07 * float(value.abs().max())
+                    assert not torch.equal(found, value)
+        train(engine, 3, 5)
+
+
+def test_another_seed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_of(Run(moments="8bit", moments_seed=5)) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+    with (
+        engine_of(Run(moments="8bit").another()) as engine,
+        caplog.at_level(logging.WARNING, logger="hytrain"),
+    ):
+        engine.load_checkpoint(tmp_path)
+    assert '"hytrain.moments_seed" 5, here it is 0' in caplog.text
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_a_state_dict_is_loaded_into_the_same_kind_only(moments: str) -> None:
+    with engine_of(Run(moments=moments)) as engine:
+        train(engine, 0, 3)
+        saved = _copied(engine.optimizer.state_dict())
+        expected = snapshot(engine)
+        train(engine, 3, 5)
+        engine.optimizer.load_state_dict(saved)
+        found = snapshot(engine).state
+        for name, tensors in expected.state.items():
+            for kind, tensor in tensors.items():
+                assert torch.equal(found[name][kind], tensor), f"{kind} of {name}"
+    with (
+        engine_of(Run()) as engine,
+        pytest.raises(CheckpointError, match=f'kept as "{moments}", here "hytrain.moments" is'),
+    ):
+        engine.optimizer.load_state_dict(saved)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    layers = [
+        {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in layer.items()}
+        for layer in state["layers"]
+    ]
+    return {**state, "layers": layers}
