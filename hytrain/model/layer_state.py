@@ -84,8 +84,8 @@ class LayerState:
         Args:
             memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        master, moments = memory.tensor_split([FP32_BYTES * self.shard_size])
-        self._set_parts(master, moments)
+        master_bytes = FP32_BYTES * self.shard_size
+        self._set_parts(memory[:master_bytes], memory[master_bytes:])
         self.memory = memory
 
     def _set_parts(self, master: torch.Tensor, moments: torch.Tensor) -> None:

@@ -67,6 +67,10 @@ class MomentFormat:
         """Bytes of a shard's state."""
         return state_bytes(self.name, numel)
 
+    def split(self, memory: torch.Tensor, numel: int) -> StateArrays:
+        """The state of ``numel`` parameters in one block: uint8, 1-D, :meth:`state_bytes` long."""
+        return self.arrays(*memory.split([FP32_BYTES * numel, memory.numel() - FP32_BYTES * numel]))
+
     def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
         """The state of a shard in its memory.
 
