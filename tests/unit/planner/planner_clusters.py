@@ -133,8 +133,13 @@ def _best_step(problem: PlanProblem) -> float | None:
 
 
 def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
-    """Micro-batches; all at once is one, which may be of any size below the largest."""
+    """Micro-batches; all at once is one, which may be of any size below the largest.
+
+    So may all where ranks make as many.
+    """
     largest = problem.batch if gpu.sizes is None else gpu.sizes[-1]
+    if problem.rounds is not None:
+        return list(range(1, min(batch, largest) + 1))
     return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
 
 

@@ -1,0 +1,292 @@
+"""A bound on the best plan's step from one mixed-integer program in which the step is a variable.
+
+It shares the cost of a load with the planner (cost_model.load) and nothing of its search: no
+bisection, no merging of equal ranks, no listed or interpolated loads, no whole layers. A rank has
+
+    y  for each policy and micro-batch size, whether it takes it           (0 or 1)
+    b  samples with it, n micro-batches
+    v  seconds, memory: above the lines through loads of 1, 2, 4, 8, ... full micro-batches, which
+       no load is below, since they are convex and a part of a micro-batch takes its part or more
+    g, c  parameters that are updated on its GPU, and by the CPU
+
+and the limits are those of cost_model.py, word for word. Layers need not be whole, so the program
+allows a little more than a plan may do: its least step is no longer than the best plan's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cost_model import Collectives, Load, load
+from hytrain.tools.planner.problem import PlanProblem
+
+
+def oracle_bound(problem: PlanProblem, longest: float, seconds: float) -> float:
+    """No step is shorter; at most ``longest``, which is known to be possible.
+
+    Args:
+        problem: without weights in host memory.
+        longest: seconds of a step.
+        seconds: that each program may take; what it has proven then counts.
+    """
+    assert not problem.offload_param
+    bounds = [longest]
+    for part, in_rounds in _parts(problem):
+        for even in (True, False):
+            bounds.append(_Oracle(part, longest, even=even, in_rounds=in_rounds).solve(seconds))
+    return min(bounds)
+
+
+def _parts(problem: PlanProblem) -> list[tuple[PlanProblem, bool]]:
+    """Stage 3: all ranks layer by layer, or all in as many rounds with one policy."""
+    if not problem.needs_rounds:
+        return [(problem, False)]
+    together = tuple(policy for policy in problem.activations if policy in LAYER_MAJOR)
+    parts = [(replace(problem, activations=together), False)] if together else []
+    alone = [policy for policy in problem.activations if policy not in LAYER_MAJOR]
+    return parts + [(replace(problem, activations=(policy,)), True) for policy in alone]
+
+
+_NAMES = ("compute", "edge", "room", "end_room")
+_Line = dict[str, tuple[float, float]]
+"""By name: with no samples, and for each sample."""
+_Item = tuple[int, int, int, list[_Line]]
+"""A micro-batch's size, the fewest and the most samples, the lines of the loads."""
+
+
+@dataclass
+class _Row:
+    values: dict[int, float]
+    lower: float
+    upper: float
+
+
+class _Oracle:
+    def __init__(
+        self, problem: PlanProblem, longest: float, *, even: bool, in_rounds: bool
+    ) -> None:
+        self._problem = problem
+        self._longest = longest
+        self._in_rounds = in_rounds
+        self._collectives = Collectives.of(problem, even=even)
+        self._rows: list[_Row] = []
+        self._whole: list[int] = []
+        self._upper: list[float] = []
+        self._step = self._column(longest * (1.0 + 1e-4))
+        self._rounds = self._column(float(problem.batch), whole=True) if in_rounds else -1
+        self._menus: dict[int, list[_Item]] = {}
+        whole = float(problem.model.parameters)
+        samples: dict[int, float] = {}
+        state: dict[int, float] = {}
+        before: tuple[object, dict[int, float]] | None = None
+        for host in problem.cluster.hosts:
+            memory: dict[int, float] = {}
+            traffic = {self._step: -host.bandwidth / 1e9}
+            for gpu in host.gpus:
+                own, drawn, on_gpu, on_cpu = self._rank(host.rank_update_rate, gpu)
+                samples |= own
+                state |= {on_gpu: 1.0, on_cpu: 1.0}
+                if even:
+                    each = 1.0 / problem.cluster.num_ranks
+                    self._row({on_gpu: 1.0, on_cpu: 1.0}, each, each)
+                memory |= {column: value / 1e9 for column, value in drawn.items()}
+                memory[on_cpu] = problem.host_state_bytes * whole / 1e9
+                traffic |= {column: 2.0 * value / 1e9 for column, value in drawn.items()}
+                traffic[on_cpu] = problem.update_bytes * whole / 1e9
+                key = host, id(gpu)
+                if before is not None and before[0] == key:  # equal ranks: the first has more
+                    self._row({**before[1], **{c: -v for c, v in own.items()}}, 0.0, math.inf)
+                before = key, own
+            before = None
+            self._row(memory, -math.inf, host.memory_bytes / 1e9)
+            self._row(traffic, -math.inf, 0.0)
+        self._row(samples, float(problem.batch), float(problem.batch))
+        self._row(state, 1.0, 1.0)
+
+    def _column(self, upper: float = math.inf, *, whole: bool = False) -> int:
+        self._whole.append(int(whole))
+        self._upper.append(upper)
+        return len(self._upper) - 1
+
+    def _row(self, values: dict[int, float], lower: float, upper: float) -> None:
+        self._rows.append(_Row(values, lower, upper))
+
+    def _rank(
+        self, update_rate: float, gpu: GpuProfile
+    ) -> tuple[dict[int, float], dict[int, float], int, int]:
+        """Its samples, its offloaded bytes, and its state on either side, of the model."""
+        problem = self._problem
+        on_gpu, on_cpu = self._column(1.0), self._column(1.0)
+        sums: dict[str, dict[int, float]] = {name: {} for name in _NAMES}
+        chosen: dict[int, float] = {}
+        samples: dict[int, float] = {}
+        offloaded: dict[int, float] = {}
+        if problem.allow_idle:
+            idle = load(problem, gpu, self._collectives, 0, 0, problem.activations[0])
+            if idle.room >= 0.0:
+                column = self._column(1.0, whole=True)
+                chosen[column] = 1.0
+                for name in _NAMES:
+                    sums[name][column] = getattr(idle, name)
+        if id(gpu) not in self._menus:
+            self._menus[id(gpu)] = self._menu(gpu)
+        for size, least, most, lines in self._menus[id(gpu)]:
+            taken, own = self._column(1.0, whole=True), self._column()
+            chosen[taken] = samples[own] = 1.0
+            self._row({own: 1.0, taken: -float(most)}, -math.inf, 0.0)
+            self._row({own: 1.0, taken: -float(least)}, 0.0, math.inf)
+            each = lines[0]["offloaded"][1]
+            if each:
+                offloaded[own] = each
+            for name in _NAMES:
+                sign = -1.0 if "room" in name else 1.0
+                value = self._column()
+                unit = 1e9 if "room" in name else 1.0
+                sums[name][value] = sign * unit
+                if sign < 0.0:  # taken of the GPU; what it has is there whatever it takes
+                    sums[name][taken] = float(gpu.memory_bytes)
+                for line in lines:
+                    at, slope = line[name]
+                    extra = gpu.memory_bytes if sign < 0.0 else 0.0
+                    self._row(
+                        {value: unit, taken: -(sign * at + extra), own: -sign * slope}, 0.0, math.inf
+                    )
+            if self._in_rounds:
+                self._same_rounds(size, taken, own, -(-most // size))
+        self._row(chosen, 1.0, 1.0)
+        self._limits(gpu, update_rate, sums, offloaded, on_gpu, on_cpu)
+        return samples, offloaded, on_gpu, on_cpu
+
+    def _same_rounds(self, size: int, taken: int, own: int, most: int) -> None:
+        """(R - 1) m < b <= R m where it is taken."""
+        batch = float(self._problem.batch)
+        self._row({own: 1.0, self._rounds: -float(size)}, -math.inf, 0.0)
+        values = {self._rounds: float(size), own: -1.0, taken: batch * size}
+        self._row(values, -math.inf, batch * size + size - 1.0)
+        self._row({self._rounds: 1.0, taken: batch - most}, -math.inf, batch)
+
+    def _limits(
+        self,
+        gpu: GpuProfile,
+        update_rate: float,
+        sums: dict[str, dict[int, float]],
+        offloaded: dict[int, float],
+        on_gpu: int,
+        on_cpu: int,
+    ) -> None:
+        problem = self._problem
+        whole = float(problem.model.parameters)
+        itemsize = float(problem.model.itemsize)
+        step = {self._step: -1.0}
+        self._row({**sums["compute"], **step, on_gpu: whole / gpu.update_rate}, -math.inf, 0.0)
+        each = whole * max(1.0 / update_rate, itemsize / gpu.copy_rate)
+        self._row({**sums["edge"], **step, on_cpu: each}, -math.inf, 0.0)
+        copies = {column: value / gpu.copy_rate for column, value in offloaded.items()}
+        self._row({**copies, **step, on_cpu: itemsize * whole / gpu.copy_rate}, -math.inf, 0.0)
+        sharded = problem.sharded_bytes
+        for name, waiting in (("room", 0), ("end_room", problem.waiting_bytes)):
+            values = {column: value / 1e9 for column, value in sums[name].items()}
+            values[on_gpu] = -(problem.gpu_state_bytes + sharded + waiting) * whole / 1e9
+            values[on_cpu] = -sharded * whole / 1e9
+            self._row(values, 0.0, math.inf)
+
+    def _menu(self, gpu: GpuProfile) -> list[_Item]:
+        batch = self._problem.batch
+        largest = min(gpu.sizes[-1] if gpu.sizes else batch, gpu.most_samples or batch, batch)
+        found: list[_Item] = []
+        for policy in self._problem.activations:
+            for size in range(1, largest + 1):
+                is_measured = self._in_rounds or gpu.sizes is None or size in gpu.sizes
+                found += self._items(gpu, size, policy, several=is_measured)
+        return found
+
+    def _items(
+        self, gpu: GpuProfile, size: int, policy: Activations, *, several: bool
+    ) -> Iterator[_Item]:
+        """A single micro-batch, and several, with lines through 2, 3, 4, 5, 8, 9, 16, ... full."""
+
+        def made(samples: int) -> Load:
+            return load(self._problem, gpu, self._collectives, samples, size, policy)
+
+        def fits(work: Load) -> bool:
+            return work.room >= 0.0 and work.compute <= self._longest
+
+        work = made(size)
+        if fits(work):
+            line = {name: (getattr(work, name), 0.0) for name in _NAMES}
+            line["offloaded"] = (0.0, work.offloaded / size)
+            yield size, size, size, [line]
+        low, high = size, self._problem.batch + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(made(middle)) else (low, middle)
+        if low > size and several:
+            numbers = {2, 3, low // size, low // size + 1}
+            for power in range(1, int(math.log2(low / size)) + 1):
+                numbers |= {2**power, 2**power + 1}
+            works = [made(number * size) for number in sorted(numbers) if number > 1]
+            # With few samples in the second one, there is more room than the lines say.
+            nearby = [made(samples) for samples in range(size + 1, min(low, 3 * size) + 1)]
+            yield size, size + 1, low, [_lowered(line, nearby) for line in _lines(works)]
+
+    def solve(self, seconds: float) -> float:
+        """Its least step, or what is proven of it."""
+        rows = np.repeat(np.arange(len(self._rows)), [len(row.values) for row in self._rows])
+        columns = [column for row in self._rows for column in row.values]
+        values = [value for row in self._rows for value in row.values.values()]
+        matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self._upper)))
+        objective = np.zeros(len(self._upper))
+        objective[self._step] = 1.0
+        found = milp(
+            objective,
+            integrality=np.array(self._whole),
+            bounds=(0.0, np.array(self._upper)),
+            constraints=LinearConstraint(
+                matrix, [row.lower for row in self._rows], [row.upper for row in self._rows]
+            ),
+            options={"time_limit": seconds, "mip_rel_gap": 2e-3},
+        )
+        if found.status == 2:
+            return math.inf
+        return 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound)
+
+
+def _lines(works: Sequence[Load]) -> list[_Line]:
+    """Lines through neighbours; none of them is above a load."""
+    lines: list[_Line] = []
+    for one, other in itertools.pairwise(works):
+        width = other.batch - one.batch
+        line: _Line = {}
+        for name in (*_NAMES, "offloaded"):
+            slope = (getattr(other, name) - getattr(one, name)) / width
+            line[name] = (getattr(one, name) - slope * one.batch, slope)
+        if not any(_is_close(line, known) for known in lines):
+            lines.append(line)
+    return lines
+
+
+def _lowered(line: _Line, works: Sequence[Load]) -> _Line:
+    """The line so much lower (of room: higher) that none of the loads is beyond it."""
+    moved = dict(line)
+    for name in _NAMES:
+        at, slope = line[name]
+        beyond = [getattr(work, name) - at - slope * work.batch for work in works]
+        moved[name] = at + (max([0.0, *beyond]) if "room" in name else min([0.0, *beyond])), slope
+    return moved
+
+
+def _is_close(one: _Line, other: _Line) -> bool:
+    return all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+        for name in one
+        for a, b in zip(one[name], other[name], strict=True)
+    )
