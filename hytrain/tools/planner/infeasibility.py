@@ -15,15 +15,15 @@ from hytrain.tools.uneven.solver import Infeasible
 _GIB = 1024**3
 
 
-def missing(problem: PlanProblem, program: StepProgram, *, is_bounded: bool) -> Infeasible:
+def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     """What no step, however long, would mend.
 
     Args:
         problem: for which no plan was found.
-        program: of it, with the loads of its ranks.
         is_bounded: whether some step may be possible by the outer reading.
     """
     cluster = problem.cluster
+    program = StepProgram(problem, even=False)
     extremes = [kind.extremes for kind in program.catalogues]
     for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
         if not works:

@@ -33,7 +33,7 @@ class MixedIntegerProgram:
         self._upper.append(upper)
         return len(self._lower) - 1
 
-    def columns(self, number: int, *, whole: bool, gain: float = 0.0) -> Ints:
+    def columns(self, number: int, *, whole: bool, gain: Floats | float = 0.0) -> Ints:
         """New columns' numbers.
 
         Args:
@@ -44,7 +44,7 @@ class MixedIntegerProgram:
         new = np.arange(self.num_columns, self.num_columns + number)
         self.num_columns += number
         self._whole.append(np.full(number, float(whole)))
-        self._gain.append(np.full(number, gain))
+        self._gain.append(np.broadcast_to(np.asarray(gain, dtype=np.float64), number))
         return new
 
     def entries(self, rows: Ints | int, columns: Ints, values: Floats | float) -> None:

@@ -41,9 +41,7 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         problem: what is to be dealt to whom.
     """
     if problem.needs_rounds:
-        return best_manner(
-            problem, _of_any_manner, lambda one: best_rounds(one, _of_any_manner)
-        )
+        return best_manner(problem, _of_any_manner, lambda one: best_rounds(one, _of_any_manner))
     return _of_any_manner(problem)
 
 
@@ -72,7 +70,7 @@ def _of_any_manner(problem: PlanProblem, longest: float = math.inf) -> Plan | In
         found = rebalance_samples(problem, shortest)
         plans.append(to_plan(problem, found, found.step))
     if not plans:
-        return missing(problem, search.programs[-1], is_bounded=math.isfinite(search.bound))
+        return missing(problem, is_bounded=math.isfinite(search.bound))
     best = min(plans, key=lambda plan: plan.step_seconds)
     # One of many numbers of rounds is one of many plans already.
     if problem.rounds is None and best.predicted_seconds > _CLOSE * search.bound:

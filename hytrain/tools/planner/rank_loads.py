@@ -197,7 +197,9 @@ class RankLoads:
             self._idle = [idle] if idle.room >= 0.0 else []
         self._families: list[_Family] = []
         for policy in problem.activations:
-            for below, size in itertools.pairwise((0, *sizes_to_choose(problem, gpu, problem.batch))):
+            for below, size in itertools.pairwise(
+                (0, *sizes_to_choose(problem, gpu, problem.batch))
+            ):
                 samples = range(below + 1, problem.batch + 1)
                 if rounds is not None:
                     fewest = max(below, (rounds[0] - 1) * size) + 1

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from hytrain.formats.policies import MANNERS, Accumulation, Activations
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import OtherManner, Plan
+from hytrain.tools.planner.result import TOLERANCE, OtherManner, Plan
 from hytrain.tools.planner.search import lower_bound
 from hytrain.tools.planner.step_program import StepProgram
 from hytrain.tools.uneven.solver import Infeasible
@@ -40,9 +40,7 @@ _NARROW = 1.1
 _WORSE = 3
 
 
-def best_manner(
-    problem: PlanProblem, solve: Solver, solve_rounds: Solver
-) -> Plan | Infeasible:
+def best_manner(problem: PlanProblem, solve: Solver, solve_rounds: Solver) -> Plan | Infeasible:
     """The best solution of stage 3, where all ranks use each layer as often, in the same order.
 
     Args:
@@ -96,8 +94,14 @@ def best_rounds(problem: PlanProblem, solve: BoundedSolver) -> Plan | Infeasible
     search.run()
     if not search.plans:
         return some_rounds(problem, lambda one: solve(one, math.inf))
-    best = min(search.plans, key=lambda plan: plan.predicted_seconds)
+    least = min(plan.predicted_seconds for plan in search.plans)
+    able = (plan for plan in search.plans if plan.predicted_seconds <= least * (1.0 + TOLERANCE))
+    best = min(able, key=_rounds_of)
     return replace(best, lower_bound=search.bound)
+
+
+def _rounds_of(plan: Plan) -> int:
+    return max(-(-rank.batch_size // max(1, rank.microbatch_size)) for rank in plan.ranks)
 
 
 class _Rounds:
@@ -113,6 +117,7 @@ class _Rounds:
         self._solve = solve
         self._shortest = math.inf
         self._looks = _MOST_LOOKS
+        self._gain = _GAIN
         self._bounds: list[float] = []
         self.plans: list[Plan] = []
         self.bound = math.inf
@@ -129,7 +134,13 @@ class _Rounds:
             for policy, numbers in again:
                 left += [(policy, part) for part in self._search(policy, numbers, most)]
         self._bounds += [self._bound_of(policy, numbers) for policy, numbers in left]
-        self.bound = min(self._shortest * (1.0 - _GAIN), *self._bounds)
+        self.bound = min([self._shortest * (1.0 - _GAIN), *self._bounds])
+        # Of equally fast ones the fewest.
+        self._gain = -TOLERANCE
+        for plan in sorted(self.plans, key=lambda plan: plan.predicted_seconds)[:1]:
+            fewer = range(1, _rounds_of(plan))
+            for policy in policies if fewer else ():
+                self._search(policy, fewer, 1)
 
     def _search(self, policy: Activations, numbers: range, most: int) -> list[range]:
         """Plans up to so many numbers of rounds; gives back the ranges that are left."""
@@ -149,7 +160,8 @@ class _Rounds:
                 middle = math.isqrt(numbers[0] * numbers[-1])
                 halves = [range(numbers[0], middle + 1), range(middle + 1, numbers[-1] + 1)]
                 # The last one is next.
-                ranges += halves if suggested > middle else reversed(halves)
+                is_later = suggested > middle and self._gain > 0.0
+                ranges += halves if is_later else reversed(halves)
             else:
                 around = range(numbers[0], suggested), range(suggested + 1, numbers[-1] + 1)
                 ranges += [part for part in around if part]
@@ -158,7 +170,7 @@ class _Rounds:
 
     def _plan(self, policy: Activations, rounds: int) -> None:
         one = replace(self._problem, activations=(policy,), rounds=rounds)
-        found = self._solve(one, self._shortest)
+        found = self._solve(one, self._shortest * (1.0 + TOLERANCE))
         if isinstance(found, Plan):
             self.plans.append(found)
             self._shortest = min(self._shortest, found.step_seconds)
@@ -170,13 +182,15 @@ class _Rounds:
         # What a rank without samples takes is that of the fewest.
         own = replace(self._problem, activations=(policy,), rounds=numbers[0])
         for even in (True, False)[: self._problem.cluster.num_ranks]:
-            yield StepProgram(own, even=even, worst=self._shortest, rounds=numbers)
+            yield StepProgram(
+                own, even=even, worst=self._shortest * (1.0 + TOLERANCE), rounds=numbers
+            )
 
     def _suggested(self, policy: Activations, numbers: range) -> int | None:
         """A number of rounds that may be fast enough; None where none of them is."""
         self._looks -= 1
         for program in self._programs(policy, numbers):
-            longest = min(self._shortest * (1.0 - _GAIN), program.longest())
+            longest = min(self._shortest * (1.0 - self._gain), program.longest())
             choices = program.choose(longest)
             if choices is None:
                 continue

@@ -32,7 +32,13 @@ import numpy as np
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, Columns, Load, HostBudget, host_budgets, largest_shards
+from hytrain.tools.planner.cost_model import (
+    Collectives,
+    Columns,
+    HostBudget,
+    host_budgets,
+    largest_shards,
+)
 from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.mixed_integer import MixedIntegerProgram
 from hytrain.tools.planner.problem import PlanProblem
@@ -225,7 +231,10 @@ class StepProgram:
     def _program(
         self, step: float, corners: Sequence[_Corners], least_held: float = 1.0
     ) -> tuple[MixedIntegerProgram, list[list[tuple[Ints, Ints]]]]:
-        """The program; for each host, and each of its kinds, the columns w and y."""
+        """The program; for each host, and each of its kinds, the columns w and y.
+
+        Where no state need be held, as much as can be is.
+        """
         program = MixedIntegerProgram()
         batch = program.row(1.0, 1.0 + 0.5 / self.problem.batch)
         rounds = self._rounds_rows(program)
@@ -237,7 +246,8 @@ class StepProgram:
             own: list[tuple[Ints, Ints]] = []
             for kind in dict.fromkeys(kinds):
                 part = corners[kind]
-                taken = program.columns(len(part.samples), whole=False)
+                gain = part.shard if least_held == 0.0 else 0.0
+                taken = program.columns(len(part.samples), whole=False, gain=gain)
                 numbers = program.columns(len(part.chains), whole=True)
                 ranks = float(kinds.count(kind))
                 program.entries(program.row(ranks, ranks), numbers, 1.0)

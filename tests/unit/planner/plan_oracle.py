@@ -1,16 +1,17 @@
-"""A bound on the best plan's step from one mixed-integer program in which the step is a variable.
+"""Whether a plan may be as fast as some step: one mixed-integer program in which steps are bounded.
 
-It shares the cost of a load with the planner (cost_model.load) and nothing of its search: no
-bisection, no merging of equal ranks, no listed or interpolated loads, no whole layers. A rank has
+It shares the cost of a load with the planner (cost_model.load) and nothing of its search: equal
+ranks are not merged, loads are neither listed nor interpolated, layers need not be whole. A rank
+has
 
-    y  for each policy and micro-batch size, whether it takes it           (0 or 1)
-    b  samples with it, n micro-batches
-    v  seconds, memory: above the lines through loads of 1, 2, 4, 8, ... full micro-batches, which
-       no load is below, since they are convex and a part of a micro-batch takes its part or more
+    y     for each policy and micro-batch size, whether it takes it           (0 or 1)
+    b, n  samples with it, micro-batches                                      (whole numbers: n)
+    v     seconds, memory: above the lines through loads of 2, 3, 4, 5, 8, 9, 16, ... full
+          micro-batches, which no load is below, since they are convex
     g, c  parameters that are updated on its GPU, and by the CPU
 
-and the limits are those of cost_model.py, word for word. Layers need not be whole, so the program
-allows a little more than a plan may do: its least step is no longer than the best plan's.
+and the limits are those of cost_model.py, word for word. So the program allows a little more than a
+plan may do: what it denies is impossible.
 """
 
 from __future__ import annotations
@@ -30,35 +31,51 @@ from hytrain.tools.planner.cost_model import Collectives, Load, load
 from hytrain.tools.planner.problem import PlanProblem
 
 
-def oracle_bound(problem: PlanProblem, longest: float, seconds: float) -> float:
-    """No step is shorter; at most ``longest``, which is known to be possible.
+def may_be_as_fast(problem: PlanProblem, step: float) -> bool:
+    """Whether there may be a plan with a step of so many seconds; False is certain.
 
     Args:
         problem: without weights in host memory.
-        longest: seconds of a step.
-        seconds: that each program may take; what it has proven then counts.
+        step: seconds.
     """
     assert not problem.offload_param
-    bounds = [longest]
-    for part, in_rounds in _parts(problem):
-        for even in (True, False):
-            bounds.append(_Oracle(part, longest, even=even, in_rounds=in_rounds).solve(seconds))
-    return min(bounds)
+    return any(
+        _Oracle(part, step, even=even, rounds=None).allows()
+        if rounds is None
+        else _may_be_in_rounds(part, step, rounds, even=even)
+        for part, rounds in _parts(problem)
+        for even in (True, False)
+    )
 
 
-def _parts(problem: PlanProblem) -> list[tuple[PlanProblem, bool]]:
+def _parts(problem: PlanProblem) -> list[tuple[PlanProblem, range | None]]:
     """Stage 3: all ranks layer by layer, or all in as many rounds with one policy."""
     if not problem.needs_rounds:
-        return [(problem, False)]
+        return [(problem, None)]
     together = tuple(policy for policy in problem.activations if policy in LAYER_MAJOR)
-    parts = [(replace(problem, activations=together), False)] if together else []
+    parts: list[tuple[PlanProblem, range | None]] = []
+    if together:
+        parts.append((replace(problem, activations=together), None))
     alone = [policy for policy in problem.activations if policy not in LAYER_MAJOR]
-    return parts + [(replace(problem, activations=(policy,)), True) for policy in alone]
+    all_ = range(1, problem.batch + 1)
+    return parts + [(replace(problem, activations=(policy,)), all_) for policy in alone]
 
 
+def _may_be_in_rounds(problem: PlanProblem, step: float, rounds: range, *, even: bool) -> bool:
+    """Ranges of numbers of rounds are halved until each is denied, or one number is not."""
+    if not _Oracle(problem, step, even=even, rounds=rounds).allows():
+        return False
+    if len(rounds) == 1:
+        return True
+    middle = math.isqrt(rounds[0] * rounds[-1])
+    halves = range(rounds[0], middle + 1), range(middle + 1, rounds[-1] + 1)
+    return any(_may_be_in_rounds(problem, step, half, even=even) for half in halves)
+
+
+_MOST_NODES = 20_000
 _NAMES = ("compute", "edge", "room", "end_room")
-_Line = dict[str, tuple[float, float]]
-"""By name: with no samples, and for each sample."""
+_Line = dict[str, tuple[float, float, float]]
+"""By name: with no samples, for each micro-batch, and for each sample."""
 _Item = tuple[int, int, int, list[_Line]]
 """A micro-batch's size, the fewest and the most samples, the lines of the loads."""
 
@@ -72,17 +89,18 @@ class _Row:
 
 class _Oracle:
     def __init__(
-        self, problem: PlanProblem, longest: float, *, even: bool, in_rounds: bool
+        self, problem: PlanProblem, longest: float, *, even: bool, rounds: range | None
     ) -> None:
         self._problem = problem
         self._longest = longest
-        self._in_rounds = in_rounds
+        self._rounds = rounds
         self._collectives = Collectives.of(problem, even=even)
         self._rows: list[_Row] = []
         self._whole: list[int] = []
         self._upper: list[float] = []
-        self._step = self._column(longest * (1.0 + 1e-4))
-        self._rounds = self._column(float(problem.batch), whole=True) if in_rounds else -1
+        self._step = self._column(longest)
+        self._sizes: dict[int, float] = {}
+        self._fewest: dict[int, float] = {}
         self._menus: dict[int, list[_Item]] = {}
         whole = float(problem.model.parameters)
         samples: dict[int, float] = {}
@@ -110,6 +128,9 @@ class _Oracle:
             self._row(memory, -math.inf, host.memory_bytes / 1e9)
             self._row(traffic, -math.inf, 0.0)
         self._row(samples, float(problem.batch), float(problem.batch))
+        if rounds is not None:  # (R - 1) m + 1 to R m samples of each rank
+            self._row(self._sizes, -(-problem.batch // rounds[-1]), math.inf)
+            self._row(self._fewest, -math.inf, float(problem.batch))
         self._row(state, 1.0, 1.0)
 
     def _column(self, upper: float = math.inf, *, whole: bool = False) -> int:
@@ -141,10 +162,12 @@ class _Oracle:
             self._menus[id(gpu)] = self._menu(gpu)
         for size, least, most, lines in self._menus[id(gpu)]:
             taken, own = self._column(1.0, whole=True), self._column()
+            number = self._column(whole=True)
+            self._row({number: float(size), own: -1.0}, 0.0, math.inf)
             chosen[taken] = samples[own] = 1.0
             self._row({own: 1.0, taken: -float(most)}, -math.inf, 0.0)
             self._row({own: 1.0, taken: -float(least)}, 0.0, math.inf)
-            each = lines[0]["offloaded"][1]
+            each = lines[0]["offloaded"][2]
             if each:
                 offloaded[own] = each
             for name in _NAMES:
@@ -155,24 +178,16 @@ class _Oracle:
                 if sign < 0.0:  # taken of the GPU; what it has is there whatever it takes
                     sums[name][taken] = float(gpu.memory_bytes)
                 for line in lines:
-                    at, slope = line[name]
+                    at, each, slope = line[name]
                     extra = gpu.memory_bytes if sign < 0.0 else 0.0
-                    self._row(
-                        {value: unit, taken: -(sign * at + extra), own: -sign * slope}, 0.0, math.inf
-                    )
-            if self._in_rounds:
-                self._same_rounds(size, taken, own, -(-most // size))
+                    values = {value: unit, taken: -(sign * at + extra), own: -sign * slope}
+                    self._row({**values, number: -sign * each}, 0.0, math.inf)
+            if self._rounds is not None:
+                self._sizes[taken] = float(size)
+                self._fewest[taken] = (self._rounds[0] - 1.0) * size + 1.0
         self._row(chosen, 1.0, 1.0)
         self._limits(gpu, update_rate, sums, offloaded, on_gpu, on_cpu)
         return samples, offloaded, on_gpu, on_cpu
-
-    def _same_rounds(self, size: int, taken: int, own: int, most: int) -> None:
-        """(R - 1) m < b <= R m where it is taken."""
-        batch = float(self._problem.batch)
-        self._row({own: 1.0, self._rounds: -float(size)}, -math.inf, 0.0)
-        values = {self._rounds: float(size), own: -1.0, taken: batch * size}
-        self._row(values, -math.inf, batch * size + size - 1.0)
-        self._row({self._rounds: 1.0, taken: batch - most}, -math.inf, batch)
 
     def _limits(
         self,
@@ -205,7 +220,7 @@ class _Oracle:
         found: list[_Item] = []
         for policy in self._problem.activations:
             for size in range(1, largest + 1):
-                is_measured = self._in_rounds or gpu.sizes is None or size in gpu.sizes
+                is_measured = self._rounds is not None or gpu.sizes is None or size in gpu.sizes
                 found += self._items(gpu, size, policy, several=is_measured)
         return found
 
@@ -220,67 +235,83 @@ class _Oracle:
         def fits(work: Load) -> bool:
             return work.room >= 0.0 and work.compute <= self._longest
 
+        batch, rounds = self._problem.batch, self._rounds or range(1, self._problem.batch + 1)
         work = made(size)
-        if fits(work):
-            line = {name: (getattr(work, name), 0.0) for name in _NAMES}
-            line["offloaded"] = (0.0, work.offloaded / size)
+        if fits(work) and rounds[0] == 1:
+            line = {name: (getattr(work, name), 0.0, 0.0) for name in _NAMES}
+            line["offloaded"] = (0.0, 0.0, work.offloaded / size)
             yield size, size, size, [line]
-        low, high = size, self._problem.batch + 1
+        low, high = size, min(batch, size * rounds[-1]) + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(made(middle)) else (low, middle)
-        if low > size and several:
+        least = size * max(1, rounds[0] - 1) + 1
+        if low >= least and several:
             numbers = {2, 3, low // size, low // size + 1}
             for power in range(1, int(math.log2(low / size)) + 1):
                 numbers |= {2**power, 2**power + 1}
             works = [made(number * size) for number in sorted(numbers) if number > 1]
             # With few samples in the second one, there is more room than the lines say.
             nearby = [made(samples) for samples in range(size + 1, min(low, 3 * size) + 1)]
-            yield size, size + 1, low, [_lowered(line, nearby) for line in _lines(works)]
+            yield size, least, low, _lines(size, works, nearby)
 
-    def solve(self, seconds: float) -> float:
-        """Its least step, or what is proven of it."""
+    def allows(self) -> bool:
+        """Whether it has a solution."""
         rows = np.repeat(np.arange(len(self._rows)), [len(row.values) for row in self._rows])
         columns = [column for row in self._rows for column in row.values]
         values = [value for row in self._rows for value in row.values.values()]
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self._upper)))
-        objective = np.zeros(len(self._upper))
-        objective[self._step] = 1.0
         found = milp(
-            objective,
+            np.zeros(len(self._upper)),
             integrality=np.array(self._whole),
             bounds=(0.0, np.array(self._upper)),
             constraints=LinearConstraint(
                 matrix, [row.lower for row in self._rows], [row.upper for row in self._rows]
             ),
-            options={"time_limit": seconds, "mip_rel_gap": 2e-3},
+            options={"node_limit": _MOST_NODES},
         )
-        if found.status == 2:
-            return math.inf
-        return 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound)
+        return found.status != 2
 
 
-def _lines(works: Sequence[Load]) -> list[_Line]:
-    """Lines through neighbours; none of them is above a load."""
+def _lines(size: int, works: Sequence[Load], nearby: Sequence[Load]) -> list[_Line]:
+    """Lines through neighbours of full micro-batches; none of the nearby loads is below one.
+
+    Args:
+        size: of a micro-batch.
+        works: of full micro-batches.
+        nearby: of 1 + 1/size, ..., 3 micro-batches. What a sample more or less of the last one
+            takes is theirs.
+    """
     lines: list[_Line] = []
     for one, other in itertools.pairwise(works):
-        width = other.batch - one.batch
+        number = one.batch // size
+        width = other.batch // size - number
         line: _Line = {}
         for name in (*_NAMES, "offloaded"):
-            slope = (getattr(other, name) - getattr(one, name)) / width
-            line[name] = (getattr(one, name) - slope * one.batch, slope)
-        if not any(_is_close(line, known) for known in lines):
-            lines.append(line)
+            first, last = (
+                getattr(nearby[place], name) for place in (0, min(size, len(nearby)) - 1)
+            )
+            slope = (last - first) / max(1, min(size, len(nearby)) - 1)
+            each = (getattr(other, name) - getattr(one, name)) / width - slope * size
+            line[name] = getattr(one, name) - each * number - slope * one.batch, each, slope
+        line["offloaded"] = (0.0, 0.0, works[0].offloaded / works[0].batch)
+        lowered = _lowered(size, line, nearby)
+        if not any(_is_close(lowered, known) for known in lines):
+            lines.append(lowered)
     return lines
 
 
-def _lowered(line: _Line, works: Sequence[Load]) -> _Line:
+def _lowered(size: int, line: _Line, works: Sequence[Load]) -> _Line:
     """The line so much lower (of room: higher) that none of the loads is beyond it."""
     moved = dict(line)
     for name in _NAMES:
-        at, slope = line[name]
-        beyond = [getattr(work, name) - at - slope * work.batch for work in works]
-        moved[name] = at + (max([0.0, *beyond]) if "room" in name else min([0.0, *beyond])), slope
+        at, each, slope = line[name]
+        beyond = [
+            getattr(work, name) - at - each * -(-work.batch // size) - slope * work.batch
+            for work in works
+        ]
+        more = max([0.0, *beyond]) if "room" in name else min([0.0, *beyond])
+        moved[name] = at + more, each, slope
     return moved
 
 

@@ -29,9 +29,7 @@ def large_problem(seed: int) -> PlanProblem:
     types = [_gpu(draw, number, model) for number in range(draw.randint(1, 4))]
     ranks = [draw.choice(types) for _ in range(num_ranks)]
     cuts = sorted(draw.sample(range(1, num_ranks), num_hosts - 1))
-    groups = [
-        ranks[begin:end] for begin, end in zip([0, *cuts], [*cuts, num_ranks], strict=True)
-    ]
+    groups = [ranks[begin:end] for begin, end in zip([0, *cuts], [*cuts, num_ranks], strict=True)]
     kind = _host(draw, types)
     hosts = tuple(
         _named(number, group, kind if draw.random() < 0.5 else _host(draw, types))
@@ -109,5 +107,51 @@ def _host(draw: random.Random, gpus: list[GpuProfile]) -> Host:
 
 def _named(number: int, gpus: list[GpuProfile], like: Host) -> Host:
     return Host(
-        f"host{number}", tuple(gpus), like.cores, like.memory_bytes, like.bandwidth, like.update_rates
+        f"host{number}",
+        tuple(gpus),
+        like.cores,
+        like.memory_bytes,
+        like.bandwidth,
+        like.update_rates,
+    )
+
+
+def hosts_of_offloading_ranks(gigabytes: int) -> PlanProblem:
+    """8 unequal ranks on 2 hosts, 4096 samples whose activations are kept or offloaded."""
+    speeds = (
+        (24, 1.0),
+        (24, 1.1),
+        (48, 0.7),
+        (48, 0.8),
+        (24, 4.0),
+        (24, 4.4),
+        (24, 2.0),
+        (16, 3.0),
+    )
+    gpus = [
+        GpuProfile(
+            name=f"{size} GB, {ms} ms",
+            memory_bytes=size * GB,
+            forward_ms=Table(((1.0, 1.0 + ms), (16.0, 1.0 + 16.0 * ms))),
+            backward_ms=Table(((1.0, 2.0 + 2.0 * ms), (16.0, 2.0 + 32.0 * ms))),
+            peak_bytes=Table(((1.0, 1e9), (16.0, 8e9))),
+            idle_bytes=GB // 2,
+            update_rate=1e10,
+            copy_rate=2e10,
+            sizes=_SIZES[:8],
+            most_samples=16,
+        )
+        for size, ms in speeds
+    ]
+    like = Host("", tuple(gpus), 16, gigabytes * GB, 1e11, Table(((1.0, 4e8), (16.0, 4e9))))
+    collective = Table(((1e6, 0.1), (1e9, 20.0)))
+    return PlanProblem(
+        Cluster(
+            tuple(_named(number, gpus[number::2], like) for number in (0, 1)),
+            collective,
+            collective,
+        ),
+        Model("m", 24, 3 * GB, 4 * 2**20),
+        batch=4096,
+        activations=("keep", "offload"),
     )
