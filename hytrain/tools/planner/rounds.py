@@ -115,6 +115,7 @@ class _Rounds:
     def __init__(self, problem: PlanProblem, solve: BoundedSolver) -> None:
         self._problem = problem
         self._solve = solve
+        # What is promised, which is no less than the step by the lines: that is what ranges deny.
         self._shortest = math.inf
         self._looks = _MOST_LOOKS
         self._gain = _GAIN
@@ -173,7 +174,7 @@ class _Rounds:
         found = self._solve(one, self._shortest * (1.0 + TOLERANCE))
         if isinstance(found, Plan):
             self.plans.append(found)
-            self._shortest = min(self._shortest, found.step_seconds)
+            self._shortest = min(self._shortest, found.predicted_seconds)
             self._bounds.append(found.lower_bound)
         else:
             self._bounds.append(self._bound_of(policy, range(rounds, rounds + 1)))

@@ -1,9 +1,9 @@
 """Whether a batch and all state can be dealt in a step of a given length: a mixed-integer program.
 
-With the step's length T everything else is linear. A rank with a load and K of L layers on its GPU
-can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what such a shard
-takes of its host is in proportion to it. So for each kind of ranks on a host (equal GPUs are one
-kind, of which there are some number) and each chain of loads (rank_loads.py) there are
+With the step's length T everything else is linear. A rank with a load and K of L layers on its
+GPU can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what such a
+shard takes of its host is in proportion to it. So for each kind of ranks on a host (equal GPUs are
+one kind, of which there are some number) and each chain of loads (rank_loads.py) there are
 
     y      how many of these ranks take a load of the chain                      (whole numbers)
     w      how many take a corner of the chain, with some K and that largest shard; their sum is y
@@ -12,7 +12,7 @@ A shard may be smaller: without state is a corner, too. Of the numbers K those a
 the largest shard, against its CPU-placed part, bends. Then
 
     sum of y over the chains = ranks of the kind
-    sum of w * shard >= 1,  sum of w * samples >= the batch
+    sum of w * shard = 1,  sum of w * samples = the batch
     for each host: sum of w * (bytes held), and of w * (bytes moved), <= what it has in T
 
 Even shards are corners of their own, the largest K that holds 1/n. Every plan is a solution; a

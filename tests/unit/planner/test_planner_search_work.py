@@ -84,7 +84,8 @@ def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem)
     slow = best_manner(stage_3, make_plan, lambda one: some_rounds(one, make_plan))
     assert isinstance(fast, Plan) == isinstance(slow, Plan)
     if isinstance(fast, Plan) and isinstance(slow, Plan):
-        assert fast.predicted_seconds <= slow.predicted_seconds
+        # Less of a gain is not searched for.
+        assert fast.predicted_seconds <= slow.predicted_seconds * 1.004
 
 
 def test_a_number_of_rounds_that_only_other_micro_batches_make_is_worked_out() -> None:
