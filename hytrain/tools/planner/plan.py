@@ -65,17 +65,16 @@ def _of_any_manner(problem: PlanProblem, longest: float = math.inf) -> Plan | In
     worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
     search = Search(problem, min(worst, longest))
     plans = [] if simple is None else [simple]
-    shortest = search.shortest
-    if shortest is not None:
-        found = rebalance_samples(problem, shortest)
-        plans.append(to_plan(problem, found, found.step))
+    for found in search.shortest:
+        better = rebalance_samples(problem, found)
+        plans.append(to_plan(problem, better, better.step))
     if not plans:
         return missing(problem, is_bounded=math.isfinite(search.bound))
     best = min(plans, key=lambda plan: plan.step_seconds)
     # One of many numbers of rounds is one of many plans already.
     if problem.rounds is None and best.predicted_seconds > _CLOSE * search.bound:
         plans += _others(problem, search, best)
-        best = min(plans, key=lambda plan: plan.predicted_seconds)
+    best = min(plans, key=lambda plan: plan.predicted_seconds)
     return replace(best, lower_bound=min(search.bound, *(plan.step_seconds for plan in plans)))
 
 
@@ -91,8 +90,7 @@ def _others(problem: PlanProblem, search: Search, best: Plan) -> list[Plan]:
         own = replace(problem, activations=policies)
         found = Search(own, most)
         trail += found.trail
-        if found.shortest is not None:
-            trail.append(rebalance_samples(own, found.shortest))
+        trail += [rebalance_samples(own, one) for one in found.shortest]
     distinct = {(one.loads, one.shares): one for one in trail if one.step <= most}
     nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_OTHERS]
     plans = [(to_plan(problem, one, one.step), one) for one in nearest]

@@ -48,9 +48,14 @@ class Search:
                 self._collect(program, possible, worst)
 
     @property
-    def shortest(self) -> Found | None:
-        """The best of the trail."""
-        return min(self.trail, key=lambda one: one.step, default=None)
+    def shortest(self) -> list[Found]:
+        """The best of the trail, the best with other shards after it."""
+        best = [self._best(even) for even in (True, False)]
+        return sorted((one for one in best if one is not None), key=lambda one: one.step)
+
+    def _best(self, even: bool) -> Found | None:
+        own = (one for one in self.trail if one.even == even)
+        return min(own, key=lambda one: one.step, default=None)
 
     def _collect(self, program: StepProgram, bound: float, worst: float) -> None:
         """Plans of steps from the bound up, until a longer one can gain nothing."""
@@ -58,7 +63,7 @@ class Search:
         more = TOLERANCE
         while True:
             step = min(bound * (1.0 + more), longest)
-            best = self.shortest
+            best = self._best(program.even)
             if best is not None and step >= best.step * (1.0 - TOLERANCE):
                 return
             choices = program.choose(step)
