@@ -75,3 +75,7 @@ class MixedIntegerProgram:
             options={"node_limit": most_nodes},
         )
         return found.x, found.status == 2
+
+    def gained(self, solved: Floats) -> float:
+        """The sum of gains."""
+        return float(np.concatenate(self._gain) @ solved)

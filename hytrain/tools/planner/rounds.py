@@ -119,6 +119,7 @@ class _Rounds:
         self._shortest = math.inf
         self._looks = _MOST_LOOKS
         self._gain = _GAIN
+        self._planned: set[tuple[Activations, int]] = set()
         self._bounds: list[float] = []
         self.plans: list[Plan] = []
         self.bound = math.inf
@@ -155,8 +156,10 @@ class _Rounds:
             if suggested is None:
                 continue
             if len(numbers) == 1:
-                self._plan(policy, suggested)
-                most -= 1
+                if (policy, suggested) not in self._planned:
+                    self._planned.add((policy, suggested))
+                    self._plan(policy, suggested)
+                    most -= 1
             elif numbers[-1] > _NARROW * numbers[0]:
                 middle = math.isqrt(numbers[0] * numbers[-1])
                 halves = [range(numbers[0], middle + 1), range(middle + 1, numbers[-1] + 1)]

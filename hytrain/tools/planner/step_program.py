@@ -36,10 +36,11 @@ from hytrain.tools.planner.cost_model import (
     Collectives,
     Columns,
     HostBudget,
+    Load,
     host_budgets,
     largest_shards,
 )
-from hytrain.tools.planner.min_plus import Floats, Ints
+from hytrain.tools.planner.min_plus import Bools, Floats, Ints
 from hytrain.tools.planner.mixed_integer import MixedIntegerProgram
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rank_loads import Chain, RankLoads
@@ -163,17 +164,11 @@ class StepProgram:
         corners = self._corners(step)
         if corners is None:
             return 0.0
-        program, columns = self._program(step, corners, least_held=0.0)
+        program, _ = self._program(step, corners, least_held=0.0)
         solved, _ = program.solve(whole=True, most_nodes=_MOST_NODES)
         if solved is None:
             return 0.0
-        hosts = zip(self._hosts, columns, strict=True)
-        parts = (
-            solved[taken] @ corners[kind].shard
-            for kinds, own in hosts
-            for kind, (taken, _) in zip(dict.fromkeys(kinds), own, strict=True)
-        )
-        return float(sum(parts))
+        return program.gained(solved)
 
     def _least(self, step: float) -> list[int] | None:
         """Samples that a rank of each kind computes at least; None: the batch is too large."""
@@ -205,13 +200,18 @@ class StepProgram:
             return _Corners([], none.astype(np.intp), none.astype(np.intp), none, none, none, none)
         shards = largest_shards(self.problem, kind.host, kind.gpu, Columns.of(loads), step)
         shards = np.minimum(shards / model.parameters, 1.0)  # no rank need hold more than all
-        rows, layers = self._even(shards) if self.even else _bends(shards)
+        chain = np.repeat(np.arange(len(chains)), [len(one.loads) for one in chains])
+        place = np.concatenate([np.arange(len(one.loads)) for one in chains])
+        # Between the loads of a chain other limits bind: these have rows of their own.
+        alone = np.array([len(chains[number].loads) == 1 for number in chain])
+        rows, layers = self._even(shards, alone) if self.even else _bends(shards, alone)
+        several = np.flatnonzero(~alone)
+        rows = np.concatenate([rows, several])
+        layers = np.concatenate([layers, np.full(len(several), -1)])
         on_cpu = 1.0 - np.maximum(layers, 0) / model.num_layers
         shard = np.where(layers < 0, 0.0, shards[rows, layers])
         if self.even:
-            shard = np.full(len(rows), 1.0 / self.problem.cluster.num_ranks)
-        chain = np.repeat(np.arange(len(chains)), [len(one.loads) for one in chains])
-        place = np.concatenate([np.arange(len(one.loads)) for one in chains])
+            shard = np.where(alone[rows], 1.0 / self.problem.cluster.num_ranks, 0.0)
         return _Corners(
             chains=chains,
             chain=chain[rows],
@@ -222,10 +222,10 @@ class StepProgram:
             offloaded=np.array([work.offloaded for work in loads])[rows],
         )
 
-    def _even(self, shards: Floats) -> tuple[Ints, Ints]:
-        """Of each load the most GPU layers with which it holds its part."""
+    def _even(self, shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
+        """Of each load that is a chain the most GPU layers with which it holds its part."""
         enough = shards >= (1.0 - _ROUNDING) / self.problem.cluster.num_ranks
-        rows = np.flatnonzero(enough.any(axis=1))
+        rows = np.flatnonzero(enough.any(axis=1) & alone)
         return rows, shards.shape[1] - 1 - enough[rows, ::-1].argmax(axis=1)
 
     def _program(
@@ -240,6 +240,7 @@ class StepProgram:
         rounds = self._rounds_rows(program)
         state = program.row(least_held, 1.0) if not self.even else None
         columns: list[list[tuple[Ints, Ints]]] = []
+        each = 1.0 / self.problem.cluster.num_ranks
         for host, kinds in zip(self.problem.cluster.hosts, self._hosts, strict=True):
             budgets = host_budgets(self.problem, host, step)
             limits = [program.row(-math.inf, 1.0) for _ in budgets]
@@ -262,6 +263,15 @@ class StepProgram:
                     program.entries(state, taken, part.shard)
                 for row, budget in zip(limits, budgets, strict=True):
                     program.entries(row, taken, self._drawn(budget, part))
+                several = _Several(
+                    self.problem, host, self.kinds[kind].gpu, step, program, least_held
+                )
+                for number, chain in enumerate(part.chains):
+                    if len(chain.loads) > 1:
+                        own_taken = taken[part.chain == number]
+                        held = several.add(chain.loads, own_taken, numbers[number : number + 1])
+                        several.draw(budgets, limits, held)
+                        several.hold(state, numbers[number : number + 1], held, each)
                 own.append((taken, numbers))
             columns.append(own)
         return program, columns
@@ -325,13 +335,75 @@ class StepProgram:
         return seconds
 
 
-def _bends(shards: Floats) -> tuple[Ints, Ints]:
-    """(load, GPU layers) of the corners of what a load may hold, -1 layers for no state.
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """Rows for ranks that take loads between those of a chain: the lines of cost_model.py.
+
+    Layers need not be whole there.
+    """
+
+    problem: PlanProblem
+    host: Host
+    gpu: GpuProfile
+    step: float
+    program: MixedIntegerProgram
+    least_held: float
+
+    def add(self, loads: Sequence[Load], taken: Ints, number: Ints) -> Ints:
+        """Adds the limits of a chain; the two new columns are its state on GPU and CPU, shares."""
+        problem, gpu, program, step = self.problem, self.gpu, self.program, self.step
+        whole, itemsize = float(problem.model.parameters), problem.model.itemsize
+        held = program.columns(2, whole=False, gain=1.0 if self.least_held == 0.0 else 0.0)
+        columns = Columns.of(loads)
+
+        def limit(of_loads: Floats, on_gpu: float, on_cpu: float, ranks: float) -> None:
+            row = program.row(-math.inf, 0.0)
+            program.entries(row, taken, of_loads)
+            program.entries(row, held, np.array([on_gpu, on_cpu]))
+            program.entries(row, number, -ranks)
+
+        update = whole / gpu.update_rate / step
+        seconds = max(1.0 / self.host.rank_update_rate, itemsize / gpu.copy_rate)
+        limit(columns.compute / step, update, 0.0, 1.0)
+        limit(columns.edge / step, 0.0, whole * seconds / step, 1.0)
+        copied = step * gpu.copy_rate
+        limit(columns.offloaded / copied, 0.0, itemsize * whole / copied, 1.0)
+        memory, sharded = float(gpu.memory_bytes), problem.sharded_bytes * whole
+        on_gpu = sharded + problem.gpu_state_bytes * whole
+        limit(-columns.room / memory, on_gpu / memory, sharded / memory, 0.0)
+        on_gpu += problem.waiting_bytes * whole
+        limit(-columns.end_room / memory, on_gpu / memory, sharded / memory, 0.0)
+        for line in range(columns.slope.shape[1]):
+            slope = float(columns.slope[:, line].min()) * whole / step
+            hidden = (columns.compute - columns.hidden[:, line]) / step
+            limit(hidden, slope + update, slope, 1.0)
+        return held
+
+    def draw(self, budgets: Sequence[HostBudget], rows: Sequence[int], held: Ints) -> None:
+        """What the state takes of the host."""
+        for row, budget in zip(rows, budgets, strict=True):
+            drawn = np.array([budget.shard, budget.shard + budget.state])
+            drawn *= self.problem.model.parameters
+            if budget.total > 0.0:
+                self.program.entries(row, held, drawn / budget.total)
+            else:
+                self.program.entries(row, held, np.where(drawn > 0.0, 2.0**20, 0.0))
+
+    def hold(self, state: int | None, number: Ints, held: Ints, each: float) -> None:
+        """The state counts for all, or is an even part for each rank."""
+        row = self.program.row(0.0, 0.0) if state is None else state
+        self.program.entries(row, held, 1.0)
+        if state is None:
+            self.program.entries(row, number, -each)
+
+
+def _bends(shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
+    """(load, GPU layers) of the corners of what a load that is a chain may hold, -1 for no state.
 
     From the number of layers with the largest shard on, shards become smaller and so does their
     CPU-placed part; they lie on a line that bends where another limit binds.
     """
-    possible = shards[:, 0] >= 0.0
+    possible = (shards[:, 0] >= 0.0) & alone
     num_layers = shards.shape[1] - 1
     numbers = np.arange(num_layers + 1)
     on_cpu = shards * (1.0 - numbers / num_layers)
