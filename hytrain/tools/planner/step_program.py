@@ -31,12 +31,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hytrain.formats.policies import Activations
+from hytrain.tools.planner.chain_limits import ChainLimits
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
     Columns,
     HostBudget,
-    Load,
     host_budgets,
     largest_shards,
 )
@@ -263,7 +263,7 @@ class StepProgram:
                     program.entries(state, taken, part.shard)
                 for row, budget in zip(limits, budgets, strict=True):
                     program.entries(row, taken, self._drawn(budget, part))
-                several = _Several(
+                several = ChainLimits(
                     self.problem, host, self.kinds[kind].gpu, step, program, least_held
                 )
                 for number, chain in enumerate(part.chains):
@@ -333,68 +333,6 @@ class StepProgram:
             moved = traffic * whole / kind.host.bandwidth
             seconds = max(seconds, slowest + copies + updates + moved)
         return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Several:
-    """Rows for ranks that take loads between those of a chain: the lines of cost_model.py.
-
-    Layers need not be whole there.
-    """
-
-    problem: PlanProblem
-    host: Host
-    gpu: GpuProfile
-    step: float
-    program: MixedIntegerProgram
-    least_held: float
-
-    def add(self, loads: Sequence[Load], taken: Ints, number: Ints) -> Ints:
-        """Adds the limits of a chain; the two new columns are its state on GPU and CPU, shares."""
-        problem, gpu, program, step = self.problem, self.gpu, self.program, self.step
-        whole, itemsize = float(problem.model.parameters), problem.model.itemsize
-        held = program.columns(2, whole=False, gain=1.0 if self.least_held == 0.0 else 0.0)
-        columns = Columns.of(loads)
-
-        def limit(of_loads: Floats, on_gpu: float, on_cpu: float, ranks: float) -> None:
-            row = program.row(-math.inf, 0.0)
-            program.entries(row, taken, of_loads)
-            program.entries(row, held, np.array([on_gpu, on_cpu]))
-            program.entries(row, number, -ranks)
-
-        update = whole / gpu.update_rate / step
-        seconds = max(1.0 / self.host.rank_update_rate, itemsize / gpu.copy_rate)
-        limit(columns.compute / step, update, 0.0, 1.0)
-        limit(columns.edge / step, 0.0, whole * seconds / step, 1.0)
-        copied = step * gpu.copy_rate
-        limit(columns.offloaded / copied, 0.0, itemsize * whole / copied, 1.0)
-        memory, sharded = float(gpu.memory_bytes), problem.sharded_bytes * whole
-        on_gpu = sharded + problem.gpu_state_bytes * whole
-        limit(-columns.room / memory, on_gpu / memory, sharded / memory, 0.0)
-        on_gpu += problem.waiting_bytes * whole
-        limit(-columns.end_room / memory, on_gpu / memory, sharded / memory, 0.0)
-        for line in range(columns.slope.shape[1]):
-            slope = float(columns.slope[:, line].min()) * whole / step
-            hidden = (columns.compute - columns.hidden[:, line]) / step
-            limit(hidden, slope + update, slope, 1.0)
-        return held
-
-    def draw(self, budgets: Sequence[HostBudget], rows: Sequence[int], held: Ints) -> None:
-        """What the state takes of the host."""
-        for row, budget in zip(rows, budgets, strict=True):
-            drawn = np.array([budget.shard, budget.shard + budget.state])
-            drawn *= self.problem.model.parameters
-            if budget.total > 0.0:
-                self.program.entries(row, held, drawn / budget.total)
-            else:
-                self.program.entries(row, held, np.where(drawn > 0.0, 2.0**20, 0.0))
-
-    def hold(self, state: int | None, number: Ints, held: Ints, each: float) -> None:
-        """The state counts for all, or is an even part for each rank."""
-        row = self.program.row(0.0, 0.0) if state is None else state
-        self.program.entries(row, held, 1.0)
-        if state is None:
-            self.program.entries(row, number, -each)
 
 
 def _bends(shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
