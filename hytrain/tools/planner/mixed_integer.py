@@ -68,10 +68,11 @@ class MixedIntegerProgram:
         rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         shape = len(self._lower), self.num_columns
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
+        limited: Any = optimize.LinearConstraint  # whose stubs know numbers only
         found = optimize.milp(
             -np.concatenate(self._gain),
             integrality=np.concatenate(self._whole) if whole else None,
-            constraints=optimize.LinearConstraint(matrix, self._lower, self._upper),
+            constraints=limited(matrix, self._lower, self._upper),
             options={"node_limit": most_nodes},
         )
         return found.x, found.status == 2

@@ -128,11 +128,11 @@ class _Rounds:
         """Searches all numbers, with each policy of all ranks."""
         policies = self._problem.activations
         everything = range(1, self._problem.batch + 1)
-        left = [(policy, everything) for policy in policies]
+        left: list[tuple[Activations, range]] = [(policy, everything) for policy in policies]
         # First a few plans of each policy: what the others' are compared with.
         for most in (_FIRST_PLANNED, _MOST_PLANNED):
             again = left
-            left = []
+            left = list[tuple[Activations, range]]()
             for policy, numbers in again:
                 left += [(policy, part) for part in self._search(policy, numbers, most)]
         self._bounds += [self._bound_of(policy, numbers) for policy, numbers in left]
