@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,14 +74,32 @@ class MixedIntegerProgram:
         shape = len(self._lower), self.num_columns
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
         limited: Any = optimize.LinearConstraint  # whose stubs know numbers only
-        found = optimize.milp(
-            -np.concatenate(self._gain),
-            integrality=np.concatenate(self._whole) if whole else None,
-            constraints=limited(matrix, self._lower, self._upper),
-            options={"node_limit": most_nodes},
-        )
+        with _silence():
+            found = optimize.milp(
+                -np.concatenate(self._gain),
+                integrality=np.concatenate(self._whole) if whole else None,
+                constraints=limited(matrix, self._lower, self._upper),
+                options={"node_limit": most_nodes},
+            )
         return found.x, found.status == 2
 
     def gained(self, solved: Floats) -> float:
         """The sum of gains."""
         return float(np.concatenate(self._gain) @ solved)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """HiGHS prints a line of its own now and then, whatever it is told: not into a plan's JSON."""
+    sys.stdout.flush()
+    library = ctypes.CDLL(None)
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        library.fflush(None)
+        os.dup2(kept, 1)
+        os.close(nowhere)
+        os.close(kept)

@@ -128,7 +128,9 @@ class _Rounds:
         """Searches all numbers, with each policy of all ranks."""
         policies = self._problem.activations
         everything = range(1, self._problem.batch + 1)
-        left: list[tuple[Activations, range]] = [(policy, everything) for policy in policies]
+        left = list[tuple[Activations, range]]()
+        for policy in policies:
+            left.append((policy, everything))
         # First a few plans of each policy: what the others' are compared with.
         for most in (_FIRST_PLANNED, _MOST_PLANNED):
             again = left
