@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.formats.policies import Activations
+from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -26,7 +27,6 @@ from hytrain.tools.planner.cost_model import (
 )
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
-from hytrain.tools.planner.rounds import best_manner, some_rounds
 from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
@@ -56,7 +56,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     """
     if problem.needs_rounds and problem.offload_param:
         # What fetches take of the host is by rounds.
-        return best_manner(problem, even_split, lambda one: some_rounds(one, even_split))
+        return best_mode(problem, even_split, lambda one: some_rounds(one, even_split))
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
@@ -90,9 +90,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_manner(
-            problem, samples_by_speed, lambda one: some_rounds(one, samples_by_speed)
-        )
+        return best_mode(problem, samples_by_speed, lambda one: some_rounds(one, samples_by_speed))
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:

@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hytrain.formats.policies import MANNERS, Activations
+from hytrain.formats.policies import ACCUMULATION_MODES, Activations
+from hytrain.tools.planner.accumulation_modes import best_mode
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
-from hytrain.tools.planner.rounds import best_manner, best_rounds
+from hytrain.tools.planner.rounds import best_rounds
 from hytrain.tools.planner.search import Search
 from hytrain.tools.uneven.solver import Infeasible
 
@@ -41,11 +42,11 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
         problem: what is to be dealt to whom.
     """
     if problem.needs_rounds:
-        return best_manner(problem, _of_any_manner, lambda one: best_rounds(one, _of_any_manner))
-    return _of_any_manner(problem)
+        return best_mode(problem, _of_any_mode, lambda one: best_rounds(one, _of_any_mode))
+    return _of_any_mode(problem)
 
 
-def _of_any_manner(problem: PlanProblem, longest: float = math.inf) -> Plan | Infeasible:
+def _of_any_mode(problem: PlanProblem, longest: float = math.inf) -> Plan | Infeasible:
     """Where each rank may have its own, or where it is decided on.
 
     Of steps longer than ``longest`` there may be none.
@@ -109,8 +110,8 @@ def _others(problem: PlanProblem, search: Search, best: Plan) -> list[Plan]:
 
 
 def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:
-    """Each policy alone, and those of each manner of accumulation."""
+    """Each policy alone, and those of each accumulation mode."""
     groups: list[tuple[Activations, ...]] = [(policy,) for policy in activations]
-    for own in MANNERS.values():
+    for own in ACCUMULATION_MODES.values():
         groups.append(tuple(policy for policy in activations if policy in own))
     return [group for group in dict.fromkeys(groups) if group and group != activations]

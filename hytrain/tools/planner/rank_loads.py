@@ -21,7 +21,8 @@ import numpy as np
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, Load, load, sizes_to_choose
+from hytrain.tools.planner.cost_model import Load, sizes_to_choose
+from hytrain.tools.planner.load_maker import LoadMaker
 from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.problem import PlanProblem
 
@@ -169,24 +170,23 @@ class RankLoads:
         problem: PlanProblem,
         host: Host,
         gpu: GpuProfile,
-        collectives: Collectives,
+        maker: LoadMaker,
         worst: float,
-        rounds: range | None,
     ) -> None:
         """
         Args:
             problem: what is planned.
             host: the rank's.
             gpu: the rank's.
-            collectives: of one layer.
+            maker: makes loads of the problem.
             worst: seconds; loads that take longer are left out.
-            rounds: numbers of micro-batches that a rank with samples may make; None: any.
         """
         self.host = host
         self.gpu = gpu
+        rounds = problem.rounds
 
         def make(batch: int, size: int, policy: Activations) -> Load:
-            return load(problem, gpu, collectives, batch, size, policy)
+            return maker.of(gpu, batch, size, policy)
 
         def fits(work: Load) -> bool:
             return work.room >= 0.0 and work.compute <= worst
@@ -202,8 +202,8 @@ class RankLoads:
             ):
                 samples = range(below + 1, problem.batch + 1)
                 if rounds is not None:
-                    fewest = max(below, (rounds[0] - 1) * size) + 1
-                    samples = range(fewest, min(problem.batch, rounds[-1] * size) + 1)
+                    fewest = max(below, (rounds - 1) * size) + 1
+                    samples = range(fewest, min(problem.batch, rounds * size) + 1)
                 if not samples:
                     continue
                 family = _Family(make, policy, size, samples, problem.model.parameters)

@@ -60,11 +60,11 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherManner:
-    """What the best plan of the manner of accumulation that was not chosen takes (stage 3).
+class OtherMode:
+    """What the best plan of the accumulation mode that was not chosen takes (stage 3).
 
     Attributes:
-        accumulation: that manner.
+        accumulation: that mode.
         result: its predicted step in seconds, or why nothing fits.
     """
 
@@ -84,7 +84,7 @@ class Plan:
         unclipped_seconds: a step that is not clipped, by the finer model of step_simulator.py.
         clipped_seconds: one that is.
         clipped_share: that was planned for.
-        other_manner: what it was chosen over; None where there was no choice, or each rank has its
+        other_mode: what it was chosen over; None where there was no choice, or each rank has its
             own.
     """
 
@@ -95,17 +95,17 @@ class Plan:
     unclipped_seconds: float
     clipped_seconds: float
     clipped_share: float
-    other_manner: OtherManner | None = None
+    other_mode: OtherMode | None = None
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """The manner of all ranks with samples; None where they differ."""
-        manners: set[Accumulation] = {
+        """The mode of all ranks with samples; None where they differ."""
+        modes: set[Accumulation] = {
             "layer_major" if rank.activations in LAYER_MAJOR else "micro_batch_major"
             for rank in self.ranks
             if rank.batch_size
         }
-        return manners.pop() if len(manners) == 1 else None
+        return modes.pop() if len(modes) == 1 else None
 
     @property
     def predicted_seconds(self) -> float:

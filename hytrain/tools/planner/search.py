@@ -36,42 +36,43 @@ class Search:
             problem: what is to be dealt to whom.
             worst: seconds of a step; longer ones are of no interest.
         """
-        self.problem = problem
         self.bound = math.inf
         self.trail: list[Found] = []
         # Even shards first: where both are as good, their collectives are faster.
         for even in (True, False)[: problem.cluster.num_ranks]:
-            program = StepProgram(problem, even=even, worst=worst)
-            possible = lower_bound(program, worst)
-            if possible is not None:
-                self.bound = min(self.bound, possible)
-                self._collect(program, possible, worst)
+            bound, trail = search_program(StepProgram(problem, even=even, worst=worst), worst)
+            self.bound = min(self.bound, math.inf if bound is None else bound)
+            self.trail += trail
 
     @property
     def shortest(self) -> list[Found]:
         """The best of the trail, the best with other shards after it."""
-        best = [self._best(even) for even in (True, False)]
-        return sorted((one for one in best if one is not None), key=lambda one: one.step)
+        own = ([one for one in self.trail if one.even == even] for even in (True, False))
+        best = [min(found, key=lambda one: one.step) for found in own if found]
+        return sorted(best, key=lambda one: one.step)
 
-    def _best(self, even: bool) -> Found | None:
-        own = (one for one in self.trail if one.even == even)
-        return min(own, key=lambda one: one.step, default=None)
 
-    def _collect(self, program: StepProgram, bound: float, worst: float) -> None:
-        """Plans of steps from the bound up, until a longer one can gain nothing."""
-        longest = min(program.longest(), worst)
-        more = TOLERANCE
-        while True:
-            step = min(bound * (1.0 + more), longest)
-            best = self._best(program.even)
-            if best is not None and step >= best.step * (1.0 - TOLERANCE):
-                return
-            choices = program.choose(step)
-            if choices:
-                self.trail += dealt(program, choices, step)
-            if step >= longest or more > _FARTHEST:
-                return
-            more *= 2.0
+def search_program(program: StepProgram, worst: float) -> tuple[float | None, list[Found]]:
+    """A bound on a program's steps, and plans: of steps from the bound up, while that may gain.
+
+    None and no plan where no step of up to ``worst`` seconds is possible.
+    """
+    trail: list[Found] = []
+    bound = lower_bound(program, worst)
+    if bound is None:
+        return None, trail
+    longest = min(program.longest(), worst)
+    more = TOLERANCE
+    while True:
+        step = min(bound * (1.0 + more), longest)
+        if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
+            return bound, trail
+        choices = program.choose(step)
+        if choices:
+            trail += dealt(program, choices, step)
+        if step >= longest or more > _FARTHEST:
+            return bound, trail
+        more *= 2.0
 
 
 def dealt(program: StepProgram, choices: list[Choice], step: float) -> list[Found]:
@@ -91,7 +92,10 @@ def lower_bound(program: StepProgram, worst: float = math.inf) -> float | None:
     if not program.covers(longest):
         return None
     low, high = _bisect(program.covers, 0.0, longest, TOLERANCE)
+    is_near = math.isfinite(worst)
     for whole in (False, True):  # ranks in parts take less time, and tell most
+        if is_near and program.choose(longest, whole=whole) is None:
+            return None
 
         def able(step: float, whole: bool = whole) -> bool:
             return program.choose(step, whole=whole) is not None

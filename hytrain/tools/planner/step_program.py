@@ -34,12 +34,12 @@ from hytrain.formats.policies import Activations
 from hytrain.tools.planner.chain_limits import ChainLimits
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
-    Collectives,
     Columns,
     HostBudget,
     host_budgets,
     largest_shards,
 )
+from hytrain.tools.planner.load_maker import LoadMaker
 from hytrain.tools.planner.min_plus import Bools, Floats, Ints
 from hytrain.tools.planner.mixed_integer import MixedIntegerProgram
 from hytrain.tools.planner.problem import PlanProblem
@@ -98,25 +98,22 @@ class StepProgram:
         *,
         even: bool,
         worst: float = math.inf,
-        rounds: range | None = None,
+        loads: LoadMaker | None = None,
     ) -> None:
         """
         Args:
             problem: the ranks, and what is to be dealt to them.
             even: whether all shards are equal.
             worst: seconds of a step that is known to be possible: longer ones are of no interest.
-            rounds: micro-batches that a rank with samples may make; None: the problem's, or any.
+            loads: makes loads of this problem; None: :class:`LoadMaker`.
         """
         self.problem = problem
         self.even = even
-        if rounds is None and problem.rounds is not None:
-            rounds = range(problem.rounds, problem.rounds + 1)
-        collectives = Collectives.of(problem, even=even)
+        loads = loads or LoadMaker(problem, even=even)
         # Equal GPUs are one kind, on hosts that differ in name only, too. All that is kept is by
         # the first one's number: to compare profiles takes long.
         hosts: dict[Host, int] = {}
         ranks: dict[tuple[int, GpuProfile], int] = {}
-        self._rounds = rounds
         self.kinds: list[RankLoads] = []
         # For each host the kind of each of its ranks.
         self._hosts: list[tuple[int, ...]] = []
@@ -126,7 +123,7 @@ class StepProgram:
             for gpu in host.gpus:
                 own = ranks.setdefault((alike, gpu), len(ranks))
                 if own == len(self.kinds):
-                    self.kinds.append(RankLoads(problem, host, gpu, collectives, worst, rounds))
+                    self.kinds.append(RankLoads(problem, host, gpu, loads, worst))
                 members.append(own)
             self._hosts.append(tuple(members))
 
@@ -237,7 +234,6 @@ class StepProgram:
         """
         program = MixedIntegerProgram()
         batch = program.row(1.0, 1.0 + 0.5 / self.problem.batch)
-        rounds = self._rounds_rows(program)
         state = program.row(least_held, 1.0) if not self.even else None
         columns: list[list[tuple[Ints, Ints]]] = []
         each = 1.0 / self.problem.cluster.num_ranks
@@ -255,9 +251,6 @@ class StepProgram:
                 rows = np.array([program.row(0.0, 0.0) for _ in part.chains])
                 program.entries(rows, numbers, -1.0)
                 program.entries(rows[part.chain], taken, 1.0)
-                sizes = np.array([float(chain.microbatch) for chain in part.chains])
-                for row, factor, more in rounds:
-                    program.entries(row, numbers, factor * sizes + more * (sizes > 0.0))
                 program.entries(batch, taken, part.samples / self.problem.batch)
                 if state is not None:
                     program.entries(state, taken, part.shard)
@@ -275,21 +268,6 @@ class StepProgram:
                 own.append((taken, numbers))
             columns.append(own)
         return program, columns
-
-    def _rounds_rows(self, program: MixedIntegerProgram) -> list[tuple[int, float, float]]:
-        """Rows that no plan breaks where all ranks make R micro-batches, and what m adds to each.
-
-        R m samples are the most, (R - 1) m + 1 the fewest. That is known of the samples already,
-        but these rows are of whole numbers, and tell soon where no sum of them is the batch.
-        """
-        if self._rounds is None:
-            return []
-        fewest, most = self._rounds[0] - 1.0, -(-self.problem.batch // self._rounds[-1])
-        rows = [(program.row(float(most), math.inf), 1.0, 0.0)]
-        if fewest:
-            upper = math.floor(self.problem.batch)
-            rows.append((program.row(-math.inf, float(upper)), fewest, 1.0))
-        return rows
 
     def _drawn(self, budget: HostBudget, corners: _Corners) -> Floats:
         """What a rank takes of its host, as a share of that."""

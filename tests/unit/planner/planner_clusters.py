@@ -76,7 +76,7 @@ def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
 def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProblem:
     stage = draw(st.sampled_from((2, 3)))
     activations = draw(st.sampled_from(_POLICIES))
-    # One manner of some rounds, or both with whatever number; layer by layer there are none.
+    # One mode of some rounds, or both with whatever number; layer by layer there are none.
     is_mixed = len({policy in LAYER_MAJOR for policy in activations}) > 1
     rounds = None
     if stage == 3 and not is_mixed:

@@ -28,7 +28,7 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.rank_loads import RankLoads
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.rounds import best_manner, some_rounds
+from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.step_program import StepProgram
 
 GB = 10**9
@@ -81,7 +81,7 @@ def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem)
     stage_3 = replace(random, stage=3, rounds=None, activations=policies)
     assume(stage_3.needs_rounds)
     fast = make_plan(stage_3)
-    slow = best_manner(stage_3, make_plan, lambda one: some_rounds(one, make_plan))
+    slow = best_mode(stage_3, make_plan, lambda one: some_rounds(one, make_plan))
     assert isinstance(fast, Plan) == isinstance(slow, Plan)
     if isinstance(fast, Plan) and isinstance(slow, Plan):
         # Less of a gain is not searched for.
@@ -228,13 +228,13 @@ def test_numbers_of_rounds_that_cannot_be_shorter_are_not_worked_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved: list[tuple[Activations, int | None]] = []
-    whole = plan._of_any_manner  # pyright: ignore[reportPrivateUsage]
+    whole = plan._of_any_mode  # pyright: ignore[reportPrivateUsage]
 
     def counted(problem: PlanProblem, longest: float) -> Any:
         solved.append((problem.activations[0], problem.rounds))
         return whole(problem, longest)
 
-    monkeypatch.setattr(plan, "_of_any_manner", counted)
+    monkeypatch.setattr(plan, "_of_any_mode", counted)
     found = make_plan(_problem(512, stage=3, activations=("store", "recompute")))
     assert isinstance(found, Plan)
     assert len(solved) == len(set(solved))
