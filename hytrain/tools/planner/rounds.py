@@ -26,12 +26,9 @@ from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import Plan, to_plan
-from hytrain.tools.planner.search import search_program
+from hytrain.tools.planner.search import PRECISION, search_program
 from hytrain.tools.planner.step_program import StepProgram
 from hytrain.tools.uneven.solver import Infeasible
-
-# Numbers of rounds that gain less than this share are not searched for.
-_GAIN = 0.004
 
 
 def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
@@ -66,7 +63,7 @@ class _Rounds:
     def goal(self) -> float:
         """Longer steps are not searched for."""
         least = min((plan.step_seconds for plan in self.plans), default=math.inf)
-        return least * (1.0 - _GAIN)
+        return least * (1.0 - PRECISION)
 
     @property
     def bound(self) -> float:
@@ -142,7 +139,8 @@ def shortest_steps(
     for gpu in {id(gpu): gpu for gpu in ranks}.values():
         own = _seconds(problem, loads, gpu, policy)
         if own.shape[1]:
-            linear = own[2] + (rounds - 3.0) * (own[3] - own[2])
+            with np.errstate(invalid="ignore"):
+                linear = own[2] + (rounds - 3.0) * (own[3] - own[2])
             seconds = np.where(rounds == 1.0, own[0], np.where(rounds == 2.0, own[1], linear))
             seconds[np.isnan(seconds)] = math.inf
             # A larger micro-batch that takes no longer is one that the smaller one may become.

@@ -16,8 +16,8 @@ from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
 from hytrain.tools.planner.step_program import Choice, StepProgram
 
-# The bound is known to this share, which is less than what whole layers and samples take.
-_PRECISION = 1e-3
+PRECISION = 4e-3
+"""Between a plan and a bound that differ by no more than this share nothing is searched for."""
 # Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
 _FARTHEST = 1.0
 
@@ -38,11 +38,13 @@ class Search:
         """
         self.bound = math.inf
         self.trail: list[Found] = []
-        # Even shards first: where both are as good, their collectives are faster.
-        for even in (True, False)[: problem.cluster.num_ranks]:
+        # Unequal shards first: they may allow much shorter steps.
+        for even in (True, False)[: problem.cluster.num_ranks][::-1]:
             bound, trail = search_program(StepProgram(problem, even=even, worst=worst), worst)
             self.bound = min(self.bound, math.inf if bound is None else bound)
             self.trail += trail
+            # Where both are as good, even shards have the faster collectives.
+            worst = min([worst, *(one.step * (1.0 + PRECISION) for one in trail)])
 
     @property
     def shortest(self) -> list[Found]:
@@ -53,62 +55,87 @@ class Search:
 
 
 def search_program(program: StepProgram, worst: float) -> tuple[float | None, list[Found]]:
-    """A bound on a program's steps, and plans: of steps from the bound up, while that may gain.
+    """A bound on a program's steps, and plans of steps up to ``worst`` seconds or a little longer.
 
     None and no plan where no step of up to ``worst`` seconds is possible.
     """
-    trail: list[Found] = []
-    bound = lower_bound(program, worst)
-    if bound is None:
-        return None, trail
     longest = min(program.longest(), worst)
-    more = TOLERANCE
-    while True:
-        step = min(bound * (1.0 + more), longest)
-        if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
-            return bound, trail
+    if not program.covers(longest):
+        return None, []
+    low, _ = _bisect(program.covers, 0.0, longest, TOLERANCE)
+    # Ranks in parts take less time, and tell most.
+    bound = _relaxed_bound(program, low, longest)
+    if bound is None or (math.isfinite(worst) and program.choose(longest) is None):
+        return None, []
+    return _search_above(program, bound, longest)
+
+
+def _relaxed_bound(program: StepProgram, low: float, longest: float) -> float | None:
+    """What ranks that need not be whole prove; None where nothing up to ``longest`` is possible."""
+
+    def able(step: float) -> bool:
+        return program.choose(step, whole=False) is not None
+
+    if able(low * (1.0 + TOLERANCE)):
+        return low
+    if not able(longest):
+        return None
+    growth = PRECISION
+    high = min(low * (1.0 + growth), longest)
+    while not able(high):
+        growth *= 2.0
+        low, high = high, min(high * (1.0 + growth), longest)
+    return _bisect(able, low, high, PRECISION / 4.0)[0]
+
+
+def _search_above(
+    program: StepProgram, bound: float, longest: float
+) -> tuple[float | None, list[Found]]:
+    """The bound raised, and plans, until both are close or neither can be had better.
+
+    First the shortest step that is not denied is searched for; whatever is possible on the way is
+    dealt. Where that leaves plans longer than it, some longer steps are tried.
+    """
+    trail: list[Found] = []
+    growth = PRECISION
+    low, high, step = bound, math.inf, bound
+    while high > low * (1.0 + PRECISION):
         choices = program.choose(step)
-        if choices:
+        if choices is None:
+            if step >= longest:
+                return None, []
+            low = step
+        else:
             trail += dealt(program, choices, step)
-        if step >= longest or more > _FARTHEST:
-            return bound, trail
+            high = min([step, *(one.step for one in trail)])
+        if math.isfinite(high):
+            step = (low + high) / 2.0
+        else:
+            step = min(low * (1.0 + growth), longest)
+            growth *= 2.0
+    more = PRECISION / 2.0
+    while more <= _FARTHEST:
+        step = min(high * (1.0 + more), longest)
+        if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
+            break
+        trail += dealt(program, program.choose(step) or [], step)
+        if step >= longest:
+            break
         more *= 2.0
+    return low, trail
 
 
 def dealt(program: StepProgram, choices: list[Choice], step: float) -> list[Found]:
     """Plans for what was chosen; the step may come out longer."""
     problem, even = program.problem, program.even
+    if not choices:
+        return []
     settled = (
         settle(problem, loads, step, even=even)
         for loads in deals(problem, choices, even=even)
         if min(work.room for work in loads) >= 0.0
     )
     return [found for found in settled if found is not None]
-
-
-def lower_bound(program: StepProgram, worst: float = math.inf) -> float | None:
-    """The longest step that is proven impossible; None where every step up to ``worst`` is."""
-    longest = min(program.longest(), worst)
-    if not program.covers(longest):
-        return None
-    low, high = _bisect(program.covers, 0.0, longest, TOLERANCE)
-    is_near = math.isfinite(worst)
-    for whole in (False, True):  # ranks in parts take less time, and tell most
-        if is_near and program.choose(longest, whole=whole) is None:
-            return None
-
-        def able(step: float, whole: bool = whole) -> bool:
-            return program.choose(step, whole=whole) is not None
-
-        growth = TOLERANCE if not whole else _PRECISION
-        high = max(high, low * (1.0 + TOLERANCE))
-        while not able(high):
-            if high >= longest:
-                return None
-            low, high = high, min(high * (1.0 + growth), longest)
-            growth *= 2.0
-        low, high = _bisect(able, low, high, _PRECISION)
-    return low
 
 
 def _bisect(

@@ -14,6 +14,7 @@ from planner_clusters import plan_problems
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner import mixed_integer, plan, rank_loads
+from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -28,7 +29,6 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.rank_loads import RankLoads
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.step_program import StepProgram
 
 GB = 10**9
