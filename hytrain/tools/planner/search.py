@@ -106,7 +106,7 @@ def _search_above(
                 return None, []
             low = step
         else:
-            trail += dealt(program, choices, step)
+            trail += dealt(program, choices, low)
             high = min([step, *(one.step for one in trail)])
         if math.isfinite(high):
             step = (low + high) / 2.0
@@ -118,20 +118,20 @@ def _search_above(
         step = min(high * (1.0 + more), longest)
         if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
             break
-        trail += dealt(program, program.choose(step) or [], step)
+        trail += dealt(program, program.choose(step) or [], low)
         if step >= longest:
             break
         more *= 2.0
     return low, trail
 
 
-def dealt(program: StepProgram, choices: list[Choice], step: float) -> list[Found]:
-    """Plans for what was chosen; the step may come out longer."""
+def dealt(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
+    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on."""
     problem, even = program.problem, program.even
     if not choices:
         return []
     settled = (
-        settle(problem, loads, step, even=even)
+        settle(problem, loads, least, even=even)
         for loads in deals(problem, choices, even=even)
         if min(work.room for work in loads) >= 0.0
     )
