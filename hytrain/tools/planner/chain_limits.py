@@ -25,7 +25,7 @@ class ChainLimits:
         gpu: the ranks'.
         step: seconds.
         program: that gets the rows.
-        least_held: of the state; 0 where as much as can be is to be held.
+        gains: whether as much state as can be is to be held.
     """
 
     problem: PlanProblem
@@ -33,13 +33,13 @@ class ChainLimits:
     gpu: GpuProfile
     step: float
     program: MixedIntegerProgram
-    least_held: float
+    gains: bool
 
     def add(self, loads: Sequence[Load], taken: Ints, number: Ints) -> Ints:
         """Adds the limits of a chain; the two new columns are its state on GPU and CPU, shares."""
         problem, gpu, program, step = self.problem, self.gpu, self.program, self.step
         whole, itemsize = float(problem.model.parameters), problem.model.itemsize
-        held = program.columns(2, whole=False, gain=1.0 if self.least_held == 0.0 else 0.0)
+        held = program.columns(2, whole=False, gain=float(self.gains))
         columns = Columns.of(loads)
 
         def limit(of_loads: Floats, on_gpu: float, on_cpu: float, ranks: float) -> None:

@@ -106,7 +106,7 @@ def _search_above(
                 return None, []
             low = step
         else:
-            trail += dealt(program, choices, low)
+            trail += _dealt(program, choices, step, low)
             high = min([step, *(one.step for one in trail)])
         if math.isfinite(high):
             step = (low + high) / 2.0
@@ -118,21 +118,30 @@ def _search_above(
         step = min(high * (1.0 + more), longest)
         if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
             break
-        trail += dealt(program, program.choose(step) or [], low)
+        trail += _dealt(program, program.choose(step) or [], step, low)
         if step >= longest:
             break
         more *= 2.0
     return low, trail
 
 
-def dealt(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
-    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on."""
-    problem, even = program.problem, program.even
+def _dealt(program: StepProgram, choices: list[Choice], step: float, least: float) -> list[Found]:
+    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on.
+
+    Where whole layers do not fit into what was chosen, they may where it leaves more room.
+    """
+    found = _settled(program, choices, least)
+    if choices and not found and not program.even:
+        found = _settled(program, program.choose(step, roomy=True) or [], least)
+    return found
+
+
+def _settled(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
     if not choices:
         return []
     settled = (
-        settle(problem, loads, least, even=even)
-        for loads in deals(problem, choices, even=even)
+        settle(program.problem, loads, least, even=program.even)
+        for loads in deals(program.problem, choices, even=program.even)
         if min(work.room for work in loads) >= 0.0
     )
     return [found for found in settled if found is not None]

@@ -49,6 +49,8 @@ _ROUNDING = 1e-9
 # Branches; a program that is not decided then counts as one that has a solution. Seconds would make
 # plans depend on the machine.
 _MOST_NODES = 400
+# Where room is left, it is for no more than so many times the state.
+_ROOMY = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ class StepProgram:
         ranks = [most[kind] for kinds in self._hosts for kind in kinds]
         return min(ranks) >= 0 and sum(ranks) >= self.problem.batch
 
-    def choose(self, step: float, *, whole: bool = True) -> list[Choice] | None:
+    def choose(
+        self, step: float, *, whole: bool = True, roomy: bool = False
+    ) -> list[Choice] | None:
         """What each rank does; None where no plan has so short a step.
 
         An empty list where that is not known.
@@ -146,11 +150,14 @@ class StepProgram:
         Args:
             step: seconds.
             whole: whether ranks are; in parts they are solved faster, and more is possible.
+            roomy: whether they leave as much room for more state as they can: then whole layers
+                fit more easily.
         """
         corners = self._corners(step)
         if corners is None:
             return None
-        program, columns = self._program(step, corners)
+        held = (1.0, _ROOMY) if roomy else (1.0, 1.0)
+        program, columns = self._program(step, corners, held, gains=roomy)
         solved, is_impossible = program.solve(whole=whole, most_nodes=_MOST_NODES)
         if is_impossible:
             return None
@@ -161,7 +168,7 @@ class StepProgram:
         corners = self._corners(step)
         if corners is None:
             return 0.0
-        program, _ = self._program(step, corners, least_held=0.0)
+        program, _ = self._program(step, corners, (0.0, 1.0), gains=True)
         solved, _ = program.solve(whole=True, most_nodes=_MOST_NODES)
         if solved is None:
             return 0.0
@@ -226,15 +233,24 @@ class StepProgram:
         return rows, shards.shape[1] - 1 - enough[rows, ::-1].argmax(axis=1)
 
     def _program(
-        self, step: float, corners: Sequence[_Corners], least_held: float = 1.0
+        self,
+        step: float,
+        corners: Sequence[_Corners],
+        held: tuple[float, float],
+        *,
+        gains: bool,
     ) -> tuple[MixedIntegerProgram, list[list[tuple[Ints, Ints]]]]:
         """The program; for each host, and each of its kinds, the columns w and y.
 
-        Where no state need be held, as much as can be is.
+        Args:
+            step: seconds.
+            corners: of each kind.
+            held: the least and the most of the state, as a share.
+            gains: whether as much state as can be is to be held.
         """
         program = MixedIntegerProgram()
         batch = program.row(1.0, 1.0 + 0.5 / self.problem.batch)
-        state = program.row(least_held, 1.0) if not self.even else None
+        state = program.row(*held) if not self.even else None
         columns: list[list[tuple[Ints, Ints]]] = []
         each = 1.0 / self.problem.cluster.num_ranks
         for host, kinds in zip(self.problem.cluster.hosts, self._hosts, strict=True):
@@ -243,7 +259,7 @@ class StepProgram:
             own: list[tuple[Ints, Ints]] = []
             for kind in dict.fromkeys(kinds):
                 part = corners[kind]
-                gain = part.shard if least_held == 0.0 else 0.0
+                gain = part.shard if gains else 0.0
                 taken = program.columns(len(part.samples), whole=False, gain=gain)
                 numbers = program.columns(len(part.chains), whole=True)
                 ranks = float(kinds.count(kind))
@@ -257,14 +273,14 @@ class StepProgram:
                 for row, budget in zip(limits, budgets, strict=True):
                     program.entries(row, taken, self._drawn(budget, part))
                 several = ChainLimits(
-                    self.problem, host, self.kinds[kind].gpu, step, program, least_held
+                    self.problem, host, self.kinds[kind].gpu, step, program, gains
                 )
                 for number, chain in enumerate(part.chains):
                     if len(chain.loads) > 1:
                         own_taken = taken[part.chain == number]
-                        held = several.add(chain.loads, own_taken, numbers[number : number + 1])
-                        several.draw(budgets, limits, held)
-                        several.hold(state, numbers[number : number + 1], held, each)
+                        state_of = several.add(chain.loads, own_taken, numbers[number : number + 1])
+                        several.draw(budgets, limits, state_of)
+                        several.hold(state, numbers[number : number + 1], state_of, each)
                 own.append((taken, numbers))
             columns.append(own)
         return program, columns
