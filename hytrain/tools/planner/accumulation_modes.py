@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,17 +13,19 @@ from hytrain.tools.uneven.solver import Infeasible
 
 Solver = Callable[[PlanProblem], "Plan | Infeasible"]
 """Gives a problem's plan."""
+RivalSolver = Callable[[PlanProblem, float], "Plan | Infeasible"]
+"""Gives a problem's plan, not the best one where that is longer than a rival of so many seconds."""
 
 # So many further numbers of micro-batches are tried without a gain.
 _WORSE = 3
 
 
-def best_mode(problem: PlanProblem, solve: Solver, solve_rounds: Solver) -> Plan | Infeasible:
+def best_mode(problem: PlanProblem, solve: RivalSolver, solve_rounds: Solver) -> Plan | Infeasible:
     """The best solution of stage 3, where all ranks use each layer as often, in the same order.
 
     Args:
         problem: what is to be dealt to whom.
-        solve: for ranks that go layer by layer.
+        solve: for ranks that go layer by layer; the rival is the best plan of those that do not.
         solve_rounds: for ranks that compute one micro-batch after another.
     """
     found: dict[Accumulation, Plan | Infeasible] = {}
@@ -30,9 +33,14 @@ def best_mode(problem: PlanProblem, solve: Solver, solve_rounds: Solver) -> Plan
         policies: tuple[Activations, ...] = tuple(
             policy for policy in problem.activations if policy in group
         )
-        if policies:
-            solver = solve if mode == "layer_major" else solve_rounds
-            found[mode] = solver(replace(problem, activations=policies))
+        if not policies:
+            continue
+        one = replace(problem, activations=policies)
+        if mode == "layer_major":
+            rivals = (plan.predicted_seconds for plan in found.values() if isinstance(plan, Plan))
+            found[mode] = solve(one, min(rivals, default=math.inf))
+        else:
+            found[mode] = solve_rounds(one)
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     if not plans:
         return _nearest([one for one in found.values() if isinstance(one, Infeasible)])
@@ -42,8 +50,12 @@ def best_mode(problem: PlanProblem, solve: Solver, solve_rounds: Solver) -> Plan
         for mode, other in found.items()
         if other is not best
     ]
-    bound = min(plan.lower_bound for plan in plans)
-    return replace(best, lower_bound=bound, other_mode=others[0] if others else None)
+    return replace(
+        best,
+        lower_bound=min(plan.lower_bound for plan in plans),
+        shortest_step=min(plan.shortest_step for plan in plans),
+        other_mode=others[0] if others else None,
+    )
 
 
 def some_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:

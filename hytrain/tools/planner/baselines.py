@@ -56,7 +56,9 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     """
     if problem.needs_rounds and problem.offload_param:
         # What fetches take of the host is by rounds.
-        return best_mode(problem, even_split, lambda one: some_rounds(one, even_split))
+        return best_mode(
+            problem, lambda one, _: even_split(one), lambda one: some_rounds(one, even_split)
+        )
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
@@ -90,7 +92,11 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_mode(problem, samples_by_speed, lambda one: some_rounds(one, samples_by_speed))
+        return best_mode(
+            problem,
+            lambda one, _: samples_by_speed(one),
+            lambda one: some_rounds(one, samples_by_speed),
+        )
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:

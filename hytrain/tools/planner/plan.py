@@ -46,10 +46,10 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     return _of_any_mode(problem)
 
 
-def _of_any_mode(problem: PlanProblem, longest: float = math.inf) -> Plan | Infeasible:
+def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:
     """Where each rank may have its own, or where it is decided on.
 
-    Of steps longer than ``longest`` there may be none.
+    What cannot be as fast as a rival is not searched for as long.
     """
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
@@ -64,7 +64,7 @@ def _of_any_mode(problem: PlanProblem, longest: float = math.inf) -> Plan | Infe
         simple = None
     # Rounded up: it may be the best plan there is.
     worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
-    search = Search(problem, min(worst, longest))
+    search = Search(problem, worst, rival)
     plans = [] if simple is None else [simple]
     for found in search.shortest:
         better = rebalance_samples(problem, found)
@@ -72,11 +72,13 @@ def _of_any_mode(problem: PlanProblem, longest: float = math.inf) -> Plan | Infe
     if not plans:
         return missing(problem, is_bounded=math.isfinite(search.bound))
     best = min(plans, key=lambda plan: plan.step_seconds)
-    # One of many numbers of rounds is one of many plans already.
-    if problem.rounds is None and best.predicted_seconds > _CLOSE * search.bound:
+    # One of many numbers of rounds is one of many plans already, and a slower one is none.
+    is_one_of_many = problem.rounds is not None or search.bound > rival
+    if not is_one_of_many and best.predicted_seconds > _CLOSE * search.bound:
         plans += _others(problem, search, best)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
-    return replace(best, lower_bound=min(search.bound, *(plan.step_seconds for plan in plans)))
+    shortest = min(plan.step_seconds for plan in plans)
+    return replace(best, lower_bound=min(search.bound, shortest), shortest_step=shortest)
 
 
 def _others(problem: PlanProblem, search: Search, best: Plan) -> list[Plan]:

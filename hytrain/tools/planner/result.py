@@ -80,6 +80,8 @@ class Plan:
         ranks: in rank order.
         step_seconds: by the lines of cost_model.py, by which it was chosen.
         lower_bound: no plan has a shorter step by these lines, which are of unclipped steps.
+        shortest_step: by these lines, of all plans that were compared. Less than ``step_seconds``
+            where the finer model finds this plan faster.
         even: whether all shards are equal.
         unclipped_seconds: a step that is not clipped, by the finer model of step_simulator.py.
         clipped_seconds: one that is.
@@ -91,6 +93,7 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     step_seconds: float
     lower_bound: float
+    shortest_step: float
     even: bool
     unclipped_seconds: float
     clipped_seconds: float
@@ -115,8 +118,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By what share the step may be longer than the best."""
+        """By what share the step may be longer than the best, by the lines."""
         return self.step_seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+
+    @property
+    def search_gap(self) -> float:
+        """Likewise the shortest step that was found: how well the lines were searched."""
+        return self.shortest_step / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +250,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
         ranks=tuple(ranks),
         step_seconds=found.step,
         lower_bound=bound,
+        shortest_step=found.step,
         even=found.even,
         unclipped_seconds=max(least, steps.seconds(clipped_share=0.0)),
         clipped_seconds=max(least, steps.seconds(clipped_share=1.0)),

@@ -40,10 +40,12 @@ def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
     """
     search = _Rounds(problem)
     search.run()
-    if not search.plans:
-        return some_rounds(problem, solve)
-    best = min(search.plans, key=lambda plan: plan.predicted_seconds)
-    return replace(best, lower_bound=min(search.bound, best.step_seconds))
+    found = min(search.plans, key=lambda plan: plan.predicted_seconds, default=None)
+    best = found or some_rounds(problem, solve)
+    if isinstance(best, Infeasible):
+        return best
+    shortest = min(plan.step_seconds for plan in [best, *search.plans])
+    return replace(best, lower_bound=min(search.bound, shortest), shortest_step=shortest)
 
 
 class _Rounds:
@@ -86,7 +88,7 @@ class _Rounds:
         left: list[tuple[float, bool, Activations, int]] = []
         for even, loads in makers.items():
             for policy in problem.activations:
-                steps = shortest_steps(problem, loads, policy, numbers)
+                steps: list[float] = shortest_steps(problem, loads, policy, numbers).tolist()
                 left += [
                     (step, even, policy, number)
                     for step, number in zip(steps, numbers, strict=True)

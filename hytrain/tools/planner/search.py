@@ -18,6 +18,9 @@ from hytrain.tools.planner.step_program import Choice, StepProgram
 
 PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
+_COARSE = 0.02
+# Where no step may be longer than so much more than what is proven, that one is asked for first.
+_NEAR = 0.02
 # Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
 _FARTHEST = 1.0
 
@@ -30,17 +33,19 @@ class Search:
         trail: the plans that it has come by.
     """
 
-    def __init__(self, problem: PlanProblem, worst: float) -> None:
+    def __init__(self, problem: PlanProblem, worst: float, rival: float = math.inf) -> None:
         """
         Args:
             problem: what is to be dealt to whom.
             worst: seconds of a step; longer ones are of no interest.
+            rival: of longer ones than this it is enough to know about how long they are.
         """
         self.bound = math.inf
         self.trail: list[Found] = []
         # Unequal shards first: they may allow much shorter steps.
         for even in (True, False)[: problem.cluster.num_ranks][::-1]:
-            bound, trail = search_program(StepProgram(problem, even=even, worst=worst), worst)
+            program = StepProgram(problem, even=even, worst=worst)
+            bound, trail = search_program(program, worst, rival)
             self.bound = min(self.bound, math.inf if bound is None else bound)
             self.trail += trail
             # Where both are as good, even shards have the faster collectives.
@@ -54,10 +59,13 @@ class Search:
         return sorted(best, key=lambda one: one.step)
 
 
-def search_program(program: StepProgram, worst: float) -> tuple[float | None, list[Found]]:
+def search_program(
+    program: StepProgram, worst: float, rival: float = math.inf
+) -> tuple[float | None, list[Found]]:
     """A bound on a program's steps, and plans of steps up to ``worst`` seconds or a little longer.
 
-    None and no plan where no step of up to ``worst`` seconds is possible.
+    None and no plan where no step of up to ``worst`` seconds is possible. The rival is that of
+    :class:`Search`.
     """
     longest = min(program.longest(), worst)
     if not program.covers(longest):
@@ -65,9 +73,11 @@ def search_program(program: StepProgram, worst: float) -> tuple[float | None, li
     low, _ = _bisect(program.covers, 0.0, longest, TOLERANCE)
     # Ranks in parts take less time, and tell most.
     bound = _relaxed_bound(program, low, longest)
-    if bound is None or (math.isfinite(worst) and program.choose(longest) is None):
+    if bound is None:
         return None, []
-    return _search_above(program, bound, longest)
+    if longest < bound * (1.0 + _NEAR) and program.choose(longest) is None:
+        return None, []
+    return _search_above(program, bound, longest, rival)
 
 
 def _relaxed_bound(program: StepProgram, low: float, longest: float) -> float | None:
@@ -89,7 +99,7 @@ def _relaxed_bound(program: StepProgram, low: float, longest: float) -> float | 
 
 
 def _search_above(
-    program: StepProgram, bound: float, longest: float
+    program: StepProgram, bound: float, longest: float, rival: float
 ) -> tuple[float | None, list[Found]]:
     """The bound raised, and plans, until both are close or neither can be had better.
 
@@ -97,46 +107,41 @@ def _search_above(
     dealt. Where that leaves plans longer than it, some longer steps are tried.
     """
     trail: list[Found] = []
-    growth = PRECISION
     low, high, step = bound, math.inf, bound
-    while high > low * (1.0 + PRECISION):
+    growth = precision = PRECISION
+    if bound > rival:
+        growth = precision = _COARSE
+        step = min(bound * (1.0 + precision), longest)
+    while high > low * (1.0 + precision):
         choices = program.choose(step)
         if choices is None:
             if step >= longest:
                 return None, []
             low = step
         else:
-            trail += _dealt(program, choices, step, low)
+            trail += _dealt(program, choices, low)
             high = min([step, *(one.step for one in trail)])
         if math.isfinite(high):
             step = (low + high) / 2.0
         else:
             step = min(low * (1.0 + growth), longest)
             growth *= 2.0
-    more = PRECISION / 2.0
+    more = precision / 2.0
     while more <= _FARTHEST:
         step = min(high * (1.0 + more), longest)
         if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
             break
-        trail += _dealt(program, program.choose(step) or [], step, low)
+        trail += _dealt(program, program.choose(step) or [], low)
+        if not trail:  # whole layers may fit into what leaves more room
+            trail += _dealt(program, program.choose(step, roomy=True) or [], low)
         if step >= longest:
             break
         more *= 2.0
     return low, trail
 
 
-def _dealt(program: StepProgram, choices: list[Choice], step: float, least: float) -> list[Found]:
-    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on.
-
-    Where whole layers do not fit into what was chosen, they may where it leaves more room.
-    """
-    found = _settled(program, choices, least)
-    if choices and not found and not program.even:
-        found = _settled(program, program.choose(step, roomy=True) or [], least)
-    return found
-
-
-def _settled(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
+def _dealt(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
+    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on."""
     if not choices:
         return []
     settled = (

@@ -46,9 +46,10 @@ from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rank_loads import Chain, RankLoads
 
 _ROUNDING = 1e-9
-# Branches; a program that is not decided then counts as one that has a solution. Seconds would make
-# plans depend on the machine.
+# Branches, of a program of a thousand columns, of a larger one fewer. One that is not decided then
+# counts as one that has a solution. Seconds would make plans depend on the machine.
 _MOST_NODES = 400
+_COLUMNS = 1000
 # Where room is left, it is for no more than so many times the state.
 _ROOMY = 1.25
 
@@ -158,7 +159,7 @@ class StepProgram:
             return None
         held = (1.0, _ROOMY) if roomy else (1.0, 1.0)
         program, columns = self._program(step, corners, held, gains=roomy)
-        solved, is_impossible = program.solve(whole=whole, most_nodes=_MOST_NODES)
+        solved, is_impossible = program.solve(whole=whole, most_nodes=_most_nodes(program))
         if is_impossible:
             return None
         return [] if solved is None or not whole else self._choices(corners, columns, solved)
@@ -169,7 +170,7 @@ class StepProgram:
         if corners is None:
             return 0.0
         program, _ = self._program(step, corners, (0.0, 1.0), gains=True)
-        solved, _ = program.solve(whole=True, most_nodes=_MOST_NODES)
+        solved, _ = program.solve(whole=True, most_nodes=_most_nodes(program))
         if solved is None:
             return 0.0
         return program.gained(solved)
@@ -327,6 +328,10 @@ class StepProgram:
             moved = traffic * whole / kind.host.bandwidth
             seconds = max(seconds, slowest + copies + updates + moved)
         return seconds
+
+
+def _most_nodes(program: MixedIntegerProgram) -> int:
+    return _MOST_NODES * _COLUMNS // max(_COLUMNS, program.num_columns)
 
 
 def _bends(shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
