@@ -23,12 +23,11 @@ from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
 from hytrain.tools.planner.rounds import best_rounds
-from hytrain.tools.planner.search import Search
+from hytrain.tools.planner.search import CLOSE, Search
 from hytrain.tools.uneven.solver import Infeasible
 
-# A plan that takes at most so many times the bound by the finer model is not compared with others.
-_CLOSE = 1.02
-# Otherwise with plans of a step up to so many times as long by the lines, and no more than these.
+# A plan that is not close to the bound by the finer model is compared with plans of a step up to so
+# many times as long by the lines, and no more than these.
 _NEARBY = 1.25
 _MOST_OTHERS = 24
 # Of those, so many are refined.
@@ -74,7 +73,7 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
     best = min(plans, key=lambda plan: plan.step_seconds)
     # One of many numbers of rounds is one of many plans already, and a slower one is none.
     is_one_of_many = problem.rounds is not None or search.bound > rival
-    if not is_one_of_many and best.predicted_seconds > _CLOSE * search.bound:
+    if not is_one_of_many and best.predicted_seconds > CLOSE * search.bound:
         plans += _others(problem, search, best)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
     shortest = min(plan.step_seconds for plan in plans)
@@ -88,7 +87,7 @@ def _others(problem: PlanProblem, search: Search, best: Plan) -> list[Plan]:
     when in a step a rank's gradients come, by which the policies differ.
     """
     most = _NEARBY * best.step_seconds
-    trail = list(search.trail)
+    trail = [*search.trail, *search.longer(best.step_seconds)]
     for policies in _choices(problem.activations):
         own = replace(problem, activations=policies)
         found = Search(own, most)

@@ -26,9 +26,12 @@ from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import Plan, to_plan
-from hytrain.tools.planner.search import PRECISION, search_program
+from hytrain.tools.planner.search import CLOSE, PRECISION, search_program
 from hytrain.tools.planner.step_program import StepProgram
 from hytrain.tools.uneven.solver import Infeasible
+
+# So many numbers of rounds, the most promising, are looked at for the finer model.
+_MOST_OTHERS = 8
 
 
 def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
@@ -89,20 +92,26 @@ class _Rounds:
         for even, loads in makers.items():
             for policy in problem.activations:
                 steps: list[float] = shortest_steps(problem, loads, policy, numbers).tolist()
-                left += [
-                    (step, even, policy, number)
-                    for step, number in zip(steps, numbers, strict=True)
-                ]
-        for step, even, policy, number in sorted(left, key=lambda one: (one[0], not one[1])):
+                rows = zip(steps, numbers, strict=True)
+                left += [(step, even, policy, number) for step, number in rows]
+        left.sort(key=lambda one: (one[0], not one[1]))
+        for step, even, policy, number in left:
             if step >= self.goal:
-                return
+                break
             one = replace(problem, activations=(policy,), rounds=number)
-            self._search(one, makers[even].maker(one), even=even)
+            self._search(one, makers[even].maker(one), self.goal, even=even)
+        # Others may be faster by the finer model.
+        for _, even, policy, number in left[:_MOST_OTHERS]:
+            shortest = min((plan.predicted_seconds for plan in self.plans), default=0.0)
+            if shortest <= CLOSE * self.bound:
+                break
+            one = replace(problem, activations=(policy,), rounds=number)
+            self._search(one, makers[even].maker(one), shortest, even=even)
 
-    def _search(self, problem: PlanProblem, loads: LoadMaker, *, even: bool) -> None:
-        """Plans of one number of rounds, if they may be faster than those before."""
-        program = StepProgram(problem, even=even, worst=self.goal, loads=loads)
-        bound, trail = search_program(program, self.goal)
+    def _search(self, problem: PlanProblem, loads: LoadMaker, worst: float, *, even: bool) -> None:
+        """Plans of one number of rounds, if they may be faster than ``worst``."""
+        program = StepProgram(problem, even=even, worst=worst, loads=loads)
+        bound, trail = search_program(program, worst)
         if bound is None:
             return
         self.undenied.append(bound)
@@ -123,6 +132,7 @@ def candidate_rounds(problem: PlanProblem) -> list[int]:
 
 
 def _largest(problem: PlanProblem, gpu: GpuProfile) -> int:
+    """Samples of the largest micro-batch."""
     return max(sizes_to_choose(replace(problem, rounds=1), gpu, problem.batch))
 
 

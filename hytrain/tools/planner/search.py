@@ -16,11 +16,18 @@ from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
 from hytrain.tools.planner.step_program import Choice, StepProgram
 
+CLOSE = 1.02
+"""A plan that takes at most so many times the bound by the finer model is as good as the best."""
 PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
-_COARSE = 0.02
+_COARSE = 0.05
+# Programs of so few columns are solved in no time: there more is known.
+_SMALL = 400
+_FINE = 5e-4
 # Where no step may be longer than so much more than what is proven, that one is asked for first.
 _NEAR = 0.02
+# What plans of longer steps take, of the shortest.
+_LONGER = (1.01, 1.03, 1.1)
 # Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
 _FARTHEST = 1.0
 
@@ -40,6 +47,7 @@ class Search:
             worst: seconds of a step; longer ones are of no interest.
             rival: of longer ones than this it is enough to know about how long they are.
         """
+        self._problem = problem
         self.bound = math.inf
         self.trail: list[Found] = []
         # Unequal shards first: they may allow much shorter steps.
@@ -50,6 +58,15 @@ class Search:
             self.trail += trail
             # Where both are as good, even shards have the faster collectives.
             worst = min([worst, *(one.step * (1.0 + PRECISION) for one in trail)])
+
+    def longer(self, step: float) -> list[Found]:
+        """Plans of longer steps than so many seconds, in which the CPU has more time."""
+        found: list[Found] = []
+        for even in (True, False)[: self._problem.cluster.num_ranks]:
+            program = StepProgram(self._problem, even=even, worst=_LONGER[-1] * step)
+            for factor in _LONGER:
+                found += dealt(program, program.choose(factor * step), factor * step)
+        return found
 
     @property
     def shortest(self) -> list[Found]:
@@ -112,35 +129,40 @@ def _search_above(
     if bound > rival:
         growth = precision = _COARSE
         step = min(bound * (1.0 + precision), longest)
-    while high > low * (1.0 + precision):
+
+    def is_open() -> bool:
+        is_small = precision == PRECISION and program.num_columns <= _SMALL
+        return high > low * (1.0 + (_FINE if is_small else precision))
+
+    while is_open():
         choices = program.choose(step)
         if choices is None:
             if step >= longest:
                 return None, []
             low = step
         else:
-            trail += _dealt(program, choices, low)
+            trail += dealt(program, choices, low)
             high = min([step, *(one.step for one in trail)])
         if math.isfinite(high):
             step = (low + high) / 2.0
         else:
             step = min(low * (1.0 + growth), longest)
             growth *= 2.0
-    more = precision / 2.0
+    more = _FINE
     while more <= _FARTHEST:
         step = min(high * (1.0 + more), longest)
         if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
             break
-        trail += _dealt(program, program.choose(step) or [], low)
+        trail += dealt(program, program.choose(step), low)
         if not trail:  # whole layers may fit into what leaves more room
-            trail += _dealt(program, program.choose(step, roomy=True) or [], low)
+            trail += dealt(program, program.choose(step, roomy=True), low)
         if step >= longest:
             break
         more *= 2.0
     return low, trail
 
 
-def _dealt(program: StepProgram, choices: list[Choice], least: float) -> list[Found]:
+def dealt(program: StepProgram, choices: list[Choice] | None, least: float) -> list[Found]:
     """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on."""
     if not choices:
         return []

@@ -117,6 +117,8 @@ class StepProgram:
         # the first one's number: to compare profiles takes long.
         hosts: dict[Host, int] = {}
         ranks: dict[tuple[int, GpuProfile], int] = {}
+        # Of the program that was solved last.
+        self.num_columns = 0
         self.kinds: list[RankLoads] = []
         # For each host the kind of each of its ranks.
         self._hosts: list[tuple[int, ...]] = []
@@ -159,6 +161,7 @@ class StepProgram:
             return None
         held = (1.0, _ROOMY) if roomy else (1.0, 1.0)
         program, columns = self._program(step, corners, held, gains=roomy)
+        self.num_columns = program.num_columns
         solved, is_impossible = program.solve(whole=whole, most_nodes=_most_nodes(program))
         if is_impossible:
             return None
