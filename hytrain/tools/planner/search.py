@@ -28,6 +28,7 @@ _FINE = 5e-4
 _NEAR = 0.02
 # What plans of longer steps take, of the shortest.
 _LONGER = (1.01, 1.03, 1.1)
+_MOST_COLUMNS = 20_000
 # Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
 _FARTHEST = 1.0
 
@@ -65,7 +66,8 @@ class Search:
         for even in (True, False)[: self._problem.cluster.num_ranks]:
             program = StepProgram(self._problem, even=even, worst=_LONGER[-1] * step)
             for factor in _LONGER:
-                found += dealt(program, program.choose(factor * step), factor * step)
+                choices = program.choose(factor * step, most_columns=_MOST_COLUMNS)
+                found += dealt(program, choices, factor * step)
         return found
 
     @property

@@ -144,7 +144,12 @@ class StepProgram:
         return min(ranks) >= 0 and sum(ranks) >= self.problem.batch
 
     def choose(
-        self, step: float, *, whole: bool = True, roomy: bool = False
+        self,
+        step: float,
+        *,
+        whole: bool = True,
+        roomy: bool = False,
+        most_columns: float = math.inf,
     ) -> list[Choice] | None:
         """What each rank does; None where no plan has so short a step.
 
@@ -155,6 +160,7 @@ class StepProgram:
             whole: whether ranks are; in parts they are solved faster, and more is possible.
             roomy: whether they leave as much room for more state as they can: then whole layers
                 fit more easily.
+            most_columns: a larger program is not solved.
         """
         corners = self._corners(step)
         if corners is None:
@@ -162,6 +168,8 @@ class StepProgram:
         held = (1.0, _ROOMY) if roomy else (1.0, 1.0)
         program, columns = self._program(step, corners, held, gains=roomy)
         self.num_columns = program.num_columns
+        if program.num_columns > most_columns:
+            return []
         solved, is_impossible = program.solve(whole=whole, most_nodes=_most_nodes(program))
         if is_impossible:
             return None

@@ -5,7 +5,7 @@ ranks are not merged, loads are neither listed nor interpolated, layers need not
 has
 
     y     for each policy and micro-batch size, whether it takes it           (0 or 1)
-    b, n  samples with it, micro-batches                                      (whole numbers: n)
+    b, n  samples with it, micro-batches             (whole numbers: n; of small batches b, too)
     v     seconds, memory: above the lines through loads of 2, 3, 4, 5, 8, 9, 16, ... full
           micro-batches, which no load is below, since they are convex
     g, c  parameters that are updated on its GPU, and by the CPU
@@ -73,6 +73,8 @@ def _may_be_in_rounds(problem: PlanProblem, step: float, rounds: range, *, even:
 
 
 _MOST_NODES = 20_000
+# Of batches up to this samples are whole and each number of micro-batches is an item of its own.
+_MOST_APART = 256
 _NAMES = ("compute", "edge", "room", "end_room")
 _Line = dict[str, tuple[float, float, float]]
 """By name: with no samples, for each micro-batch, and for each sample."""
@@ -161,7 +163,8 @@ class _Oracle:
         if id(gpu) not in self._menus:
             self._menus[id(gpu)] = self._menu(gpu)
         for size, least, most, lines in self._menus[id(gpu)]:
-            taken, own = self._column(1.0, whole=True), self._column()
+            taken = self._column(1.0, whole=True)
+            own = self._column(whole=self._problem.batch <= _MOST_APART)
             number = self._column(whole=True)
             self._row({number: float(size), own: -1.0}, 0.0, math.inf)
             chosen[taken] = samples[own] = 1.0
@@ -246,13 +249,25 @@ class _Oracle:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(made(middle)) else (low, middle)
         least = size * max(1, rounds[0] - 1) + 1
-        if low >= least and several:
+        if not several:
+            return
+        # A second one that is not full leaves more room.
+        full = -(-low // size) if batch <= _MOST_APART else 2
+        for number in range(2, full + 1):
+            end = number * size if batch <= _MOST_APART else 2 * size - 1
+            samples = range(max(least, (number - 1) * size + 1), min(low, end) + 1)
+            if samples:
+                line = _line_of_partial(size, [made(one) for one in samples])
+                yield size, samples[0], samples[-1], [line]
+        if batch <= _MOST_APART:
+            return
+        least = max(least, 2 * size)
+        if low >= least:
             numbers = {2, 3, low // size, low // size + 1}
             for power in range(1, int(math.log2(low / size)) + 1):
                 numbers |= {2**power, 2**power + 1}
             works = [made(number * size) for number in sorted(numbers) if number > 1]
-            # With few samples in the second one, there is more room than the lines say.
-            nearby = [made(samples) for samples in range(size + 1, min(low, 3 * size) + 1)]
+            nearby = [made(samples) for samples in range(2 * size, min(low, 4 * size) + 1)]
             yield size, least, low, _lines(size, works, nearby)
 
     def allows(self) -> bool:
@@ -273,25 +288,36 @@ class _Oracle:
         return found.status != 2
 
 
+def _line_of_partial(size: int, works: Sequence[Load]) -> _Line:
+    """A line that none of these loads, with as many micro-batches, is below."""
+    first, last = works[0], works[-1]
+    line: _Line = {"offloaded": (0.0, 0.0, last.offloaded / last.batch)}
+    for name in _NAMES:
+        slope = (getattr(last, name) - getattr(first, name)) / max(1, last.batch - first.batch)
+        line[name] = getattr(first, name) - slope * first.batch, 0.0, slope
+    return _lowered(size, line, works)
+
+
 def _lines(size: int, works: Sequence[Load], nearby: Sequence[Load]) -> list[_Line]:
     """Lines through neighbours of full micro-batches; none of the nearby loads is below one.
 
     Args:
         size: of a micro-batch.
         works: of full micro-batches.
-        nearby: of 1 + 1/size, ..., 3 micro-batches. What a sample more or less of the last one
+        nearby: of two to four micro-batches. What a sample more or less of the last one
             takes is theirs.
     """
     lines: list[_Line] = []
+    last_place = min(size, len(nearby) - 1)
     for one, other in itertools.pairwise(works):
         number = one.batch // size
         width = other.batch // size - number
         line: _Line = {}
         for name in (*_NAMES, "offloaded"):
             first, last = (
-                getattr(nearby[place], name) for place in (0, min(size, len(nearby)) - 1)
+                getattr(nearby[place], name) for place in (min(1, last_place), last_place)
             )
-            slope = (last - first) / max(1, min(size, len(nearby)) - 1)
+            slope = (last - first) / max(1, last_place - 1)
             each = (getattr(other, name) - getattr(one, name)) / width - slope * size
             line[name] = getattr(one, name) - each * number - slope * one.batch, each, slope
         line["offloaded"] = (0.0, 0.0, works[0].offloaded / works[0].batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from planner_clusters import plan_problems
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner import mixed_integer, plan, rank_loads
+from hytrain.tools.planner import load_maker, mixed_integer, rank_loads, rounds
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
@@ -24,6 +25,7 @@ from hytrain.tools.planner.cost_model import (
     sizes_to_choose,
 )
 from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.load_maker import LoadMaker, RoundLoads
 from hytrain.tools.planner.mixed_integer import MixedIntegerProgram
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
@@ -81,9 +83,11 @@ def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem)
     stage_3 = replace(random, stage=3, rounds=None, activations=policies)
     assume(stage_3.needs_rounds)
     fast = make_plan(stage_3)
-    slow = best_mode(stage_3, make_plan, lambda one: some_rounds(one, make_plan))
-    assert isinstance(fast, Plan) == isinstance(slow, Plan)
-    if isinstance(fast, Plan) and isinstance(slow, Plan):
+    slow = best_mode(
+        stage_3, lambda one, _: make_plan(one), lambda one: some_rounds(one, make_plan)
+    )
+    if isinstance(slow, Plan):  # of fewer numbers, none of which need fit
+        assert isinstance(fast, Plan)
         # Less of a gain is not searched for.
         assert fast.predicted_seconds <= slow.predicted_seconds * 1.004
 
@@ -143,7 +147,7 @@ def test_chains_are_at_least_as_good_as_every_load(
         for work in every
         if work.compute <= step and work.room >= 0.0 and work.offloaded <= copied
     ]
-    rank = RankLoads(random, host, gpu, collectives, step, _rounds(random))
+    rank = RankLoads(random, host, gpu, LoadMaker(random, even=False), step)
     idle = load(random, gpu, collectives, 0, 0, policies[0])
     is_idle = random.allow_idle and idle.room >= 0.0 and idle.compute <= step
     most = max((work.batch for work in able), default=0 if is_idle else -1)
@@ -153,10 +157,6 @@ def test_chains_are_at_least_as_good_as_every_load(
         chains = rank.chains(step, 0)
     for work in able:
         assert any(_reaches(chain.loads, work) for chain in chains), work
-
-
-def _rounds(problem: PlanProblem) -> range | None:
-    return None if problem.rounds is None else range(problem.rounds, problem.rounds + 1)
 
 
 def _reaches(corners: tuple[Load, ...], work: Load) -> bool:
@@ -192,7 +192,7 @@ class _Work:
             self.columns += program.num_columns
             return solve(program, **options)
 
-        monkeypatch.setattr(rank_loads, "load", counted_load)
+        monkeypatch.setattr(load_maker, "load", counted_load)
         monkeypatch.setattr(MixedIntegerProgram, "solve", counted_solve)
 
 
@@ -224,21 +224,77 @@ def test_work_hardly_grows_with_the_batch(
         assert columns < 300_000, spent
 
 
-def test_numbers_of_rounds_that_cannot_be_shorter_are_not_worked_out(
+def test_numbers_of_rounds_that_cannot_be_shorter_are_not_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved: list[tuple[Activations, int | None]] = []
-    whole = plan._of_any_mode  # pyright: ignore[reportPrivateUsage]
+    whole = rounds.search_program
 
-    def counted(problem: PlanProblem, longest: float) -> Any:
-        solved.append((problem.activations[0], problem.rounds))
-        return whole(problem, longest)
+    def counted(program: StepProgram, worst: float) -> Any:
+        bound, trail = whole(program, worst)
+        if trail:
+            solved.append((program.problem.activations[0], program.problem.rounds))
+        return bound, trail
 
-    monkeypatch.setattr(plan, "_of_any_mode", counted)
-    found = make_plan(_problem(512, stage=3, activations=("store", "recompute")))
+    monkeypatch.setattr(rounds, "search_program", counted)
+    policies: tuple[Activations, ...] = ("store", "recompute")
+    found = make_plan(_problem(512, stage=3, activations=policies))
     assert isinstance(found, Plan)
-    assert len(solved) == len(set(solved))
-    assert len(solved) < 14, solved
+    assert found.search_gap < 0.005
+    assert 0 < len(solved) < 14, solved
+
+
+def test_in_candidate_rounds_is_every_number_that_comes_to_the_batch() -> None:
+    """Of two ranks with up to three samples at once, by trying all micro-batches."""
+    for batch in range(1, 40):
+        problem = _of_two(batch)
+        able = {
+            number
+            for number in range(1, batch + 1)
+            for sizes in itertools.product(range(4), repeat=2)
+            if sum((number - 1) * size + (size > 0) for size in sizes) <= batch
+            and batch <= number * sum(sizes)
+        }
+        assert able <= set(rounds.candidate_rounds(problem))
+
+
+def _of_two(batch: int) -> PlanProblem:
+    whole = _problem(batch, stage=3)
+    gpu = replace(_gpu("x", 24, 1.0), sizes=(1, 2, 3), most_samples=3)
+    host = replace(whole.cluster.hosts[0], gpus=(gpu, gpu))
+    return replace(whole, cluster=replace(whole.cluster, hosts=(host,)))
+
+
+@pytest.mark.parametrize("policy", ["store", "recompute"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_loads_of_many_rounds_follow_from_few(policy: Activations, streamed: bool) -> None:
+    """Each number is that of the load itself, whatever the rounds and the last micro-batch."""
+    given_problem = _problem(4096, stage=3, offload_param=streamed)
+    gpu = given_problem.cluster.ranks[0][1]
+    fast = RoundLoads(given_problem, even=False)
+    collectives = Collectives.of(given_problem, even=False)
+    for number, last, size in itertools.product((1, 2, 3, 4, 5, 300), (1, 3, 4), (4, 8)):
+        batch = (number - 1) * size + last
+        slow = load(given_problem, gpu, collectives, batch, min(size, batch), policy)
+        found = fast.of(gpu, number, last, size, policy)
+        assert (found.batch, found.microbatch) == (slow.batch, slow.microbatch)
+        for name in ("compute", "edge", "room", "end_room", "offloaded"):
+            assert getattr(found, name) == pytest.approx(getattr(slow, name), rel=1e-12)
+        for one, other in zip(found.fetches, slow.fetches, strict=True):
+            assert one.slope == pytest.approx(other.slope, rel=1e-12)
+            assert one.hidden == pytest.approx(other.hidden, rel=1e-12, abs=1e-12)
+
+
+def test_no_step_of_some_rounds_is_shorter_than_its_compute() -> None:
+    given_problem = _problem(512, stage=3, activations=("recompute",))
+    numbers = rounds.candidate_rounds(given_problem)
+    loads = RoundLoads(given_problem, even=True)
+    shortest = rounds.shortest_steps(given_problem, loads, "recompute", numbers)
+    for number, least in list(zip(numbers, shortest, strict=True))[3:20:4]:
+        found = make_plan(replace(given_problem, rounds=number))
+        if isinstance(found, Plan):
+            assert least <= found.step_seconds
+            assert not found.even or least >= 0.8 * found.step_seconds
 
 
 def test_plans_are_the_same_again() -> None:
