@@ -140,6 +140,7 @@ def main() -> int:
         if path.exists()
         for one in (Held(**json.loads(line)) for line in path.read_text().splitlines())
     }
+    arguments.out[0].parent.mkdir(parents=True, exist_ok=True)
     with arguments.out[0].open("a") as file:
         for seed in range(arguments.first, arguments.end):
             if seed not in records:

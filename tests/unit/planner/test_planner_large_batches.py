@@ -5,38 +5,20 @@ from __future__ import annotations
 import time
 
 import pytest
+from hold_plans import hold
 from plan_oracle import may_be_as_fast
-from planner_large_clusters import hosts_of_offloading_ranks, large_problem
+from planner_large_clusters import hosts_of_offloading_ranks
 
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.result import Plan
 
-_GAP = 0.02
 _EVERYDAY = 12
-_ALL = 200
-
-
-def check(seed: int) -> None:
-    problem = large_problem(seed)
-    plan = make_plan(problem)
-    if not isinstance(plan, Plan):
-        # What is said not to fit does not, however long a step may be.
-        assert plan.is_close or not may_be_as_fast(problem, 1e6), plan.reason
-        return
-    assert plan.lower_bound <= plan.step_seconds <= plan.predicted_seconds
-    assert plan.gap <= _GAP
-    assert not may_be_as_fast(problem, plan.step_seconds / (1.0 + _GAP))
 
 
 @pytest.mark.parametrize("seed", range(_EVERYDAY))
 def test_no_plan_is_2_percent_faster(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.all_plans
-@pytest.mark.parametrize("seed", range(_EVERYDAY, _ALL))
-def test_no_plan_is_2_percent_faster_on_any_cluster(seed: int) -> None:
-    check(seed)
+    held = hold(seed)
+    assert held.holds, held
 
 
 def test_a_rank_may_take_more_than_its_part_of_the_hosts_memory() -> None:

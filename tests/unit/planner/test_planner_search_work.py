@@ -75,7 +75,7 @@ def _problem(batch: int, **changes: Any) -> PlanProblem:
     return replace(whole, **changes)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(random=plan_problems(most_ranks=3, most_batch=12))
 def test_what_is_not_worked_out_would_not_have_been_shorter(random: PlanProblem) -> None:
     """One micro-batch after another, by all numbers of them, each worked out to its end."""
