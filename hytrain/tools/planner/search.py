@@ -2,8 +2,8 @@
 
 Whether a step of some length is possible is asked of step_program.py. No is certain, so the longest
 step of which that is known is a bound. What it says to a longer one is dealt in whole samples and
-whole layers (deal_samples.py, allocation.py), which may take a little longer; a few more lengths
-are tried as long as that may gain.
+whole layers (deal_samples.py, allocation.py) at once, which may take a little longer. Lengths are
+bisected between the bound and the best plan.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ CLOSE = 1.02
 """A plan that takes at most so many times the bound by the finer model is as good as the best."""
 PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
+# The same where a rival is faster.
 _COARSE = 0.05
 # Programs of so few columns are solved in no time: there more is known.
 _SMALL = 400
 _FINE = 5e-4
 # Where no step may be longer than so much more than what is proven, that one is asked for first.
 _NEAR = 0.02
-# What plans of longer steps take, of the shortest.
+# Plans of longer steps take so many times the shortest; they come of no larger programs.
 _LONGER = (1.01, 1.03, 1.1)
 _MOST_COLUMNS = 20_000
 # Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
