@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class MixedIntegerProgram:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _silence() -> Generator[None, None, None]:
     """HiGHS prints a line of its own now and then, whatever it is told: not into a plan's JSON."""
     sys.stdout.flush()
     library = ctypes.CDLL(None)

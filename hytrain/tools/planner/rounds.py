@@ -92,8 +92,8 @@ class _Rounds:
         for even, loads in makers.items():
             for policy in problem.activations:
                 steps: list[float] = shortest_steps(problem, loads, policy, numbers).tolist()
-                rows = zip(steps, numbers, strict=True)
-                left += [(step, even, policy, number) for step, number in rows]
+                for step, number in zip(steps, numbers, strict=True):
+                    left.append((step, even, policy, number))
         left.sort(key=lambda one: (one[0], not one[1]))
         for step, even, policy, number in left:
             if step >= self.goal:

@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import LinearConstraint, milp
@@ -307,11 +308,12 @@ class _Oracle:
         columns = [column for row in self._rows for column in row.values]
         values = [value for row in self._rows for value in row.values.values()]
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self._upper)))
+        limited: Any = LinearConstraint  # whose stubs know numbers only
         found = milp(
             np.zeros(len(self._upper)),
             integrality=np.array(self._whole),
             bounds=(0.0, np.array(self._upper)),
-            constraints=LinearConstraint(
+            constraints=limited(
                 matrix, [row.lower for row in self._rows], [row.upper for row in self._rows]
             ),
             options={"node_limit": _MOST_NODES},
