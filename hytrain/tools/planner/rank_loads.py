@@ -31,6 +31,8 @@ _MOST_LISTED = 96
 # Parts of a chain that differ by no more than this share of its end are one.
 _STRAIGHT = 1e-6
 _REFERENCES = 8
+# Of so few micro-batches every one that is not full is looked at.
+_FEW = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,10 @@ class _Family:
         """
         last = self.samples[-1]
         most = _STRAIGHT * np.abs(_numbers(self.at(last), self.whole))
-        bases = {max(1, last // self.size - 1), 2} if last >= 2 * self.size else set[int]()
+        full = last // self.size
+        bases = {max(1, full - 1), 2} if full >= 2 else set[int]()
+        if full <= _FEW:
+            bases = set(range(1, full + 1))
         ranges = [range(base * self.size, min((base + 1) * self.size, last) + 1) for base in bases]
         ranges.append(range(self.samples[0], min(self.size, last) + 1))
         ranges.append(range(self.size + 1, min(2 * self.size, last) + 1))
