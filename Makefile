@@ -34,7 +34,7 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: all install demo check docs lint format bench bench-plan test-plan clean
+.PHONY: all install demo check docs lint format bench bench-plan test-plan test-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
 .PHONY: test-ecosystem test-dropin
 .PHONY: sanitize sanitize-memory sanitize-threads
@@ -78,6 +78,12 @@ test-experiments: install
 test-stress: TEST_SECONDS = 3600
 test-stress: install
 	$(PYTEST) -s -m stress $(TEST_ARGS) tests/dist/test_stress.py
+
+# Plans of 200 random clusters held against an independent oracle (20 minutes); `test` has some of them.
+# Goes on where it was stopped.
+test-plans: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" $(BIN)/python tests/unit/planner/hold_plans.py \
+	    --out build/held_plans.jsonl
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install

@@ -152,7 +152,7 @@ def share_on_gpu() -> None:
 
 
 def layer_major() -> None:
-    """Which piece is computed when, in both manners."""
+    """Which piece is computed when, in both modes."""
     picture = Picture(860, 300)
     names = (("one micro-batch after another", 20), ("layer by layer", 160))
     shades = ("#23405f", "#335880", "#4c78a8", "#7fa3c7")

@@ -20,7 +20,7 @@ LAYER_MAJOR: tuple[Activations, ...] = ("keep", "offload")
 Accumulation = Literal["micro_batch_major", "layer_major"]
 """How a step's micro-batches are computed, as the configuration says it."""
 
-MANNERS: dict[Accumulation, tuple[Activations, ...]] = {
+ACCUMULATION_MODES: dict[Accumulation, tuple[Activations, ...]] = {
     "micro_batch_major": ("store", "recompute"),
     "layer_major": LAYER_MAJOR,
 }

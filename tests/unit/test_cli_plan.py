@@ -387,13 +387,13 @@ def test_less_memory_and_other_choices_are_planned_with(profile: Path, capsys: C
     assert [rank["batch_size"] for rank in never["ranks"]] == [1, 1]
 
 
-def test_the_manner_of_accumulation_may_be_asked_for(profile: Path, capsys: Capture) -> None:
+def test_the_mode_of_accumulation_may_be_asked_for(profile: Path, capsys: Capture) -> None:
     arguments = ("--profile", profile, "--batch", 32, "--stage", 3)
     found: dict[str | None, dict[str, Any]] = {None: _json(capsys, *arguments)}
-    for manner in ("micro_batch_major", "layer_major"):
-        found[manner] = _json(capsys, *arguments, "--accumulation", manner)
-        assert found[manner]["accumulation"] == manner
-        assert found[manner]["other_accumulation"] is None
+    for mode in ("micro_batch_major", "layer_major"):
+        found[mode] = _json(capsys, *arguments, "--accumulation", mode)
+        assert found[mode]["accumulation"] == mode
+        assert found[mode]["other_accumulation"] is None
     chosen = found[None]["accumulation"]
     other = found[None]["other_accumulation"]
     assert {chosen, other["accumulation"]} == {"micro_batch_major", "layer_major"}
@@ -401,10 +401,11 @@ def test_the_manner_of_accumulation_may_be_asked_for(profile: Path, capsys: Capt
         one["predicted"]["step_seconds"] for one in found.values()
     )
     expected = found[other["accumulation"]]["predicted"]["step_seconds"]
-    assert other["step_seconds"] == expected
-    for manner, policies in (("micro_batch_major", "keep"), ("layer_major", "store")):
-        text = _error(capsys, *arguments, "--accumulation", manner, "--activations", policies)
-        assert f"--accumulation {manner} goes with --activations" in text
+    # What has lost is not searched for as long.
+    assert other["step_seconds"] == pytest.approx(expected, rel=0.05)
+    for mode, policies in (("micro_batch_major", "keep"), ("layer_major", "store")):
+        text = _error(capsys, *arguments, "--accumulation", mode, "--activations", policies)
+        assert f"--accumulation {mode} goes with --activations" in text
 
 
 def test_files_of_two_hosts_are_planned_together(tmp_path: Path, capsys: Capture) -> None:

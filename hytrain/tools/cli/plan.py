@@ -12,7 +12,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import MOMENTS
-from hytrain.formats.policies import ACTIVATIONS, MANNERS
+from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid
 from hytrain.tools.cli.arguments import (
@@ -129,8 +129,8 @@ def _add_choices(group: Any) -> None:
     )
     group.add_argument(
         "--accumulation",
-        choices=tuple(MANNERS),
-        help="only the activations of this manner: micro-batches one after another (store, "
+        choices=tuple(ACCUMULATION_MODES),
+        help="only the activations of this mode: micro-batches one after another (store, "
         "recompute; for a model that cannot be computed layer by layer), or layer by layer (keep, "
         "offload); default: the better one, in stages 1 and 2 of each rank for itself",
     )

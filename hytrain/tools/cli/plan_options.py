@@ -9,7 +9,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import FP32
-from hytrain.formats.policies import MANNERS
+from hytrain.formats.policies import ACCUMULATION_MODES
 
 _GIB = 1024**3
 STAGES = (1, 2, 3)
@@ -155,15 +155,16 @@ def _live_parameters(config: Mapping[str, Any]) -> Any:
 
 
 def _policies(arguments: argparse.Namespace) -> Any:
-    """Of the activations those of the manner of accumulation that is asked for."""
+    """Of the activations those of the accumulation mode that is asked for."""
     asked = tuple(dict.fromkeys(arguments.activations))
     if arguments.accumulation is None:
         return asked
-    allowed = tuple(one for one in asked if one in MANNERS[arguments.accumulation])
+    policies = ACCUMULATION_MODES[arguments.accumulation]
+    allowed = tuple(one for one in asked if one in policies)
     if not allowed:
         raise ConfigError(
             f"--accumulation {arguments.accumulation} goes with --activations "
-            f"{' or '.join(MANNERS[arguments.accumulation])}, not with {' '.join(asked)}: leave "
+            f"{' or '.join(policies)}, not with {' '.join(asked)}: leave "
             "one of both options out"
         )
     return allowed

@@ -8,12 +8,13 @@ each rank's samples are proportional to its speed, its micro-batch is its own, s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from hytrain.formats.policies import MANNERS, Accumulation, Activations
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -25,13 +26,11 @@ from hytrain.tools.planner.cost_model import (
     shard_that_fits,
 )
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import TOLERANCE, Found, OtherManner, Plan, settle, to_plan
+from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
 _ROUNDING = 1e-9
-# So many further numbers of micro-batches are tried without a gain.
-_WORSE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,10 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     A batch that does not divide gives the first ranks one more.
     """
     if problem.needs_rounds and problem.offload_param:
-        return best_manner(
-            problem, lambda one, _: even_split(one)
-        )  # what fetches take of the host is by rounds
+        # What fetches take of the host is by rounds.
+        return best_mode(
+            problem, lambda one, _: even_split(one), lambda one: some_rounds(one, even_split)
+        )
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
@@ -92,7 +92,11 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_manner(problem, lambda one, _: samples_by_speed(one))
+        return best_mode(
+            problem,
+            lambda one, _: samples_by_speed(one),
+            lambda one: some_rounds(one, samples_by_speed),
+        )
     makes = _Loads(problem)
     speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -112,90 +116,6 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
         )
     best = _fastest(problem, menus, math.inf)
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
-
-
-Solver = Callable[[PlanProblem, float], Plan | Infeasible | None]
-"""Gives a problem's plan. It may give None where no step is shorter than so many seconds."""
-
-
-def best_manner(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
-    """The best solution of stage 3, where all ranks use each layer as often, in the same order.
-
-    Either one micro-batch after another: all ranks make as many, of some numbers of them, and all
-    store activations or all compute them again. Or all go layer by layer, with as many
-    micro-batches as each likes.
-    """
-    found: dict[Accumulation, Plan | Infeasible] = {}
-    for manner, group in MANNERS.items():
-        policies: tuple[Activations, ...] = tuple(
-            policy for policy in problem.activations if policy in group
-        )
-        if not policies:
-            continue
-        if manner == "layer_major":
-            solved = solve(replace(problem, activations=policies), math.inf)
-            assert solved is not None, "every step is shorter"
-            found[manner] = solved
-        else:
-            found[manner] = _best_rounds(problem, policies, solve)
-    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
-    if not plans:
-        return _nearest([one for one in found.values() if isinstance(one, Infeasible)])
-    best = min(plans, key=lambda plan: plan.predicted_seconds)
-    others = [
-        OtherManner(manner, other if isinstance(other, Infeasible) else other.predicted_seconds)
-        for manner, other in found.items()
-        if other is not best
-    ]
-    return replace(best, other_manner=others[0] if others else None)
-
-
-def _best_rounds(
-    problem: PlanProblem, policies: Sequence[Activations], solve: Solver
-) -> Plan | Infeasible:
-    """The best of one micro-batch after another, by the number of them and by policy.
-
-    What cannot be shorter than the best so far, which its bound says soon, is not worked out. It
-    does not count among those without a gain, either: it might not have fitted.
-    """
-    best: Plan | None = None
-    refusals: list[Infeasible] = []
-    for policy in policies:
-        worse = 0
-        for rounds in _rounds(problem.batch):
-            shortest = math.inf if best is None else best.predicted_seconds
-            found = solve(replace(problem, activations=(policy,), rounds=rounds), shortest)
-            if found is None:
-                continue
-            if isinstance(found, Infeasible):
-                refusals.append(found)
-                continue
-            if best is None or found.predicted_seconds < best.predicted_seconds:
-                best, worse = found, 0
-            else:
-                worse += 1
-            if worse == _WORSE:
-                break
-    return _nearest(refusals) if best is None else best
-
-
-def _nearest(refusals: Sequence[Infeasible]) -> Infeasible:
-    """The one that comes nearest to fitting."""
-    close = [refusal for refusal in refusals if refusal.is_close]
-    lacking = [refusal for refusal in refusals if refusal.missing > 0.0]
-    if close or not lacking:
-        return (close or refusals)[0]
-    return min(lacking, key=lambda refusal: refusal.missing)
-
-
-def _rounds(batch: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, ...: each by a half or a third more than the one before."""
-    number = 1
-    while number <= batch:
-        yield number
-        if number > 1 and number * 3 // 2 <= batch:
-            yield number * 3 // 2
-        number *= 2
 
 
 def own_speeds(problem: PlanProblem) -> list[float]:

@@ -112,6 +112,18 @@ def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
     return problem.rounds is None or not batch or -(-batch // microbatch) == problem.rounds
 
 
+def sizes_to_choose(problem: PlanProblem, gpu: GpuProfile, samples: int) -> Sequence[int]:
+    """Micro-batches in which a rank may compute so many samples.
+
+    Those of the profile; any up to the largest of them where all ranks make as many micro-batches,
+    since few multiples of a number of rounds would sum to the batch.
+    """
+    if problem.rounds is None:
+        return gpu.micro_batches(samples)
+    largest = samples if gpu.sizes is None else gpu.sizes[-1]
+    return range(1, min(samples, largest, gpu.most_samples or samples) + 1)
+
+
 def load(
     problem: PlanProblem,
     gpu: GpuProfile,

@@ -8,23 +8,23 @@ from dataclasses import replace
 
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, load
-from hytrain.tools.planner.frontier import Frontier
 from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.step_program import StepProgram
 from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
 
 
-def missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> Infeasible:
+def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     """What no step, however long, would mend.
 
     Args:
         problem: for which no plan was found.
-        frontier: of it, with the loads of its ranks.
         is_bounded: whether some step may be possible by the outer reading.
     """
     cluster = problem.cluster
-    extremes = [kind.extremes for kind in frontier.catalogues]
+    program = StepProgram(problem, even=False)
+    extremes = [kind.extremes for kind in program.catalogues]
     for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
         if not works:
             return _rank_is_missing(problem, rank, gpu, 0 if problem.allow_idle else 1)
@@ -39,11 +39,11 @@ def missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> In
             "thousandth of it: no plan was found; a little more memory would help",
             is_close=True,
         )
-    short = [*_gpus_are_missing(problem, frontier), *_hosts_are_missing(problem)]
+    short = [*_gpus_are_missing(problem, program), *_hosts_are_missing(problem)]
     if short:
         words = "; ".join(text for text, _ in short)
         return Infeasible(words, sum(lacking for _, lacking in short))
-    held = frontier.held(frontier.longest())
+    held = program.held(program.longest())
     total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
     what = "weights and optimizer state" if problem.offload_param else "optimizer state"
     lacking = (1.0 - held) * total / _GIB
@@ -54,7 +54,7 @@ def missing(problem: PlanProblem, frontier: Frontier, *, is_bounded: bool) -> In
     )
 
 
-def _gpus_are_missing(problem: PlanProblem, frontier: Frontier) -> list[tuple[str, float]]:
+def _gpus_are_missing(problem: PlanProblem, program: StepProgram) -> list[tuple[str, float]]:
     """(words, GiB) where GPUs are too small even with all state on hosts of any size; at most one.
 
     What stays on a GPU then is there for its passes, and in stage 3 its part of the weights and
@@ -62,7 +62,7 @@ def _gpus_are_missing(problem: PlanProblem, frontier: Frontier) -> list[tuple[st
     """
     ranks = problem.cluster.ranks
     least = float(problem.sharded_bytes * problem.model.parameters)
-    for (_, gpu), rank in zip(ranks, frontier.catalogues, strict=True):
+    for (_, gpu), rank in zip(ranks, program.catalogues, strict=True):
         works = rank.extremes
         if len(ranks) == 1:  # which has to compute the whole batch
             works = [work for work in works if work.batch == problem.batch] or works

@@ -51,7 +51,7 @@ def plan_text(
     parts = [_devices(problem), "", "plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
-    parts += _clipped_words(plan) + _manner_words(plan) + _unfilled_words(problem, plan)
+    parts += _clipped_words(plan) + _mode_words(plan) + _unfilled_words(problem, plan)
     if without_offload is not None:
         parts.append(
             "the model fits without --offload-param, too: a step would take "
@@ -141,7 +141,7 @@ def _unfilled_words(problem: PlanProblem, plan: Plan) -> list[str]:
     ]
 
 
-_MANNER_WORDS: dict[Accumulation, str] = {
+_MODE_WORDS: dict[Accumulation, str] = {
     "micro_batch_major": "one micro-batch after another",
     "layer_major": "layer by layer",
 }
@@ -151,12 +151,12 @@ _WHY: dict[Accumulation, str] = {
 }
 
 
-def _manner_words(plan: Plan) -> list[str]:
-    """A line about the manner of accumulation, where all ranks had to be of one."""
-    other, chosen = plan.other_manner, plan.accumulation
+def _mode_words(plan: Plan) -> list[str]:
+    """A line about the accumulation mode, where all ranks had to be of one."""
+    other, chosen = plan.other_mode, plan.accumulation
     if other is None or chosen is None:
         return []
-    words = f"{_MANNER_WORDS[chosen]} ({_WHY[chosen]}): {_MANNER_WORDS[other.accumulation]}"
+    words = f"{_MODE_WORDS[chosen]} ({_WHY[chosen]}): {_MODE_WORDS[other.accumulation]}"
     if isinstance(other.result, Infeasible):
         return [f"{words} nothing fits: {other.result.reason}"]
     return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
@@ -176,7 +176,7 @@ def plan_json(
     record["samples_per_second"] = problem.batch / plan.predicted_seconds
     record["own_samples_per_second"] = own_speeds(problem)
     record["accumulation"] = plan.accumulation
-    record["other_accumulation"] = _other_manner_json(plan)
+    record["other_accumulation"] = _other_mode_json(plan)
     if problem.offload_param:
         seconds = None if without_offload is None else without_offload.predicted_seconds
         record["without_offload_param"] = {"step_seconds": seconds}
@@ -184,8 +184,8 @@ def plan_json(
     return record
 
 
-def _other_manner_json(plan: Plan) -> dict[str, Any] | None:
-    other = plan.other_manner
+def _other_mode_json(plan: Plan) -> dict[str, Any] | None:
+    other = plan.other_mode
     if other is None:
         return None
     if isinstance(other.result, Infeasible):

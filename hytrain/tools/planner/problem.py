@@ -123,7 +123,7 @@ class PlanProblem:
 
     @property
     def needs_rounds(self) -> bool:
-        """Whether :attr:`rounds`, and one manner for all ranks, are still to be decided on.
+        """Whether :attr:`rounds`, and one mode for all ranks, are still to be decided on.
 
         With ``offload_param`` for one rank, too: how often it fetches its weights is in
         :attr:`shard_traffic`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load, sizes_to_choose
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
 
@@ -58,7 +58,7 @@ class FastestLoads:
         """None where no micro-batch leaves room on the GPU or makes the rounds."""
         key = id(gpu), batch, policy
         if key not in self._known:
-            sizes = gpu.micro_batches(batch) if batch else (0,)
+            sizes = sizes_to_choose(self._problem, gpu, batch) if batch else (0,)
             made = (self.of_size(gpu, batch, size, policy) for size in sizes)
             roomy = (work for work in made if work is not None)
             self._known[key] = min(roomy, key=lambda work: work.compute, default=None)

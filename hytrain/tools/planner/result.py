@@ -60,11 +60,11 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherManner:
-    """What the best plan of the manner of accumulation that was not chosen takes (stage 3).
+class OtherMode:
+    """What the best plan of the accumulation mode that was not chosen takes (stage 3).
 
     Attributes:
-        accumulation: that manner.
+        accumulation: that mode.
         result: its predicted step in seconds, or why nothing fits.
     """
 
@@ -80,32 +80,35 @@ class Plan:
         ranks: in rank order.
         step_seconds: by the lines of cost_model.py, by which it was chosen.
         lower_bound: no plan has a shorter step by these lines, which are of unclipped steps.
+        shortest_step: by these lines, of all plans that were compared. Less than ``step_seconds``
+            where the finer model finds this plan faster.
         even: whether all shards are equal.
         unclipped_seconds: a step that is not clipped, by the finer model of step_simulator.py.
         clipped_seconds: one that is.
         clipped_share: that was planned for.
-        other_manner: what it was chosen over; None where there was no choice, or each rank has its
+        other_mode: what it was chosen over; None where there was no choice, or each rank has its
             own.
     """
 
     ranks: tuple[RankPlan, ...]
     step_seconds: float
     lower_bound: float
+    shortest_step: float
     even: bool
     unclipped_seconds: float
     clipped_seconds: float
     clipped_share: float
-    other_manner: OtherManner | None = None
+    other_mode: OtherMode | None = None
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """The manner of all ranks with samples; None where they differ."""
-        manners: set[Accumulation] = {
+        """The mode of all ranks with samples; None where they differ."""
+        modes: set[Accumulation] = {
             "layer_major" if rank.activations in LAYER_MAJOR else "micro_batch_major"
             for rank in self.ranks
             if rank.batch_size
         }
-        return manners.pop() if len(manners) == 1 else None
+        return modes.pop() if len(modes) == 1 else None
 
     @property
     def predicted_seconds(self) -> float:
@@ -115,8 +118,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By what share the step may be longer than the best."""
+        """By what share the step may be longer than the best, by the lines."""
         return self.step_seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+
+    @property
+    def search_gap(self) -> float:
+        """Likewise the shortest step that was found: how well the lines were searched."""
+        return self.shortest_step / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +250,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
         ranks=tuple(ranks),
         step_seconds=found.step,
         lower_bound=bound,
+        shortest_step=found.step,
         even=found.even,
         unclipped_seconds=max(least, steps.seconds(clipped_share=0.0)),
         clipped_seconds=max(least, steps.seconds(clipped_share=1.0)),

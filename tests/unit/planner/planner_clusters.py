@@ -76,7 +76,7 @@ def clusters(draw: st.DrawFn, most_ranks: int) -> Cluster:
 def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProblem:
     stage = draw(st.sampled_from((2, 3)))
     activations = draw(st.sampled_from(_POLICIES))
-    # One manner of some rounds, or both with whatever number; layer by layer there are none.
+    # One mode of some rounds, or both with whatever number; layer by layer there are none.
     is_mixed = len({policy in LAYER_MAJOR for policy in activations}) > 1
     rounds = None
     if stage == 3 and not is_mixed:
@@ -133,8 +133,13 @@ def _best_step(problem: PlanProblem) -> float | None:
 
 
 def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
-    """Micro-batches; all at once is one, which may be of any size below the largest."""
+    """Micro-batches; all at once is one, which may be of any size below the largest.
+
+    So may all where ranks make as many.
+    """
     largest = problem.batch if gpu.sizes is None else gpu.sizes[-1]
+    if problem.rounds is not None:
+        return list(range(1, min(batch, largest) + 1))
     return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
 
 

@@ -269,12 +269,12 @@ def test_layer_by_layer_stage_3_ranks_make_as_many_micro_batches_as_each_likes()
     steps = [one.predicted_seconds for one in together if isinstance(one, Plan)]
     assert steps
     assert plan.predicted_seconds < 0.9 * min(steps)
-    # With both manners to choose from it is the same plan.
+    # With both modes to choose from it is the same plan.
     either = planned(replace(given_problem, activations=("recompute", "keep")))
     assert either.ranks == plan.ranks
 
 
-def test_a_rank_without_samples_is_of_the_others_manner() -> None:
+def test_a_rank_without_samples_is_of_the_others_mode() -> None:
     snail = replace(gpu("snail", 80, 10_000.0), stored_bytes=Table(((1.0, 2e9),)))
     fast = replace(gpu("fast", 12, 1.0), stored_bytes=Table(((1.0, 2e9),)))
     given_problem = problem(host(fast, snail, gigabytes=0), stage=3, activations=("store", "keep"))
@@ -283,11 +283,11 @@ def test_a_rank_without_samples_is_of_the_others_manner() -> None:
         plan = planned(replace(given_problem, activations=(policy,)))
         assert [rank.batch_size for rank in plan.ranks] == [12, 0]
         assert {rank.activations for rank in plan.ranks} == {policy}
-        assert plan.other_manner is None
+        assert plan.other_mode is None
     assert len({rank.activations for rank in planned(given_problem).ranks}) == 1
 
 
-def test_the_better_manner_is_chosen_and_told() -> None:
+def test_the_better_mode_is_chosen_and_told() -> None:
     stored = Table(((1.0, 2e9), (2.0, 3e9)))
     ranks = [replace(gpu("a", 80, 1.0), most_samples=1, stored_bytes=stored)] * 2
     given_problem = problem(host(*ranks), batch=16, stage=3, activations=("store", "keep"))
@@ -301,8 +301,8 @@ def test_the_better_manner_is_chosen_and_told() -> None:
     assert gathering.predicted_seconds == alone["keep"] < alone["store"]
     # The bound is that of both, not only of the one that was not chosen, and is slower.
     assert gathering.lower_bound < gathering.step_seconds
-    assert gathering.other_manner is not None
-    assert gathering.other_manner.result == alone["store"]
+    assert gathering.other_mode is not None
+    assert gathering.other_mode.result == alone["store"]
     text = plan_text(given_problem, gathering, ())
     expected = f"after another the step would take {1e3 * alone['store']:.1f} ms"
     assert "layer by layer (a layer is gathered once a pass" in text
@@ -311,22 +311,22 @@ def test_the_better_manner_is_chosen_and_told() -> None:
     free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
     computing = planned(replace(given_problem, cluster=free))
     assert computing.accumulation == "micro_batch_major"
-    assert computing.other_manner is not None
-    assert computing.other_manner.accumulation == "layer_major"
+    assert computing.other_mode is not None
+    assert computing.other_mode.accumulation == "layer_major"
     assert "one micro-batch after another (" in plan_text(given_problem, computing, ())
-    # In stage 2 each rank has its own manner, and nothing is to be told.
-    assert planned(replace(given_problem, stage=2)).other_manner is None
+    # In stage 2 each rank has its own mode, and nothing is to be told.
+    assert planned(replace(given_problem, stage=2)).other_mode is None
 
 
-def test_a_manner_of_which_nothing_fits_is_told() -> None:
+def test_a_mode_of_which_nothing_fits_is_told() -> None:
     # 3 GB a sample on 4 GB beside the shards: with all activations stored not even one fits.
     stored = Table(((1.0, 40e9), (2.0, 80e9)))
     ranks = [replace(gpu("a", 30, 1.0), stored_bytes=stored)] * 2
     given_problem = problem(host(*ranks), stage=3, activations=("store", "keep"), allow_idle=False)
     plan = planned(given_problem)
     assert plan.accumulation == "layer_major"
-    assert plan.other_manner is not None
-    assert isinstance(plan.other_manner.result, Infeasible)
+    assert plan.other_mode is not None
+    assert isinstance(plan.other_mode.result, Infeasible)
     assert "one micro-batch after another nothing fits: rank 0 (a) has" in plan_text(
         given_problem, plan, ()
     )

@@ -147,7 +147,7 @@ def test_a_bad_rank_is_refused(
         read_plan(path)
 
 
-def test_ranks_of_two_manners_are_refused_in_stage_3(plan: PlanFile, tmp_path: Path) -> None:
+def test_ranks_of_two_modes_are_refused_in_stage_3(plan: PlanFile, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     record = plan.model_dump(mode="json")
     record["ranks"][0]["activations"] = "store"
