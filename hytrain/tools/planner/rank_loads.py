@@ -31,8 +31,9 @@ _MOST_LISTED = 96
 # Parts of a chain that differ by no more than this share of its end are one.
 _STRAIGHT = 1e-6
 _REFERENCES = 8
-# Of so few micro-batches every one that is not full is looked at.
+# Behind so few full micro-batches every one that is not full is looked at; then at this ratio.
 _FEW = 24
+_SPREAD = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,7 @@ class _Family:
         """
         last = self.samples[-1]
         most = _STRAIGHT * np.abs(_numbers(self.at(last), self.whole))
-        full = last // self.size
-        bases = {max(1, full - 1), 2} if full >= 2 else set[int]()
-        if full <= _FEW:
-            bases = set(range(1, full + 1))
+        bases = self._looked_at(last // self.size)
         ranges = [range(base * self.size, min((base + 1) * self.size, last) + 1) for base in bases]
         ranges.append(range(self.samples[0], min(self.size, last) + 1))
         ranges.append(range(self.size + 1, min(2 * self.size, last) + 1))
@@ -145,6 +143,18 @@ class _Family:
                 mean = values[0] + (values[end] - values[0]) * part
                 most = np.maximum(most, (mean - values[1:end]).max(axis=0))
         return most
+
+    def _looked_at(self, full: int) -> set[int]:
+        """Numbers of full micro-batches behind which one that is not full is looked at.
+
+        All of the first ones, those beside a bend of the full ones, and some of the others: between
+        bends what a micro-batch adds changes with what binds it, which also bends.
+        """
+        bends = {one // self.size for one in self._corners or []}
+        beside = {bend + by for bend in bends for by in (-1, 0, 1)}
+        spread = {round(_FEW * _SPREAD**power) for power in range(1, 32)}
+        wanted = set(range(1, _FEW + 1)) | beside | spread | {full - 1, full}
+        return {number for number in wanted if 1 <= number <= full}
 
 
 def _numbers(work: Load, whole: int) -> Floats:
