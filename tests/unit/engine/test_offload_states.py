@@ -62,7 +62,7 @@ def _on_device(engine: Any) -> list[weakref.ref[torch.Tensor]]:
                 found += part.storage.kept
     for state in optimizer.layer_states:
         if state.placement == "gpu":
-            found.append(state.master._base)
+            found.append(state.memory)
     for gradient in optimizer.collector.layers:
         found += [t for t in (gradient.local, gradient.held) if t is not None]
     return [weakref.ref(tensor) for tensor in found]
@@ -99,6 +99,28 @@ def test_training_goes_on_bit_for_bit(
         _cycle(engine)
         assert losses == straight
         assert_same(snapshot(engine), expected)
+
+
+@pytest.mark.parametrize("include", [None, [OffloadStateTypeEnum.optim_states]])
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_moments_in_fewer_bytes(moments: str, include: list[OffloadStateTypeEnum] | None) -> None:
+    def run(*, offload: bool) -> tuple[list[float], Snapshot]:
+        config = make_config(stage=2, gpu_fraction=0.5, train_micro_batch_size_per_gpu=4)
+        config["hytrain"]["moments"] = moments
+        torch.manual_seed(0)
+        with built(Everything(), config) as engine:
+            losses: list[float] = []
+            for number in range(4):
+                losses += train(engine, number, number + 1)
+                if offload:
+                    engine.offload_states(include=include)
+                    engine.reload_states()
+                    engine.set_gpu_fraction(1.0 if number % 2 else 0.25)  # layers move after it
+            return losses, snapshot(engine)
+
+    (straight, expected), (losses, found) = run(offload=False), run(offload=True)
+    assert losses == straight
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.02], ids=["direct", "clipped"])
