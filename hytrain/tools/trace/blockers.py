@@ -221,6 +221,11 @@ class Blockers:
                 if near.end < cursor.time:
                     found.append(self._hand_over(near, near.end, cursor.time, "timing"))
                 return self._through(near, _Cursor(near.end, cursor.limit), found, "timing")
+            if (beside := self._computed_beside(node, cursor.time)) is not None:
+                end = max(min(beside.end, cursor.time), cursor.limit)
+                if end < cursor.time:
+                    found.append(Blame(end, cursor.time, UNRESOLVED, "", node.number, node.layer))
+                return self._through(beside, _Cursor(end, cursor.limit), found, "timing")
             found += self._slack(node, before, finished, cursor.time)
         if before is None or finished <= cursor.limit:
             return node, _Cursor(cursor.limit, cursor.limit), found
@@ -290,6 +295,8 @@ class Blockers:
         """What a kernel that was launched in time waited for, by timing: the copy or collective
         that ended just before it, on another stream, while the GPU was idle."""
         is_computing = node.resource in _COMPUTES and node.rank == self.rank
+        if end - begin <= CLOSE:
+            return None  # between two kernels, where some copy often ends as well
         if not is_computing or node.launched == NONE or node.launched > begin:
             return None
         index = int(np.searchsorted(self._other_ends, end, side="right")) - 1
@@ -298,6 +305,14 @@ class Blockers:
                 return self._others[index]
             index -= 1
         return None
+
+    def _computed_beside(self, node: Node, time: int) -> Node | None:
+        """What the GPU computed when a copy began of which nothing says what it waited for."""
+        is_known = node.resource in _COMPUTES or any(edge.is_data for edge in node.edges)
+        index = int(np.searchsorted(self._begins, time)) - 1
+        if is_known or node.rank != self.rank or index < 0:
+            return None
+        return self._computes[index]
 
     def _host_blames(
         self, node: Node | None, rank: int, begin: int, end: int, unresolved: str = ""
