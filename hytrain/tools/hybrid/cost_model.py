@@ -348,12 +348,17 @@ def published_slices(
     ]
 
 
+def most_on_a_machine(problem: Problem, ranks: Ranks) -> int:
+    """GPUs of the machine, of those that the ranks are on, that has most: they share its host."""
+    return max(problem.machine_gpus(node) for node in {node for _, node in ranks})
+
+
 def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:
     """The same with optimizer state in host memory, whose room is a further place."""
     host = problem.options.host
     assert host is not None
     gpus = len(ranks)
-    node_gpus = max(problem.machine_gpus(node) for node in {node for _, node in ranks})
+    node_gpus = most_on_a_machine(problem, ranks)
     state = host.state_mb(problem.parameter_sums)
     freed = state / on_gpu.tp if problem.options.per_gpu_memory else state
     used = state / gpus * node_gpus * (on_gpu.capacity / (host.memory_gb * 1024))

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.cost_model import NOTHING_MB, Choice, Ranks, bandwidth, choices
+from hytrain.tools.hybrid.cost_model import (
+    NOTHING_MB,
+    Choice,
+    Ranks,
+    bandwidth,
+    choices,
+    most_on_a_machine,
+)
 from hytrain.tools.hybrid.host_update import exposed_ms
 from hytrain.tools.hybrid.problem import Floats, Problem
 from hytrain.tools.hybrid.space import SizeClass
@@ -48,6 +55,9 @@ class Kind:
 
     gradients: float
     """Bandwidth between its GPUs, GB/s."""
+
+    host_gpus: int = 0
+    """GPUs that share a host with one of its GPUs, at most; 0 where state stays on GPUs."""
 
     @property
     def gpus(self) -> int:
@@ -165,6 +175,7 @@ def layout(problem: Problem, order: tuple[str, ...], size: SizeClass) -> Layout:
                 link,
                 is_linked and ends_inside,
                 bandwidth(problem, ranks),
+                most_on_a_machine(problem, ranks) if problem.options.host is not None else 0,
             )
             if kind not in numbers:
                 numbers[kind] = len(numbers)

@@ -38,6 +38,10 @@ def test_brute_force_finds_nothing_better(seeds: range) -> None:
         _check(seed)
 
 
+def test_hosts_that_more_gpus_share_are_another_kind_of_stage() -> None:
+    _check(146)  # equal groups, whose machines have other numbers of GPUs
+
+
 @pytest.mark.experiment
 @pytest.mark.parametrize("seeds", [range(n, n + 50) for n in range(0, 500, 50)], ids=str)
 def test_brute_force_finds_nothing_better_in_500(seeds: range) -> None:
