@@ -80,7 +80,7 @@ class Mover:
     def __init__(self) -> None:
         self.fresh: set[int] = set()
         self.left: list[int] = []
-        self.elements_leaving_device = 0
+        self.bytes_leaving_device = 0
 
     def to_gpu(self, layer: Any) -> None:
         layer.placement = "gpu"

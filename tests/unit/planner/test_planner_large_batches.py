@@ -12,7 +12,7 @@ from planner_large_clusters import hosts_of_offloading_ranks
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.result import Plan
 
-_EVERYDAY = 12
+_EVERYDAY = 8
 
 
 @pytest.mark.parametrize("seed", range(_EVERYDAY))

@@ -229,7 +229,8 @@ def timed_kernel(
     runs: dict[int, int] = {}
     order: list[int] = []
 
-    def kernel(*_state: object, out: torch.Tensor, num_threads: int) -> None:
+    def kernel(*_state: object, rounding: object, out: torch.Tensor, num_threads: int) -> None:
+        del rounding
         runs[num_threads] = runs.get(num_threads, 0) + 1
         order.append(num_threads)
         now[0] += seconds[num_threads] * (1000.0 if runs[num_threads] == 1 else 1.0)

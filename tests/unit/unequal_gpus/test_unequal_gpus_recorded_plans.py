@@ -71,4 +71,4 @@ def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> 
     problem = offload_problem(PROFILES[1])
     refined = seconds(problem)
     monkeypatch.setattr(plan_module, "local_search", keep_found)
-    assert seconds(problem) > 1.05 * refined, "there is nothing to gain in this case"
+    assert seconds(problem) > 1.02 * refined, "there is nothing to gain in this case"
