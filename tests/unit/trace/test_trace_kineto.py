@@ -124,6 +124,26 @@ def test_a_kernel_that_waited_for_a_collective_on_another_stream(tmp_path: Path)
     assert (overlap.total, overlap.hidden, overlap.blocking) == (300_000, 0, 300_000)
 
 
+def test_a_copy_that_ends_between_two_kernels_is_not_on_the_critical_path(tmp_path: Path) -> None:
+    kineto = Kineto()
+    for number, at in ((3, 1000.0), (4, 3000.0)):
+        kineto.span("user_annotation", f"ProfilerStep#{number}", at, at + 2000, MAIN)
+        for layer in range(9):
+            called, gpu = at + 10 * layer, at + 100 + 200 * layer
+            name = f"nn.Module: LlamaDecoderLayer_{layer}"
+            kineto.span("python_function", name, called, called + 9, MAIN)
+            sequence: dict[str, Any] = {"Sequence number": 10 * number + layer, "Fwd thread id": 0}
+            kineto.span("cpu_op", "aten::linear", called + 1, called + 8, MAIN, **sequence)
+            kineto.launch("gemm", called + 2, gpu, gpu + 197)
+        memcpy: dict[str, Any] = {"cat": "gpu_memcpy", "stream": COPIES, "bytes": 900_000}
+        for gap in (at + 697, at + 1497):
+            kineto.launch("Memcpy DtoH (Device -> Pinned)", at + 90, gap - 90, gap + 1, **memcpy)
+    critical = run(tmp_path, kineto).critical[0]
+    assert critical["compute"] == pytest.approx(9 * 197e-6, rel=1e-6)
+    assert critical[causes.KERNEL_GAPS] == pytest.approx(8 * 3e-6, rel=1e-6)
+    assert causes.GRADIENT_COPY not in critical
+
+
 def test_a_synchronization_is_named_with_its_function(tmp_path: Path) -> None:
     kineto = steps(Kineto())
     kineto.span("python_function", "/home/me/train.py(31): train", 1000, 2900, MAIN)
