@@ -12,7 +12,8 @@ MomentsName = Literal["fp32", "bf16", "8bit"]
 FP32: Final = "fp32"
 MOMENTS: Final[tuple[MomentsName, ...]] = ("fp32", "bf16", "8bit")
 
-_MASTER_BYTES = 4
+MASTER_BYTES: Final = 4
+"""Of a master weight, always fp32."""
 _BYTES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "8bit": 1}
 _CODE_BLOCK = 64
 """Elements that share an exponent, of one byte, where moments are 8-bit codes."""
@@ -26,7 +27,7 @@ def moment_bytes(moments: str, parameters: int) -> int:
 
 def state_bytes(moments: str, parameters: int) -> int:
     """Bytes of fp32 master weights and both moments, on whichever side."""
-    return _MASTER_BYTES * parameters + moment_bytes(moments, parameters)
+    return MASTER_BYTES * parameters + moment_bytes(moments, parameters)
 
 
 def state_bytes_each(moments: str) -> float:

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 
+from hytrain.formats.moment_kinds import MASTER_BYTES
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
-from hytrain.model.moment_format import FP32_BYTES, MomentFormat, StateArrays, UpdateRun
+from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateRun
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
@@ -84,7 +85,7 @@ class LayerState:
         Args:
             memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        master_bytes = FP32_BYTES * self.shard_size
+        master_bytes = MASTER_BYTES * self.shard_size
         self._set_parts(memory[:master_bytes], memory[master_bytes:])
         self.memory = memory
 

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
+from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, MomentsName, state_bytes
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
 from hytrain.model.layout import LayerLayout
 
-FP32_BYTES = 4
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
@@ -69,7 +68,9 @@ class MomentFormat:
 
     def split(self, memory: torch.Tensor, numel: int) -> StateArrays:
         """The state of ``numel`` parameters in one block: uint8, 1-D, :meth:`state_bytes` long."""
-        return self.arrays(*memory.split([FP32_BYTES * numel, memory.numel() - FP32_BYTES * numel]))
+        return self.arrays(
+            *memory.split([MASTER_BYTES * numel, memory.numel() - MASTER_BYTES * numel])
+        )
 
     def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
         """The state of a shard in its memory.
@@ -79,7 +80,7 @@ class MomentFormat:
             moments: uint8, 1-D, the rest of :meth:`state_bytes`. Where moments are codes the number
                 of parameters is a multiple of 64.
         """
-        numel = master.numel() // FP32_BYTES
+        numel = master.numel() // MASTER_BYTES
         each = self.kind.itemsize * numel
         blocks = numel // MOMENT_BLOCK if self.name == "8bit" else 0
         m, v, m_exponents, v_exponents = moments.split([each, each, blocks, blocks])

@@ -12,7 +12,6 @@ are measured once more, in turns, and then it is settled for this workload.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal
@@ -26,8 +25,6 @@ _STEPS = 8
 """Of each visit to one of the two numbers."""
 _LEAST_LOSS = 1.06
 """Ratio of the two's steps from which on all that fits is worse."""
-_LEAST_GROWTH = 0.1
-"""Share of the layers that must fit besides for them to be moved too."""
 
 
 class LaunchBoundPlacement:
@@ -114,6 +111,5 @@ class LaunchBoundPlacement:
 
 def _is_more(here: int, allowed: Bounds) -> bool:
     """Whether so much more fits than here that it is no mere wavering of free memory."""
-    fits, layers = allowed.max_gpu_layers, allowed.num_layers
-    least = 1 if fits == layers else max(2, math.ceil(_LEAST_GROWTH * layers))
-    return fits - here >= least
+    fits = allowed.max_gpu_layers
+    return fits - here >= (1 if fits == allowed.num_layers else allowed.notable_layers)

@@ -68,6 +68,11 @@ class Bounds:
             )
         return min(self.max_gpu_layers, max(self.min_gpu_layers, gpu_layers))
 
+    @property
+    def notable_layers(self) -> int:
+        """A difference of so many layers counts: a tenth of them, two at least."""
+        return max(2, math.ceil(0.1 * self.num_layers))
+
     @staticmethod
     def unlimited(num_layers: int) -> Bounds:
         """Every number fits."""

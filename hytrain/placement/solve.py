@@ -252,7 +252,7 @@ def worth_moving(
     pays = gain * horizon_steps > abs(freed) * move_seconds_per_layer
     if gain > max(WORTH_GAIN * current, solution.noise_seconds) and pays:
         return True
-    return freed >= max(2, math.ceil(0.1 * num_layers)) and -gain <= SAVING_COST * current
+    return freed >= solution.bounds.notable_layers and -gain <= SAVING_COST * current
 
 
 def inputs_moved(old: StepCosts, new: StepCosts, tolerance: float = 0.02) -> bool:

@@ -6,8 +6,6 @@ number after the other. A few are tried, soon; then the best of the measured one
 
 from __future__ import annotations
 
-import math
-
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
 
@@ -17,8 +15,6 @@ _TRIAL_STEPS = 60
 """Steps of one workload in which they are tried."""
 _OTHER_WORKLOAD = 1.5
 """Ratio by which compute or the CPU's work must change at a placement to be another workload."""
-_LEAST_GROWTH = 0.1
-"""Share of the layers that must fit besides for them to be tried."""
 
 
 class Trials:
@@ -63,4 +59,4 @@ def is_other_workload(old: tuple[StepCosts, Bounds], new: tuple[StepCosts, Bound
         (before.cpu_seconds, now.cpu_seconds),
     )
     changed = any(max(pair) > _OTHER_WORKLOAD * min(pair) for pair in pairs)
-    return changed or grown >= max(2, math.ceil(_LEAST_GROWTH * fits.num_layers))
+    return changed or grown >= fits.notable_layers

@@ -82,6 +82,18 @@ def test_launch_bound_steps_do_not_follow_free_memory_that_wavers() -> None:
     assert training.controller.num_gpu_layers == 18
 
 
+def test_launch_bound_steps_that_become_gpu_bound_are_followed() -> None:
+    training = Training(replace(LAUNCH_BOUND, noise=0.03))
+    training.run(100)
+    assert training.controller.num_gpu_layers == 18
+    training.machine = replace(training.machine, compute=0.4, interference=0.0, launches=0.0)
+    training.run(10)
+    assert training.controller.target < 18
+    training.run(20)
+    assert training.controller.num_gpu_layers < 5
+    assert training.regret < 0.03
+
+
 def test_a_decision_keeps_what_measurements_added() -> None:
     training = Training(DEAR_LAUNCHES)
     training.run(60)
