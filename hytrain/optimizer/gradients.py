@@ -350,6 +350,14 @@ class GradientCollector:
             if not count
         ]
 
+    def end_graph(self) -> None:
+        """Autograd has finished; more gradients belong to another backward."""
+        self.in_backward = False
+        for layer in self.layers:
+            # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
+            # would write the next forward over the gradients that it has returned.
+            layer.flush()
+
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.
 
@@ -357,12 +365,10 @@ class GradientCollector:
             consume: whether to consume the rest now (a step, or reduction each micro-batch), or
                 to leave it in ``local`` for the next micro-batch to add to.
         """
-        self.in_backward = False
+        self.end_graph()
         if not self.open:
             return
         self.open = False
-        for layer in self.layers:
-            layer.flush()  # of a layer with unused parameters; they would wait for the next step
         if not consume and not self._is_shared and not self._clock:
             return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected
