@@ -414,6 +414,7 @@ void bind_worker(py::module_& m) {
             py::arg("after_seconds"), py::arg("report"))
         .def("take_statistics", &UpdateWorker::take_statistics, NoGil())
         .def("take_spans", &UpdateWorker::take_spans, NoGil())
+        .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
         .def("start_trace", &UpdateWorker::start_trace, py::arg("capacity"), py::arg("threads"),
              NoGil())
         .def("stop_trace", &UpdateWorker::stop_trace)

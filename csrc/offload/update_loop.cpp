@@ -51,6 +51,8 @@ void UpdateWorker::run() {
             const Work work = active_.front();
             active_.pop_front();
             layer = &layers_[static_cast<std::size_t>(work.job->layer)];
+            // Here only: a chunk is one team's, whoever asks for another meanwhile.
+            num_threads_ = wanted_threads_.load(std::memory_order_relaxed);
             process(work);
         }
     } catch (const std::exception& error) {

@@ -28,6 +28,7 @@ UpdateWorker::UpdateWorker(std::unique_ptr<Device> device, int num_threads,
                            std::uint64_t delay_seed, unsigned max_delay_us)
     : device_(std::move(device)),
       num_threads_(num_threads),
+      wanted_threads_(num_threads),
       random_(delay_seed),
       max_delay_us_(max_delay_us),
       process_(static_cast<long>(getpid())) {}
@@ -316,6 +317,11 @@ bool UpdateWorker::has_pending(int layer) {
 WorkerStatistics UpdateWorker::take_statistics() {
     std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(statistics_, WorkerStatistics{});
+}
+
+void UpdateWorker::set_num_threads(int num_threads) {
+    if (num_threads < 1) throw std::invalid_argument("an update needs at least one thread");
+    wanted_threads_.store(num_threads, std::memory_order_relaxed);
 }
 
 std::vector<JobSpan> UpdateWorker::take_spans() {

@@ -336,12 +336,11 @@ class ShardCollectives:
             )
         return largest
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def maximum(self, values: Sequence[int], what: str = "the agreement on gradients") -> list[int]:
         """The largest of each number over the ranks; a collective that waits."""
         if self.world_size == 1:
             return list(values)
         table = torch.tensor(list(values), device=self._device())
-        what = "the agreement on gradients"
         self._run(what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
         with self.waiting():
             return [int(value) for value in table.tolist()]

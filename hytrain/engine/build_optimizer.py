@@ -156,7 +156,7 @@ def _build_on(
             collectives,
             _step_settings(weights, config, settings, collectives.world_size),
             engine,
-            build_placement(plan, pipeline, config, threads),
+            build_placement(plan, pipeline, config, threads, collectives),
             passes,
             LossScaling(settings.scaler),
             model.parameters(),

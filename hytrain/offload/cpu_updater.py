@@ -127,6 +127,10 @@ class CpuUpdater:
             settings.max_delay_us,
         )
 
+    def set_threads(self, num_threads: int) -> None:
+        """Threads of the chunks that come; results do not depend on it."""
+        self.worker.set_num_threads(num_threads)
+
     @property
     def layers(self) -> list[LayerState]:
         """The CPU-placed layers in forward order."""

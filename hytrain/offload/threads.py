@@ -23,7 +23,7 @@ _REPEATS = 5
 def candidates(cores: int) -> list[int]:
     """Thread counts worth trying: the kernel is bound by memory, not by cores."""
     if cores <= 2:
-        return [cores]
+        return [cores]  # two are used in full: the kernel alone needs both
     return sorted({max(1, cores // 2), max(1, cores * 5 // 8), max(1, cores * 3 // 4), cores - 1})
 
 
@@ -34,10 +34,12 @@ class ThreadChoice:
     Attributes:
         num_threads: how many.
         seconds_per_parameter: of commit_then_preview, with nothing else running.
+        candidates: the counts that were measured, rising.
     """
 
     num_threads: int
     seconds_per_parameter: float
+    candidates: tuple[int, ...]
 
 
 @cache
@@ -79,4 +81,4 @@ def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) 
     medians = {count: statistics.median(values) for count, values in times.items()}
     best = min(medians.values())
     count = min(count for count, value in medians.items() if value <= best * 1.03)
-    return ThreadChoice(count, medians[count] / _ELEMENTS)
+    return ThreadChoice(count, medians[count] / _ELEMENTS, tuple(counts))

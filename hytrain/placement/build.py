@@ -32,6 +32,8 @@ from hytrain.placement.memory_contract import (
 )
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
+from hytrain.placement.thread_trials import ThreadTrials
+from hytrain.placement.tuned_threads import TunedThreads
 from hytrain.zero3.layer_weights import BuiltWeights
 
 logger = logging.getLogger(__name__)
@@ -267,7 +269,11 @@ def _known_gpu_bytes(weights: BuiltWeights, num_ranks: int, device: torch.device
 
 
 def build_placement(
-    plan: PlacementPlan, pipeline: UpdatePipeline, config: HyTrainConfig, threads: ThreadChoice
+    plan: PlacementPlan,
+    pipeline: UpdatePipeline,
+    config: HyTrainConfig,
+    threads: ThreadChoice,
+    collectives: ShardCollectives,
 ) -> PlacementManager:
     """What measures the steps and moves layers, for a pipeline placed by the plan."""
     device = pipeline.streams.device
@@ -294,5 +300,21 @@ def build_placement(
         updates_overlap=device.type == "cuda",
     )
     return PlacementManager(
-        pipeline, plan.layer_bytes, controller, estimator, plan.memory, plan.terms
+        pipeline,
+        plan.layer_bytes,
+        controller,
+        estimator,
+        plan.memory,
+        plan.terms,
+        None if config.offload.cpu_threads is not None else _tuned(pipeline, threads, collectives),
+    )
+
+
+def _tuned(
+    pipeline: UpdatePipeline, threads: ThreadChoice, collectives: ShardCollectives
+) -> TunedThreads:
+    return TunedThreads(
+        ThreadTrials(threads.candidates, threads.num_threads),
+        pipeline.cpu.set_threads,
+        lambda values: collectives.maximum(values, "the agreement on update threads"),
     )

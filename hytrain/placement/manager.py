@@ -20,6 +20,7 @@ from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepTimer
+from hytrain.placement.tuned_threads import TunedThreads
 
 _PROBE_STEPS = 3
 """The first steps, all of whose allocations are followed."""
@@ -63,6 +64,7 @@ class PlacementManager:
         estimator: CostEstimator,
         memory: MemorySettings,
         terms: Callable[[int], ContractTerms],
+        threads: TunedThreads | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._bytes = list(layer_bytes)
@@ -81,6 +83,8 @@ class PlacementManager:
         self._warm_up = _WARM_UP
         self._firings = 0
         self._idle_steps = 0
+        self._threads = threads
+        """None: their number is fixed."""
 
     @property
     def host(self) -> HostShare:
@@ -120,6 +124,10 @@ class PlacementManager:
         self._firings = num_firings
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
+        if self._threads is not None and self._threads.is_trying:
+            # Times at other numbers of threads than the one that will be kept.
+            self._pipeline.cpu.worker.take_spans()
+            return
         if any(estimator.is_news(sample) for sample in samples):
             self._measured_since = 0
         # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
@@ -191,6 +199,10 @@ class PlacementManager:
         self.timer.end_step(measure_next=self._measures_next())
         controller.act(self._steps)
         self._allocator.after_step(self._steps)
+        has_updates = controller.num_gpu_layers < len(self._bytes)
+        ready = controller.is_settled and has_updates
+        if self._threads is not None and self._threads.end_step(ready=ready):
+            self._measured_since = 0  # times are others from here on
         if not controller.is_settled:
             self._limits = None
 

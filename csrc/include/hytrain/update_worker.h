@@ -188,6 +188,10 @@ class UpdateWorker {
     WorkerStatistics take_statistics();
     std::vector<JobSpan> take_spans();
 
+    /// Threads of the kernel and of copies, from the next chunk on; at least one. No result depends
+    /// on it.
+    void set_num_threads(int num_threads);
+
     // -- A trace: every pass and every copy, in a ring ----------------------------------------
     // From now on; the ring is made at the first call, with so many spans (a power of two).
     // `threads`: a span for each thread of a pass instead of one.
@@ -320,7 +324,8 @@ class UpdateWorker {
     void wait_for(Predicate predicate);
 
     std::unique_ptr<Device> device_;
-    int num_threads_;
+    int num_threads_;  // of the chunk at hand; the worker's thread alone has it
+    std::atomic<int> wanted_threads_;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     Buffers outgoing_;

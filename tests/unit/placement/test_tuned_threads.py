@@ -1,0 +1,147 @@
+"""Update threads tried on steps: ranks in lock step, and an engine's real threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support.comparisons import assert_same_bits
+from support.engines import built, environment, join_process_group, make_config
+from support.models import loss_of, make_batch, make_model
+
+from hytrain.engine import build_optimizer
+from hytrain.offload.threads import ThreadChoice
+from hytrain.placement import tuned_threads
+from hytrain.placement.thread_trials import ThreadTrials
+from hytrain.placement.tuned_threads import TunedThreads
+
+
+class _Ranks:
+    """Threads that are ranks: a step of all takes what the slowest rank's count makes it take."""
+
+    def __init__(self, counts: Sequence[Sequence[int]]) -> None:
+        self._counts = counts
+        self.used = [found[-1] for found in counts]
+        self.visited: list[set[int]] = [set() for _ in counts]
+        self._barrier = threading.Barrier(len(counts), timeout=30)
+        self._asked: list[list[int]] = [[] for _ in counts]
+        self.tuned: dict[int, TunedThreads] = {}
+
+    def run(self, steps: int, *, late: int = 0) -> None:
+        """So many steps of all; rank 0 is not ready before step ``late``."""
+        ranks = [
+            threading.Thread(target=self._rank, args=(rank, steps, late if rank == 0 else 0))
+            for rank in range(len(self._counts))
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+
+    def _rank(self, rank: int, steps: int, late: int) -> None:
+        now = 0.0
+
+        def use(count: int) -> None:
+            self.used[rank] = count
+            self.visited[rank].add(count)
+
+        def agree(values: Sequence[int]) -> list[int]:
+            self._asked[rank] = list(values)
+            self._barrier.wait()
+            largest = [max(column) for column in zip(*self._asked, strict=True)]
+            self._barrier.wait()
+            return largest
+
+        counts = list(self._counts[rank])
+        tuned = TunedThreads(ThreadTrials(counts, counts[-1]), use, agree, lambda: now)
+        self.tuned[rank] = tuned
+        for step in range(steps):
+            self._barrier.wait()
+            # The more threads beside the launching ones, the longer.
+            now += max(0.1 + 0.01 * count for count in self.used)
+            self._barrier.wait()
+            tuned.end_step(ready=step >= late)
+
+
+def test_ranks_of_a_host_try_and_keep_the_same() -> None:
+    ranks = _Ranks([[4, 6, 7], [4, 6, 7]])
+    ranks.run(200)
+    assert all(tuned.is_over for tuned in ranks.tuned.values())
+    assert ranks.used == [4, 4]
+    assert ranks.visited == [{4, 6, 7}, {4, 6, 7}]
+
+
+def test_all_wait_until_the_last_is_ready() -> None:
+    ranks = _Ranks([[4, 6], [4, 6]])
+    ranks.run(100, late=100)
+    assert ranks.used == [6, 6]
+    assert not any(tuned.is_trying or tuned.is_over for tuned in ranks.tuned.values())
+
+
+def test_ranks_with_other_numbers_of_counts_try_none() -> None:
+    ranks = _Ranks([[4, 6, 7], [2]])
+    ranks.run(100)
+    assert ranks.used == [7, 2]
+    assert all(tuned.is_over for tuned in ranks.tuned.values())
+
+
+def test_a_move_begins_the_comparison_anew() -> None:
+    used: list[int] = []
+    trials = ThreadTrials([1, 2], 2)
+    clock = iter(float(i) for i in range(1000))
+    tuned = TunedThreads(trials, used.append, list, lambda: next(clock))
+    for step in range(80):
+        tuned.end_step(ready=step < 70)
+    assert used == [1, 2]
+    assert not tuned.is_trying
+    for _ in range(100):
+        tuned.end_step(ready=True)
+    assert tuned.is_over
+    assert used[-1] == trials.chosen
+
+
+def _train(threads: int | None) -> dict[str, dict[str, torch.Tensor]]:
+    offload = {"cpu_threads": threads} if threads is not None else {"cpu_threads": None}
+    with built(make_model("mlp"), make_config(offload=offload, clipping=0.1)) as engine:
+        for number in range(40):
+            loss = loss_of(engine(**make_batch("mlp", number)))
+            engine.backward(loss)
+            engine.step()
+        return engine.fp32_state_dict()
+
+
+@pytest.mark.parametrize("delays", ["", "1:300"])
+def test_results_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch, delays: str) -> None:
+    """The worker is told between steps, while it updates."""
+    join_process_group()
+    expected = _train(1)
+    monkeypatch.setattr(
+        build_optimizer, "choose_threads", lambda *_: ThreadChoice(3, 1e-9, (1, 2, 3))
+    )
+    monkeypatch.setattr(tuned_threads, "_FROM_STEP", 2)
+    monkeypatch.setattr(tuned_threads, "_ASK_EVERY", 2)
+    monkeypatch.setattr(tuned_threads, "VISIT_STEPS", 4)
+    visits: list[int] = []
+    visiting = TunedThreads._visit
+
+    def visited(self: TunedThreads) -> None:
+        visiting(self)
+        visits.append(self.trials.visiting)
+
+    monkeypatch.setattr(TunedThreads, "_visit", visited)
+    with environment("HYTRAIN_DELAYS", delays):
+        found = _train(None)
+    assert len(set(visits)) > 1
+    for name, tensors in expected.items():
+        for state, tensor in tensors.items():
+            assert_same_bits(f"{state} of {name}", found[name][state], tensor)
+
+
+def test_a_given_number_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    join_process_group()
+    monkeypatch.setattr(TunedThreads, "end_step", lambda *_, **__: pytest.fail("it is given"))
+    with built(make_model("mlp"), make_config()) as engine:
+        engine.backward(loss_of(engine(**make_batch("mlp", 0))))
+        engine.step()
