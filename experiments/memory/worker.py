@@ -165,10 +165,20 @@ class Case:
     def _timed_cycles(self, engine: Any) -> Json:
         engine.synchronize()
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # which are no part of the engine
         torch.cuda.empty_cache()
         full = torch.cuda.memory_allocated()
         seconds: dict[str, list[float]] = {"offload": [], "reload": []}
         left = full
+        freeing: list[float] = []
+        free = torch.cuda.empty_cache
+
+        def timed_free() -> None:
+            begin = time.perf_counter()
+            free()
+            freeing.append(time.perf_counter() - begin)
+
+        torch.cuda.empty_cache = timed_free
         for _ in range(9):
             for name, call in (
                 ("offload", engine.offload_states),
@@ -180,9 +190,12 @@ class Case:
                 self._synchronize()
                 seconds[name].append(time.perf_counter() - begin)
                 left = torch.cuda.memory_allocated() if name == "offload" else left
+        torch.cuda.empty_cache = free
         moved = full - left
         copies = _copy_rates(moved)
         found: Json = {"full_bytes": full, "left_bytes": left}
+        found["freeing_seconds"] = statistics.median(freeing[1:])
+        found["seconds"] = {name: statistics.median(times[1:]) for name, times in seconds.items()}
         for name, times in seconds.items():
             # The first pins memory.
             rate = moved / statistics.median(times[1:])
@@ -279,7 +292,7 @@ class Case:
         copying = during[: waits.copied_in(during)]
         writing = during[len(copying) :]
         usual = statistics.median([*before, *after])
-        found = {
+        found: Json = {
             "layers": engine.optimizer.placement.decisions[0].num_layers,
             "gpu_layers": engine.optimizer.placement.controller.num_gpu_layers,
             "step_seconds": usual,
