@@ -165,7 +165,8 @@ class Case:
     def _timed_cycles(self, engine: Any) -> Json:
         engine.synchronize()
         gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # which are no part of the engine
+        # They are no part of the engine.
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
         torch.cuda.empty_cache()
         full = torch.cuda.memory_allocated()
         seconds: dict[str, list[float]] = {"offload": [], "reload": []}
