@@ -10,7 +10,7 @@ from experiments.common.records import Entry, Job, Json, Measurement, Workload
 CLIPS_ALWAYS: Final = 1e-3
 """A clipping norm that every step exceeds."""
 
-MEASUREMENT: Final = Measurement(windows=3, steps=4, warmup=4)
+MEASUREMENT: Final = Measurement(windows=2, steps=4, warmup=4)
 """Of each variant."""
 
 SOLVING_STEPS: Final = 80
@@ -90,7 +90,7 @@ _MIDDLE: Final = {"model": "llama-1b", "batch": 8, "seq": 1024}
 _LARGE: Final = {"model": "llama-3b", "batch": 8, "seq": 1024}
 
 RUNS: Final = (
-    Run(label="1b k 0", **_MIDDLE, variants=(*_fractions(0.25, 0.5, 1.0), *_batches(2))),
+    Run(label="1b k 0", **_MIDDLE, variants=(*_fractions(0.5, 1.0), *_batches(2))),
     Run(label="1b k 0, no clipping", **_MIDDLE, clip=None, direct=True),
     Run(label="1b k 0, few threads", **_MIDDLE, threads=FEW_THREADS),
     Run(
