@@ -133,12 +133,8 @@ class Words:
         """This rank's."""
         return [word for word in self.all() if word.rank == self._rank]
 
-    def has_spoken(self, rank: int) -> bool:
-        """Whether a rank has said why its process may be gone."""
-        with self._lock:
-            return self._has_spoken(rank)
-
     def _has_spoken(self, rank: int) -> bool:
+        """Whether a rank has said why its process may be gone."""
         state = self._states.get(rank)
         has_state = state is not None and state.kind != "back"
         return has_state or rank in self._found or rank in self._left
