@@ -68,6 +68,8 @@ class Span:
     """Pass of compute, task of an update, collective, Python line of a synchronization."""
     launched: int = NONE
     """When the host had launched it: its begin at the latest."""
+    slot: int = NONE
+    """Pinned memory that a gradient is copied into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Spans:
     lane: NDArray[np.int64]
     detail: NDArray[np.object_]
     launched: NDArray[np.int64]
+    slot: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.begin)
