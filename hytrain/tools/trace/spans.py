@@ -107,18 +107,14 @@ class Spans:
         return Spans(**(values | columns))
 
 
-_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("begin", "end", "layer", "chunk", "step"), np.int64),
-    **dict.fromkeys(("threads", "lane", "launched", "slot"), np.int64),
-    **dict.fromkeys(("size", "parameters"), np.float64),
-    **dict.fromkeys(("name", "detail"), object),
-}
+_KINDS: Mapping[Any, Any] = {"int": np.int64, "float": np.float64, "str": object}
 
 
 def table(rows: Sequence[Span]) -> Spans:
     """The rows as columns, sorted."""
     columns = {
-        name: np.array([getattr(row, name) for row in rows], kind) for name, kind in _TYPES.items()
+        each.name: np.array([getattr(row, each.name) for row in rows], _KINDS[each.type])
+        for each in fields(Span)
     }
     order = np.lexsort((columns["end"], columns["begin"]))
     return Spans(**{name: column[order] for name, column in columns.items()})
