@@ -217,7 +217,7 @@ class PassTracker:
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
-        self.collector.in_backward = False
+        self.collector.end_graph()
         if self.trace is not None:
             self.trace.end_backward()
         if self.weights.active is not None:
