@@ -1,4 +1,4 @@
-"""fp16 and autocast on a GPU: its scale, what a skipped step leaves alone, and the copies' dtypes."""
+"""fp16 and autocast on a GPU: the scale, what a skipped step leaves alone, dtypes of the copies."""
 
 from __future__ import annotations
 
