@@ -121,6 +121,28 @@ def test_unscaled_backward_is_refused(section: dict[str, Any]) -> None:
         assert engine.optimizer.loss_scale == scale
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_past_the_engine(stage: int) -> None:
+    """Its loss is scaled like any other, or refused."""
+    config = make_config(gpu_fraction=0.5, stage=stage, **section_of(**STATIC))
+    norms: list[float] = []
+    for is_past in (False, True):
+        with built(make_model("llama"), config) as engine:
+            shadow = Shadow(engine)
+            for number in range(2):
+                loss = scaled_loss(engine.module if is_past else engine, number)
+                engine.scale(loss).backward()
+                assert not shadow.step()
+                norms.append(engine.get_global_grad_norm())
+            with pytest.raises(RuntimeError, match=r"engine\.scale"):
+                scaled_loss(engine.module if is_past else engine, 2).backward()
+            shadow.gradients.clear()
+            engine.backward(scaled_loss(engine, 3))
+            assert not shadow.step()
+            shadow.check()
+    assert norms[:2] == norms[2:]
+
+
 def test_gradients_are_read_and_written_without_the_scale() -> None:
     model = make_model("llama")
     with built(
