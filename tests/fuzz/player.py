@@ -132,6 +132,8 @@ def _add_optimizer(config: dict[str, Any], spec: OptimizerSpec) -> None:
         keys = {"warmup_num_steps": 3, "warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2}
         config["scheduler"] = {"type": "WarmupLR", "params": keys}
     if spec.client:
+        if config.get("zero_force_ds_cpu_optimizer"):  # of torch's there is an error, as it says
+            del config["zero_force_ds_cpu_optimizer"]
         return
     lr, beta1, beta2, eps, decay = spec.groups[0]
     params = {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": decay}
