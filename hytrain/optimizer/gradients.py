@@ -26,8 +26,9 @@ from torch import nn
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.optimizer.firing_order import FiringRecord, Firings, Pace, late_policy
+from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
+from hytrain.zero3.schedule import GatherSchedule
 
 _SMALL = 6 << 20
 """Elements. In layers whose parameters have fewer, all gradients are taken over in one launch: host
@@ -119,7 +120,7 @@ class GradientCollector:
         self._by_layer = False
         self._micro_batches = 1
         self._may_withdraw = False  # layers of this backward may be consumed too early
-        self._pace: Pace | None = None
+        self._pace: GatherSchedule | None = None
         self._clock = 0
         self._firings = 0
         self._next = 0  # position in the record's order
@@ -142,8 +143,8 @@ class GradientCollector:
         """Whether autograd has given a hook a gradient of this backward."""
         return self._clock > 0
 
-    def set_pace(self, pace: Pace | None) -> None:
-        """Layers are consumed when ``pace`` says so; None: as soon as they are final, in order."""
+    def set_pace(self, pace: GatherSchedule) -> None:
+        """Layers are consumed when ``pace`` says so; else as soon as they are final, in order."""
         self._pace = pace
 
     def remove_hooks(self) -> None:
@@ -421,7 +422,7 @@ class GradientCollector:
         has_seen = any(layer.last_firing for layer in self.layers)
         self.record = FiringRecord(*self._sink.agree_on_order(order, early, has_seen=has_seen))
 
-    def _learn_pace(self, pace: Pace) -> None:
+    def _learn_pace(self, pace: GatherSchedule) -> None:
         record = self.record
         assert record is not None
         # A rank without a batch now may have one in this step still.
