@@ -7,7 +7,8 @@ import logging
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from support.traces import Trace, traced_config, train
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
+from hytrain.engine import trace_header
 from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
+from hytrain.formats.trace_file import Peaks
 
 LAYERS = 6  # of the MLP: before, four blocks, after
 FIRST, END = 4, 7
@@ -346,3 +349,20 @@ def _calls_of_a_step(num_blocks: int) -> list[str]:
             engine.step()
         sys.setprofile(None)
     return calls
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(8, 8), (2, 3), (None, 3)])
+def test_memory_is_swept_by_all_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, expected: int
+) -> None:
+    """The peak of 3 update threads on 8 cores would say that more cores win nothing."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        trace_header, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
+    )
+    pipeline: Any = SimpleNamespace(
+        cpu=SimpleNamespace(wait_all=lambda: None), streams=SimpleNamespace(is_cuda=False)
+    )
+    peaks = trace_header.measure_peaks(pipeline, Peaks(cores=cores), 3)
+    assert asked == [expected]
+    assert peaks == Peaks(cores=cores, dram_bytes_per_s=1e9)
