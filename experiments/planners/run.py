@@ -30,6 +30,7 @@ from experiments.planners.artefact import MODELS, QUOTAS, Artefact, Case, our_pl
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import fits, step_seconds
 from hytrain.tools.hybrid.pools.problem import Problem
+from hytrain.tools.hybrid.pools.schedule import schedule_seconds
 from hytrain.tools.hybrid.pools.search import plan_pools
 
 HYTRAIN = "hytrain"
@@ -119,6 +120,7 @@ def _hytrain(
         "their_seconds": verdict["seconds"],
         "their_memory_fits": verdict["fits"],
         "our_seconds": found.cost,
+        "schedule_seconds": schedule_seconds(problem, found.plan),
         "bound": found.bound,
         "optimal": found.optimal,
         "evaluations": found.evaluations,
@@ -157,7 +159,11 @@ def our_verdict(problem: Problem, plan: Json) -> Json:
     """What hytrain's cost model says of another's plan."""
     try:
         ours = our_plan(problem, plan)
-        return {"our_seconds": step_seconds(problem, ours), "our_memory_fits": fits(problem, ours)}
+        return {
+            "our_seconds": step_seconds(problem, ours),
+            "schedule_seconds": schedule_seconds(problem, ours),
+            "our_memory_fits": fits(problem, ours),
+        }
     except PlanError as error:
         return {"note": f"not in hytrain's model: {error}"}
 

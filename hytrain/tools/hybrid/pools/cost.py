@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.pools.problem import End, Plan, Problem, Replicas, Stage
+from hytrain.tools.hybrid.pools.problem import End, Plan, Problem, Replicas, Stage, Times
 
 MOST_SPLIT = 4
 """A stage's gradients are reduced in shares of at most this many tensor parallel GPUs."""
@@ -91,17 +91,22 @@ def compute_seconds(problem: Problem, stage: Stage, micro_batch: int) -> float:
     Raises:
         PlanError: a replica's (type, tp, micro-batch size) is not in the profiles.
     """
-    tables = [_times(problem, one, micro_batch).compute for one in stage.replicas]
+    tables = [times_of(problem, one, micro_batch).compute for one in stage.replicas]
     return max(sum(table[stage.start : stage.stop]) for table in tables)
 
 
 def update_seconds(problem: Problem, stage: Stage, micro_batch: int) -> float:
     """The optimizer's step."""
-    tables = [_times(problem, one, micro_batch).update for one in stage.replicas]
+    tables = [times_of(problem, one, micro_batch).update for one in stage.replicas]
     return max(table[stage.start] for table in tables)
 
 
-def _times(problem: Problem, one: Replicas, micro_batch: int) -> Any:
+def times_of(problem: Problem, one: Replicas, micro_batch: int) -> Times:
+    """The profile of a replica.
+
+    Raises:
+        PlanError: there is none.
+    """
     device = problem.pools[one.pool].device
     try:
         return problem.profiles[device, one.tp, micro_batch]
