@@ -4,7 +4,7 @@
 
 A line a cluster; those that a file has already are left out, so it can be stopped and gone on with,
 and several may write to files of their own. Ends with the table, and 1 where a plan did not hold.
-`make test-plans` runs it.
+`make test-uneven-plans` runs it.
 """
 
 from __future__ import annotations
