@@ -52,12 +52,14 @@ class BenchOptions:
         thread_counts: Counts to try; None: quarters of the usable cores.
         num_rounds: Timed rounds over all subjects; one more goes before, untimed.
         non_temporal: Whether our passes write the outgoing copy past the cache.
+        with_others: Whether DeepSpeed's and torch's optimizers are measured, too.
     """
 
     num_elements: int | None = None
     thread_counts: tuple[int, ...] | None = None
     num_rounds: int = 7
     non_temporal: bool = True
+    with_others: bool = True
 
     def elements(self) -> int:
         """The length in effect."""
@@ -112,10 +114,14 @@ def run_bench(options: BenchOptions) -> dict[str, object]:
 
     Returns:
         Per subject ``{"gparams_per_s", "gbytes_per_s", "num_threads"}``, or None where it is not
-        installed; and "machine", which also holds what was measured on.
+        installed or not asked for; and "machine", which also holds what was measured on.
     """
     num_elements = options.elements()
-    subjects = all_subjects(Arrays.random(num_elements), non_temporal=options.non_temporal)
+    subjects = all_subjects(
+        Arrays.random(num_elements),
+        non_temporal=options.non_temporal,
+        with_others=options.with_others,
+    )
     present = {name: run for name, run in subjects.items() if run is not None}
     seconds = {name: {t: list[float]() for t in options.threads()} for name in present}
     for round_index in range(options.num_rounds + 1):
@@ -246,21 +252,26 @@ def _by_subject_and_speed(row: dict[str, float | str]) -> tuple[str, float]:
 def format_table(result: dict[str, object]) -> str:
     """The result of ``run_bench`` as text."""
     subjects = cast("dict[str, dict[str, float] | None]", result)
-    rows = [["subject", "Gparam/s", "GB/s", "of read_write", "threads"]]
+    rows = [["subject", "Gparam/s", "GB/s", "of read_write", "over fp32", "threads"]]
     for name in BYTES_PER_PARAM:
         figures = subjects[name]
         if figures is None:
-            rows.append([name, "not installed", "", "", ""])
+            rows.append([name, "not measured", "", "", "", ""])
             continue
         baseline = subjects[BASELINES.get(name, name if "read_write" in name else "read_write")]
         assert baseline is not None
         share = figures["gbytes_per_s"] / baseline["gbytes_per_s"]
+        same_in_fp32 = subjects.get(name.removesuffix("_bf16").removesuffix("_8bit"))
+        over = ""
+        if same_in_fp32 is not None and same_in_fp32 is not figures:
+            over = f"{figures['gparams_per_s'] / same_in_fp32['gparams_per_s']:.2f}"
         rows.append(
             [
                 name,
                 f"{figures['gparams_per_s']:.3f}",
                 f"{figures['gbytes_per_s']:.1f}",
                 f"{share:.1%}",
+                over,
                 str(figures["num_threads"]),
             ]
         )
