@@ -9,7 +9,6 @@ outlives a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -235,10 +234,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """See :meth:`GradientAccess.drop`."""
         del set_to_none
         self.gradients.drop()
-
-    def summing_over_ranks(self) -> AbstractContextManager[None]:
-        """See :meth:`PassTracker.summing_over_ranks`."""
-        return self.passes.summing_over_ranks()
 
     # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
 

@@ -128,7 +128,7 @@ class Judge:
         reference.take_weights()
         self._reset()
         traces = [trace.steps[number] for trace in self.traces]
-        if self.case.manner == "train_batch":
+        if self.case.mode == "train_batch":
             self._global_batch(number, step, traces)
         else:
             self._by_hand(number, step, traces)
@@ -227,7 +227,7 @@ class Judge:
 
     @property
     def _unscale(self) -> float:
-        is_sum = self.case.manner == "train_batch" or self.case.op == "sum"
+        is_sum = self.case.mode == "train_batch" or self.case.op == "sum"
         return 1.0 if is_sum else 1.0 / self.case.ranks
 
     def _reduced(self, traces: Sequence[StepTrace]) -> dict[str, torch.Tensor]:
