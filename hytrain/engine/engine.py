@@ -300,6 +300,12 @@ class HyTrainEngine(DeepSpeedEngine):
         with self.open_optimizer().collectives.reporting_failures():
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """As DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
+        :attr:`module`."""
+        with self.open_optimizer().scaling_alone():
+            return super().scale(loss)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.
 
@@ -316,6 +322,8 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         refuse_coalescing(self)
         optimizer.passes.refuse_aborted()
+        # DeepSpeed clears it where a loss came of its own forward alone.
+        self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
         assert tracing is not None
         with optimizer.collectives.reporting_failures():

@@ -145,7 +145,12 @@ class PassTracker:
         self.open_step.announce()
 
     def begin_unannounced(self) -> None:
-        """A backward that went past the engine, seen in a hook. Its end must be seen too."""
+        """A backward that went past the engine, seen in a hook. Its end must be seen too.
+
+        Raises:
+            LossScaleError: its loss was not scaled, where losses must be.
+        """
+        self.scaling.check_applied()
         self.begin_backward()
         call_at_end(self.backward_epilogue)
 
@@ -217,7 +222,8 @@ class PassTracker:
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
-        self.collector.in_backward = False
+        self.collector.end_graph()
+        self.scaling.end_backward()
         if self.trace is not None:
             self.trace.end_backward()
         if self.weights.active is not None:

@@ -113,6 +113,7 @@ class WeightPasses:
         mine = [x for x in self.layers if x.sharded and not self.gatherer.is_pinned(x)]
         for layer in self.layers:
             self.gather_layer(layer)
+            self.gatherer.lend(layer)
         for layer in mine:  # through whatever is called in the block
             self.gatherer.pin(layer)
         try:
