@@ -16,6 +16,7 @@ from hytrain.checkpoint.contents import ModelStates, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
+    pack_metadata,
     pack_model_states,
     restore_engine,
     stored_decisions,
@@ -28,8 +29,9 @@ from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
-from hytrain.comm.exchange import raise_together
+from hytrain.comm.exchange import from_first, raise_together
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.foreign_checkpoints import universal_tag
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import DamagedCheckpointError
 
@@ -152,7 +154,13 @@ class EngineCheckpoints:
         name: str | None = None
         try:
             name = find_tag(folder, tag, collectives)
-            return None if name is None else (name, self._read_one(folder / name, request))
+            if name is None:
+                return None
+            found, wanted = name, request.with_optimizer
+            name = str(
+                from_first(lambda: universal_tag(folder, found, with_optimizer=wanted), collectives)
+            )
+            return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
             if tag is not None:
                 raise
@@ -204,4 +212,4 @@ class EngineCheckpoints:
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
         decisions = self._optimizer.placement.decisions
         objects = pack_model_states(common, client_state, decisions, randomness)
-        return ModelStates(PickledObjects(objects), module.constants)
+        return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))

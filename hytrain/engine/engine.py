@@ -44,7 +44,6 @@ from hytrain.formats.plan_file import read_plan
 from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
 from hytrain.hardware.rank_clocks import clock_offset_ns
-from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
 from hytrain.optimizer.pass_guide import PassGuide
@@ -153,7 +152,7 @@ class HyTrainEngine(DeepSpeedEngine):
             # A module with parameters of several layers counts as the first one's.
             {m: min(found) for m, found in modules.items() if min(found) < trained},
             cores,
-            choose_threads(cores, self.hytrain_config.offload.cpu_threads),
+            optimizer.placement.threads,
             clock_offset_ns(collectives, is_wanted=is_wanted),
         )
         self._tracing = Tracing(engine, config)
@@ -220,7 +219,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 self._model,
                 optimizer,
                 self.hytrain_config,
-                build_settings(self, share_host(collectives)),
+                build_settings(self, share_host(collectives, device)),
                 collectives,
                 engine_view(self, self.batch_training, self.open_optimizer),
             )
