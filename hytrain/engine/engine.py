@@ -46,12 +46,12 @@ from hytrain.hardware.host_share import share_host
 from hytrain.hardware.rank_clocks import clock_offset_ns
 from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
+from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.memory_contract import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
-from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from support.engines import device
+from support.reference_adam import read_moments, stored_moments
 from support.rounded_moments import rounding_of
 
 from fuzz import precision
@@ -20,7 +21,6 @@ from fuzz.player import SINGLE, StepTrace, batch_of, dropout_seed, parameter_gro
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.moment_codes import read_moment, write_moment
 from hytrain.kernels.moments import zero_moment
-from hytrain.kernels.reference import read_moments, stored_moments
 from hytrain.model.moment_format import MomentFormat
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
