@@ -28,6 +28,7 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
+from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
@@ -170,6 +171,10 @@ class HyTrainEngine(DeepSpeedEngine):
             self.tput_timer.config.synchronized = False
 
     # -- construction, as DeepSpeed's asks for it ------------------------------------------------
+
+    def deepspeed_io(self, *arguments: Any, **named: Any) -> Any:
+        """As DeepSpeed's: a loader over a data set; checkpoints have where it has got to."""
+        return count_batches(super().deepspeed_io(*arguments, **named))
 
     def get_optimizer_configuration(
         self,

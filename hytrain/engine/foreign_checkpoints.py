@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.checks import no_parameters
-from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3, PARAM, CheckpointPaths
+from hytrain.checkpoint.manifest import MANIFEST
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3, PARAM, RECORD, CheckpointPaths
 from hytrain.checkpoint.writer import write_file
 from hytrain.engine.deepspeed_internals import convert_to_universal
 from hytrain.errors import CheckpointError
@@ -116,11 +117,13 @@ def _complete(paths: CheckpointPaths) -> None:
         CheckpointError: it cannot be written, or a frozen weight is not whole.
     """
     first = paths.folder / MODEL_STATES_OF_ZERO3
-    if paths.model_states.is_file() or not first.is_file():
+    if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
         return
     ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
     stored = [torch.load(path, map_location="cpu", weights_only=False) for path in ranks]
     states = dict(stored[0])
+    if RECORD in states:
+        return  # ours, whose file is missing: that is said where it is missed
     module = dict(states["module"])
     module |= _trained(paths, module, states)
     module |= _frozen(paths, [rank.get("frozen_param_fragments") or {} for rank in stored], states)

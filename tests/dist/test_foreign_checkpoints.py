@@ -15,6 +15,8 @@ from support.resume import WARMUP, Everything, Run, engine_of, micro_batch, snap
 
 from hytrain.checkpoint.gather import STATES
 
+STAGES = [pytest.param(1, marks=pytest.mark.parity_full), 2, 3]
+
 
 def _plain(stage: int, *, universal: bool) -> Any:
     torch.manual_seed(0)
@@ -75,7 +77,7 @@ def _from_plain(stage: int, folder: Path) -> None:
             train(engine, 3, 4)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_of_plain_deepspeed(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(_from_plain, stage, tmp_path)
 
@@ -97,6 +99,6 @@ def _to_plain(stage: int, folder: Path) -> None:
     plain.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_in_plain_deepspeed(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(_to_plain, stage, tmp_path)

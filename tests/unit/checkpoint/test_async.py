@@ -17,6 +17,7 @@ from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, t
 
 from hytrain.checkpoint import async_save, device_copies, writer
 from hytrain.checkpoint.snapshot import LayerSnapshot
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -58,8 +59,9 @@ def _assert_equal(actual: Any, expected: Any, where: str) -> None:
 def _assert_same_files(actual: Path, expected: Path) -> None:
     ours, theirs = _contents(actual), _contents(expected)
     for contents in (ours, theirs):
-        contents["mp_rank_00_model_states.pt"].pop("ds_config")
-        contents["mp_rank_00_model_states.pt"].pop("hytrain")
+        for name in ("mp_rank_00_model_states.pt", MODEL_STATES_OF_ZERO3):
+            contents[name].pop("ds_config")
+            contents[name].pop("hytrain")
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         _assert_equal(ours[name], value, name)
