@@ -69,7 +69,7 @@ def check(given: PlanProblem, plan: Plan) -> None:
     assert plan.lower_bound <= plan.step_seconds
     # The finer model has all that the lines have, and what they leave out.
     assert plan.predicted_seconds >= plan.lower_bound * (1.0 - 1e-9)
-    assert plan.gap >= plan.limits_gap >= plan.search_gap
+    assert plan.gap >= plan.limits_gap
     assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
 
 
