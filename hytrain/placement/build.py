@@ -306,7 +306,8 @@ def build_placement(
         estimator,
         plan.memory,
         plan.terms,
-        None if config.offload.cpu_threads is not None else _tuned(pipeline, threads, collectives),
+        threads,
+        _tuned(pipeline, threads, collectives) if config.offload.cpu_threads is None else None,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hytrain import _C
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
@@ -64,7 +65,8 @@ class PlacementManager:
         estimator: CostEstimator,
         memory: MemorySettings,
         terms: Callable[[int], ContractTerms],
-        threads: TunedThreads | None = None,
+        threads: ThreadChoice,
+        tuned_threads: TunedThreads | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._bytes = list(layer_bytes)
@@ -72,6 +74,8 @@ class PlacementManager:
         self._estimator = estimator
         self._memory = memory
         self._terms = terms
+        self.threads = threads
+        """Of the CPU's updates."""
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
@@ -83,7 +87,7 @@ class PlacementManager:
         self._warm_up = _WARM_UP
         self._firings = 0
         self._idle_steps = 0
-        self._threads = threads
+        self._tuned = tuned_threads
         """None: their number is fixed."""
 
     @property
@@ -124,7 +128,7 @@ class PlacementManager:
         self._firings = num_firings
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
-        if self._threads is not None and self._threads.is_trying:
+        if self._tuned is not None and self._tuned.is_trying:
             # Times at other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
@@ -201,7 +205,8 @@ class PlacementManager:
         self._allocator.after_step(self._steps)
         has_updates = controller.num_gpu_layers < len(self._bytes)
         ready = controller.is_settled and has_updates
-        if self._threads is not None and self._threads.end_step(ready=ready):
+        if self._tuned is not None and self._tuned.end_step(ready=ready):
+            self.threads = replace(self.threads, num_threads=self._tuned.trials.chosen)
             self._measured_since = 0  # times are others from here on
         if not controller.is_settled:
             self._limits = None

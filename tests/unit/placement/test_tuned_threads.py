@@ -118,7 +118,9 @@ def test_results_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch, delays: 
     join_process_group()
     expected = _train(1)
     monkeypatch.setattr(
-        build_optimizer, "choose_threads", lambda *_: ThreadChoice(3, 1e-9, (1, 2, 3))
+        build_optimizer,
+        "place_threads",
+        lambda *_, **__: ThreadChoice(3, 1e-9, candidates=(1, 2, 3)),
     )
     monkeypatch.setattr(tuned_threads, "_FROM_STEP", 2)
     monkeypatch.setattr(tuned_threads, "_ASK_EVERY", 2)

@@ -251,7 +251,7 @@ def test_the_fewest_threads_near_the_best(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_given_count_is_timed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runs = timed_kernel(monkeypatch, {3: 2.0})
-    assert threads.measure_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024, (3,))
+    assert threads.measure_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024, candidates=(3,))
     assert set(runs) == {3}
 
 
