@@ -34,7 +34,7 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: all install demo check docs lint format bench bench-plan test-plan test-plans clean
+.PHONY: all install demo check docs lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
 .PHONY: test-ecosystem test-dropin
 .PHONY: sanitize sanitize-memory sanitize-threads
@@ -81,7 +81,7 @@ test-stress: install
 
 # Plans of 200 random clusters held against an independent oracle (20 minutes); `test` has some of them.
 # Goes on where it was stopped.
-test-plans: install
+test-uneven-plans: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" $(BIN)/python tests/unit/planner/hold_plans.py \
 	    --out build/held_plans.jsonl
 
@@ -176,7 +176,7 @@ bench-plan: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python experiments/hybrid_planning/run.py $(PLAN_BENCH_ARGS)
 
 # The exact search of hybrid plans against brute force on 500 random problems (a minute).
-test-plan: install
+test-hybrid-plans: install
 	$(PYTEST_BESIDE) -m experiment $(TEST_ARGS) tests/unit/hybrid
 
 # With every warning an error: the kernels and the worker under AddressSanitizer and

@@ -62,7 +62,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
             size = _BYTES_A_PARAMETER * SIZES[model].num_parameters
             parts = ["contract"]
             if stage == 2:
-                parts = [*(["cycles"] if number == 0 else []), "async", "contract"]
+                parts = ["contract", "async", *(["cycles"] if number == 0 else [])]
             found.append(
                 {
                     "name": f"{model}, ZeRO-{stage}",
@@ -96,7 +96,8 @@ def run_job(options: argparse.Namespace, job: Json, limit: float) -> Json:
     command += [str(paths[kind].resolve()) for kind in ("job", "result")]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {**os.environ, **single, **place, "PYTHONPATH": str(REPOSITORY)}
+    imports = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    env = {**os.environ, **single, **place, "PYTHONPATH": os.pathsep.join(imports)}
     if options.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     begin = time.monotonic()

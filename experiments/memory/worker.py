@@ -56,7 +56,7 @@ class Case:
         }
         self._warm_up()
         for name in self._job["parts"]:
-            self._note(name, parts[name], float(self._job["least_seconds"].get(name, 5.0)))
+            self._note(name, parts[name], 8.0)
         self.result["status"] = "ok"
         self._write()
 

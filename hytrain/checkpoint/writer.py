@@ -33,7 +33,14 @@ from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_files
 from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
-from hytrain.checkpoint.universal import LATEST, STATES, STEP, CheckpointPaths, pack_tensor
+from hytrain.checkpoint.universal import (
+    LATEST,
+    MODEL_STATES_OF_ZERO3,
+    STATES,
+    STEP,
+    CheckpointPaths,
+    pack_tensor,
+)
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
@@ -267,6 +274,9 @@ def write_contents(
         archive.write_constants(copies)
     if is_first:
         writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
+        if contents.model_states is not None:
+            metadata = contents.model_states.metadata
+            writes.attempt(paths.folder / MODEL_STATES_OF_ZERO3, lambda: metadata)
     archive.finish()
     writes.try_to(
         lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED

@@ -9,7 +9,7 @@ outlives a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -250,10 +250,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """See :meth:`GradientAccess.drop`."""
         del set_to_none
         self.gradients.drop()
-
-    def summing_over_ranks(self) -> AbstractContextManager[None]:
-        """See :meth:`PassTracker.summing_over_ranks`."""
-        return self.passes.summing_over_ranks()
 
     # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
 

@@ -153,7 +153,7 @@ class Case:
     Attributes:
         micro_samples: samples of each micro-batch of each rank.
         batch_keys: "deepspeed" (a number of equal micro-batches) or "hytrain" ("batch_sizes").
-        manner: "hand" (forward, backward, step) or "train_batch".
+        mode: "hand" (forward, backward, step) or "train_batch".
         delays: HYTRAIN_DELAYS; "": none.
         refusal: (path of a key, value, what the message says): refused by design.
         then: the training goes on from its end in another job, of other ranks.
@@ -170,7 +170,7 @@ class Case:
     check_overflow: bool | None
     op: str | None
     accum_dtype: str | None
-    manner: str
+    mode: str
     batch_keys: str
     micro_samples: tuple[tuple[int, ...], ...]
     micro_sizes: tuple[int, ...]

@@ -131,7 +131,7 @@ class Judge:
         traces = [trace.steps[number] for trace in self.traces]
         scales = {trace.loss_scale for trace in traces}
         assert scales == {reference.scale.value}, f"{self._where}: loss scales {scales}"
-        if self.case.manner == "train_batch":
+        if self.case.mode == "train_batch":
             self._global_batch(number, step, traces)
         else:
             self._by_hand(number, step, traces)
@@ -239,7 +239,7 @@ class Judge:
     @property
     def _over_ranks(self) -> float:
         """What makes a mean over ranks of a sum."""
-        is_sum = self.case.manner == "train_batch" or self.case.op == "sum"
+        is_sum = self.case.mode == "train_batch" or self.case.op == "sum"
         return 1.0 if is_sum else 1.0 / self.case.ranks
 
     @property

@@ -284,7 +284,7 @@ class Player:
             self._fail(*step.fault)
         self._recorded.clear()
         trace.loss_scale = self.engine.optimizer.loss_scale
-        if self.case.manner == "train_batch":
+        if self.case.mode == "train_batch":
             self._train_batch(number, step, trace)
         else:
             self._by_hand(number, step, trace)
@@ -384,7 +384,7 @@ class Player:
         self.model.fault = kind
         batch = batch_of(self.case, 77, self.rank, 0, None)
         try:
-            if self.case.manner == "train_batch":
+            if self.case.mode == "train_batch":
                 self.engine.train_batch(iter([batch] * 9), num_valid=lambda _batch: 1)
             self.engine.backward(self.engine(**batch))
         except UserError:

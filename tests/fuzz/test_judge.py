@@ -29,7 +29,7 @@ def _case() -> Case:
     case = next(
         case
         for case in (draw(seed, 1) for seed in range(1000))
-        if case.manner == "hand" and case.refusal is None and not case.is_direct
+        if case.mode == "hand" and case.refusal is None and not case.is_direct
         and case.model.frozen == "none" and case.clipping == 0.3 and not case.bf16
         and case.build.stage == 2 and not case.precision
     )  # fmt: skip
@@ -179,7 +179,7 @@ def test_everything_is_drawn() -> None:
     drawn = [draw(seed) for seed in range(6000)]
     assert {case.ranks for case in drawn} == {1, 2, 3}
     assert {case.build.stage for case in drawn} == {1, 2, 3}
-    assert {case.manner for case in drawn} == {"hand", "train_batch"}
+    assert {case.mode for case in drawn} == {"hand", "train_batch"}
     steps = [step for case in drawn for step in case.steps]
     assert {step.style for step in steps} == {*SINGLE, "two", "sum", "no_sync"}
     assert any(case.then is not None for case in drawn)

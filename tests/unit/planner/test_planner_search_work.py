@@ -216,7 +216,7 @@ def test_work_hardly_grows_with_the_batch(
         assert isinstance(found, Plan)
         assert sum(rank.batch_size for rank in found.ranks) == batch
         assert found.lower_bound <= found.step_seconds <= found.predicted_seconds
-        assert found.gap < 0.02
+        assert found.limits_gap < 0.02
         spent.append((work.loads - before[0], work.columns - before[1]))
     # All loads of one rank would be 2 * 10^5 with 65,536 samples.
     for loads, columns in spent:
