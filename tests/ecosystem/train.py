@@ -243,6 +243,8 @@ def main() -> None:
     options = parser.parse_args()
     compatible_ops["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
+    import transformers.trainer  # noqa: F401  as scripts do, before register()
+
     is_ours = options.engine == "hytrain"
     with hytrain.register() if is_ours else contextlib.nullcontext():
         found = KINDS[options.kind](options)
