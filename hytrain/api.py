@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hytrain.config import HyTrainConfig
 from hytrain.engine.config_checks import check_config, refuse_misplaced_section
 from hytrain.engine.deepspeed_internals import (
+    ForcedOptimizerError,
     avoid_cpu_communication_build,
     check_version,
     engine_class,
@@ -113,6 +114,7 @@ def initialize(
     refuse_unsupported(loaded)
     _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
+    _check_forced(loaded, optimizer)
     _check_fit(section, model, optimizer, mpu)
     if section.plan is not None:
         loaded = _with_plan(loaded, section, keywords, distributed_port)
@@ -189,6 +191,22 @@ def _end_untrained(model: Any) -> None:
     if engine is not None:
         logger.info("the model's engine without an optimizer is destroyed: another one trains it")
         engine.destroy()
+
+
+def _check_forced(config: Mapping[str, Any], optimizer: Any) -> None:
+    """Raises what DeepSpeed would, where the configuration asks for it; by default it does not.
+
+    Raises:
+        ForcedOptimizerError: the optimizer is another one than DeepSpeed's.
+    """
+    # DeepSpeed's own are no subclasses of these.
+    is_torchs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    if is_torchs and config.get("zero_force_ds_cpu_optimizer") is True:
+        raise ForcedOptimizerError(
+            '"zero_force_ds_cpu_optimizer" is true and the optimizer a '
+            f"torch.optim.{type(optimizer).__name__}: hytrain updates in the place of either, so "
+            'set it to false, or write the optimizer as a section "optimizer"'
+        )
 
 
 def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:

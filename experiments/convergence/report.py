@@ -21,6 +21,7 @@ from experiments.convergence.cases import (
     MOMENTS,
     ZERO2,
     ZERO2_EAGER,
+    ZERO2_GPU,
     hytrain_kind,
 )
 from experiments.convergence.curves import (
@@ -30,14 +31,10 @@ from experiments.convergence.curves import (
     smoothed,
 )
 
-PAIRS = (
-    (ZERO2, ZERO2_EAGER),
-    (HYTRAIN, ZERO2),
-    (HYTRAIN, ZERO2_EAGER),
-    (HYTRAIN, ADAMW),
-    (ADAMW, ZERO2),
-)
-"""Of one seed; the first is what the others are held against."""
+YARDSTICK = ((ZERO2, ZERO2_GPU), (ZERO2, ZERO2_EAGER), (ZERO2_GPU, ZERO2_EAGER))
+"""Runs of one system that differ in how their kernels round: of Adam, of attention, of both."""
+PAIRS = (*YARDSTICK, (HYTRAIN, ZERO2), (HYTRAIN, ZERO2_GPU), (HYTRAIN, ADAMW), (ADAMW, ZERO2))
+"""Of one seed."""
 KINDS = (*map(hytrain_kind, MOMENTS), ADAMW)
 """Of several seeds."""
 
@@ -141,7 +138,10 @@ def draw(trainings: Trainings, image: Path) -> None:
             continue
         steps = min(len(first["losses"]), len(second["losses"]))
         gap = smoothed(first["losses"][:steps]) - smoothed(second["losses"][:steps])
-        gaps.plot(range(WINDOW, WINDOW + len(gap)), gap, linewidth=1, label=f"{one} - {other}")
+        style = "-" if (one, other) in YARDSTICK else "--"
+        gaps.plot(
+            range(WINDOW, WINDOW + len(gap)), gap, style, linewidth=1, label=f"{one} / {other}"
+        )
     gaps.set(title="differences of that seed's curves", xlabel="step")
     for number, kind in enumerate(KINDS):
         for seed in sorted(s for k, s in trainings if k == kind):

@@ -28,9 +28,10 @@ from experiments.convergence.cases import Case, all_cases, ds_config
 from experiments.convergence.curves import Curve, read_curve
 
 TRAIN = processes.REPOSITORY / "experiments" / "train_lm" / "train.py"
-WRITE_SECONDS = 20.0
+MODEL = Path(__file__).with_name("llama_97m.json")
+WRITE_SECONDS = 10.0
 """Between two writes of the result, and two looks at who will be late."""
-SHED_AFTER_SECONDS = 120.0
+SHED_AFTER_SECONDS = 90.0
 """By when all have started, and their speed can be told."""
 
 
@@ -41,6 +42,8 @@ class Training:
     case: Case
     folder: Path
     process: subprocess.Popen[bytes]
+    steps: int
+    """Of its schedule."""
     curve: Curve
     last: tuple[float, int] = (0.0, 0)
     """When the curve was last read, and its steps then."""
@@ -57,7 +60,17 @@ class Training:
         self.last = (now, len(self.curve.losses))
         if self.status == "running" and self.process.poll() is not None:
             self.status = "ok" if self.process.returncode == 0 else "failed"
+        elif self.missing == 0:
+            self.stop("ok")
         return (len(self.curve.losses) - steps) / max(now - before, 1e-9)
+
+    @property
+    def missing(self) -> int:
+        """Steps that are wanted yet; with the evaluation behind the last of them."""
+        enough = round(self.steps * self.case.enough)
+        left = enough - len(self.curve.losses)
+        # Of a training that is ended before its schedule, the next step says that it is over.
+        return max(0, left) or int(str(enough) not in self.curve.held_out)
 
     def stop(self, status: str) -> None:
         """End it; its curve so far stays."""
@@ -103,21 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("out/convergence"))
     add("--only", nargs="+", default=[], help="cases whose label has one of these words")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--model", default="llama-100m", help="of train_lm")
+    add("--model", default=str(MODEL), help="of train_lm")
     add("--steps", type=int, default=4000)
     add("--micro-batch", type=int, default=4)
-    add("--seq-len", type=int, default=512)
+    add("--seq-len", type=int, default=256)
     add("--eval-every", type=int, default=500)
     add("--eval-sequences", type=int, default=256)
-    add("--zero2-threads", type=int, default=3, help="of DeepSpeed's CPU Adam")
-    add("--limit-seconds", type=float, default=530.0, help="after which all are ended")
+    add("--zero2-threads", type=int, default=8, help="of DeepSpeed's CPU Adam")
+    add("--limit-seconds", type=float, default=320.0, help="after which all are ended")
     return parser
 
 
 def _start_all(
     cases: Sequence[Case], options: argparse.Namespace, scratch: Path, into: list[Training]
 ) -> None:
-    """Start all; those of DeepSpeed once its Adam is compiled, while the others train already."""
+    """Start all; those of DeepSpeed's CPU Adam once it is compiled: the others train already."""
     environment = _environment(options.device)
     adam = subprocess.Popen(
         [sys.executable, "-m", "experiments.common.prepare", "adam"],
@@ -126,13 +139,17 @@ def _start_all(
         start_new_session=True,
     )
     try:
-        for case in sorted(cases, key=lambda case: case.engine == "deepspeed"):
-            if case.engine == "deepspeed" and adam.wait():
+        for case in sorted(cases, key=_needs_adam):
+            if _needs_adam(case) and adam.wait():
                 print("DeepSpeed's CPU Adam was not compiled", flush=True)
             into.append(_start(case, options, scratch / f"run{len(into)}", environment))
     finally:
         if adam.poll() is None:
             processes.stop(adam)
+
+
+def _needs_adam(case: Case) -> bool:
+    return case.engine == "deepspeed" and case.offload
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -157,14 +174,16 @@ def _start(
     on_gpu = options.device == "cuda"
     config = ds_config(case, micro_batch=options.micro_batch, cpu_threads=1, on_gpu=on_gpu)
     records.write_json(folder / "config.json", config)
+    # The slowest has the cores first.
+    polite = [] if _needs_adam(case) else ["nice", "-n", "10"]
     command = [
-        sys.executable, str(TRAIN), "--engine", case.engine,
+        *polite, sys.executable, str(TRAIN), "--engine", case.engine,
         "--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out"),
         "--model", options.model, "--attention", case.attention, "--seed", str(case.seed),
         "--steps", str(options.steps), "--seq-len", str(options.seq_len),
         "--eval-every", str(options.eval_every), "--eval-sequences", str(options.eval_sequences),
     ]  # fmt: skip
-    threads = options.zero2_threads if case.engine == "deepspeed" else 1
+    threads = options.zero2_threads if _needs_adam(case) else 1
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -175,7 +194,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return Training(case, folder / "out", process, Curve())
+    return Training(case, folder / "out", process, options.steps, Curve())
 
 
 def _log(training: Training) -> Path:
@@ -190,7 +209,7 @@ def _follow(
     while True:
         waited = time.monotonic()
         while time.monotonic() < min(waited + WRITE_SECONDS, until):
-            if all(t.process.poll() is not None for t in trainings):
+            if all(t.process.poll() is not None for t in trainings if t.status == "running"):
                 break
             time.sleep(0.2)
         now = time.monotonic()
@@ -202,7 +221,7 @@ def _follow(
             return
         optional = [t for t in trainings if t.case.optional and t.status == "running"]
         is_late = any(
-            now + (options.steps - len(t.curve.losses)) / max(speed, 1e-9) > until
+            now + t.missing / max(speed, 1e-9) > until
             for t, speed in zip(trainings, speeds, strict=True)
             if t.status == "running" and not t.case.optional
         )

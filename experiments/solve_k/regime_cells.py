@@ -88,12 +88,12 @@ def ds_config(cell: Cell) -> Json:
     }
 
 
-def make_model(cell: Cell, device: str) -> Any:
-    """A Llama of the cell's shape in bf16, compiled in place if the cell says so."""
+def llama(model: str, device: str, dtype: Any) -> Any:
+    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    blocks, hidden, intermediate = SHAPES[cell.model]
+    blocks, hidden, intermediate = SHAPES[model]
     heads = max(1, hidden // 128)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -101,12 +101,19 @@ def make_model(cell: Cell, device: str) -> Any:
         num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        vocab_size=32000 if cell.model != "toy" else 128,
+        vocab_size=32000 if model != "toy" else 128,
         use_cache=False,
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).bfloat16()
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def make_model(cell: Cell, device: str) -> Any:
+    """The cell's model in bf16, compiled in place if the cell says so."""
+    import torch
+
+    model = llama(cell.model, device, torch.bfloat16)
     if cell.compile is not None:
         for module in [model] if cell.whole else model.model.layers:
             module.compile(mode=cell.compile)

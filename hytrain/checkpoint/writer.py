@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
-import torch.distributed as dist
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import finish_save, give_up_save
@@ -320,10 +319,7 @@ def _missing(saving: Path) -> str | None:
 def _all_sums(writes: Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
     """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in writes.sums.items()}
-    if collectives.world_size == 1:
-        return mine
-    everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
-    dist.all_gather_object(everywhere, mine, group=collectives.group)
+    everywhere: list[dict[str, FileSums]] = collectives.gather_objects(mine, "the files' sums")
     return {name: sums for part in everywhere for name, sums in part.items()}
 
 

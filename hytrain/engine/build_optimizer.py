@@ -28,11 +28,11 @@ from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
+from hytrain.optimizer.layer_guards import unguarded_layers
 from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
-from hytrain.zero3.forward_hooks import unguarded_layers
 from hytrain.zero3.layer_weights import BuiltWeights
 from hytrain.zero3.weight_passes import WeightPasses
 

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     ZeroParamType,
 )
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.logging import print_dist
 
@@ -33,6 +34,7 @@ from hytrain.errors import ConfigError, UnsupportedError
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "ForcedOptimizerError",
     "PartitionedParamStatus",
     "ZeROOptimizer",
     "ZeroParamStatus",
@@ -53,6 +55,14 @@ __all__ = [
     "shape_partitioned",
     "use_checkpointing",
 ]
+
+
+class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
+    """ "zero_force_ds_cpu_optimizer": true, and an optimizer that is not DeepSpeed's.
+
+    A ZeRORuntimeException as well: DeepSpeed raises one there.
+    """
+
 
 SUPPORTED = "0.19"
 

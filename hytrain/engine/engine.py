@@ -46,12 +46,12 @@ from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
 from hytrain.hardware.rank_clocks import clock_offset_ns
 from hytrain.optimizer.global_batch import NumValid, valid_labels
+from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.memory_contract import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
-from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +304,12 @@ class HyTrainEngine(DeepSpeedEngine):
         with self.open_optimizer().collectives.reporting_failures():
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """As DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
+        :attr:`module`."""
+        with self.open_optimizer().scaling_alone():
+            return super().scale(loss)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.
 
@@ -320,6 +326,8 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         refuse_coalescing(self)
         optimizer.passes.refuse_aborted()
+        # DeepSpeed clears it where a loss came of its own forward alone.
+        self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
         assert tracing is not None
         with optimizer.collectives.reporting_failures():

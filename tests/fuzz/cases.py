@@ -159,6 +159,7 @@ class Case:
         then: the training goes on from its end in another job, of other ranks.
         follows: this is such a job.
         moments: "hytrain.moments".
+        precision: of a case that is not in bf16, see `precision.py`.
     """
 
     seed: int
@@ -181,6 +182,7 @@ class Case:
     then: Case | None = None
     follows: bool = False
     moments: str = "fp32"
+    precision: str = ""
 
     @property
     def checks_overflow(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.cases import Build, Case, Event, ModelSpec, OptimizerSpec, Pairs, Step
+from fuzz.precision import PRECISIONS
 from fuzz.refusals import REFUSALS, Refusal
 
 Micros = tuple[tuple[int, ...], ...]
@@ -45,6 +46,7 @@ def draw(seed: int, ranks: int | None = None) -> Case:
         else "",
         # Of another stream: cases of a seed are otherwise what they were before there was a choice.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
+        precision="" if bf16 else random.Random(f"precision {seed}").choice(PRECISIONS),
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
 
@@ -37,9 +37,6 @@ class Finding:
     seen: str
     verdict: Verdict
     advice: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[Finding]:

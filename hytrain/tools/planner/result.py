@@ -121,11 +121,6 @@ class Plan:
         """By what share the step may be longer than the best, by the lines."""
         return self.step_seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
-    @property
-    def search_gap(self) -> float:
-        """Likewise the shortest step that was found: how well the lines were searched."""
-        return self.shortest_step / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
-
 
 @dataclass(frozen=True, slots=True)
 class Found:

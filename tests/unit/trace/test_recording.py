@@ -117,6 +117,8 @@ def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
         updates = trace.spans(names.CPU_ADAM, step=step)
         chunks = {(e["args"]["layer"], e["args"]["chunk"]) for e in updates}
         assert len(chunks) > 6  # 1024 elements each
+        slots = [e["args"]["slot"] for e in trace.spans(names.D2H, step=step)]
+        assert len(set(slots)) == len(slots) == len(chunks)  # all of them are kept
         for layer, chunk in chunks:
             where = {"step": step, "layer": layer, "chunk": chunk}
             (copied,) = trace.spans(names.D2H, **where)
@@ -126,6 +128,18 @@ def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
             assert updated[-1]["ts"] + updated[-1]["dur"] <= sent[-1]["ts"] + 0.5
             parameters = updated[0]["args"]["parameters"]
             assert copied["args"]["bytes"] == sent[0]["args"]["bytes"] == 2 * parameters
+
+
+@pytest.mark.parametrize(("moments", "state"), [("fp32", 12), ("bf16", 8), ("8bit", 6)])
+def test_an_updates_bytes_are_its_moments(tmp_path: Path, moments: str, state: int) -> None:
+    """Master weight and moments are read and written, two gradients read, a weight written."""
+    train(traced_config(tmp_path, (3, 4), hytrain={"moments": moments}), 5)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    updates = [
+        e["args"] for e in trace.spans(names.CPU_ADAM) if e["args"]["task"] == "commit_then_preview"
+    ]
+    assert updates
+    assert all(u["bytes"] == (2 * state + 3 * 2) * u["parameters"] for u in updates)
 
 
 def test_forward_and_backward_of_each_layer(trace: Trace) -> None:
