@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernel_table.h"
 
@@ -55,7 +56,6 @@ struct Vec {
     static Bits bits_of(Reg a) { return _mm256_castps_si256(a); }
     static Reg from_bits(Bits a) { return _mm256_castsi256_ps(a); }
     static Bits set_bits(std::uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
-    static Bits lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
     static Bits bits_add(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
     static Bits bits_mul(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
     static Bits bits_xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
@@ -81,9 +81,17 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
     }
-    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
-        store_128<false>(address, pack_halves(_mm256_srli_epi32(a, 16)));
-        store_128<false>(other_address, pack_halves(_mm256_srli_epi32(b, 16)));
+    static Bits where_not_zero(Reg x, Bits a) {
+        return _mm256_andnot_si256(_mm256_cmpeq_epi32(bits_of(x), _mm256_setzero_si256()), a);
+    }
+    static Bits rounded_halves(Bits a, Bits b, Bits random) {
+        const Bits low = _mm256_srli_epi32(rounded(a, bits_and(random, set_bits(0xFFFFU))), 16);
+        return _mm256_blend_epi16(low, rounded(b, _mm256_srli_epi32(random, 16)), 0xAA);
+    }
+    static void store_halves(void* low, void* high, Bits first, Bits second) {
+        const Bits mask = set_bits(0xFFFFU);
+        store_256(low, pack_halves(bits_and(first, mask), bits_and(second, mask)));
+        store_256(high, pack_halves(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16)));
     }
 
     static DoubleReg zero_double() { return _mm256_setzero_pd(); }
@@ -95,6 +103,18 @@ struct Vec {
     }
 
    private:
+    static Bits rounded(Bits a, Bits random) {
+        const Bits magnitude = bits_and(a, set_bits(0x7FFFFFFFU));
+        const Bits up = bits_min(bits_add(magnitude, random), set_bits(0x7F7FFFFFU));
+        return pick(set_bits(0x80000000U), a, bits_max(up, magnitude));
+    }
+    // Lanes of at most 16 bits of two registers, as such.
+    static __m256i pack_halves(__m256i a, __m256i b) {
+        return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+    }
+    static void store_256(void* address, __m256i value) {
+        _mm256_storeu_si256(static_cast<__m256i*>(address), value);
+    }
     // Lanes of at most 16 bits, as such.
     static __m128i pack_halves(__m256i a) {
         // packus works within 128-bit halves, so the two wanted quarters are apart.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernel_table.h"
 
@@ -57,9 +58,6 @@ struct Vec {
     static Bits bits_of(Reg a) { return _mm512_castps_si512(a); }
     static Reg from_bits(Bits a) { return _mm512_castsi512_ps(a); }
     static Bits set_bits(std::uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
-    static Bits lanes() {
-        return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
     static Bits bits_add(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
     static Bits bits_mul(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
     static Bits bits_xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
@@ -80,10 +78,28 @@ struct Vec {
         return _mm512_srli_epi32(a, kCount);
     }
     static std::uint32_t largest_lane(Bits a) { return _mm512_reduce_max_epu32(a); }
-    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
-        const __m512i halves = _mm512_permutex2var_epi16(a, odd_words(), b);
-        store_256<false>(address, _mm512_castsi512_si256(halves));
-        store_256<false>(other_address, _mm512_extracti64x4_epi64(halves, 1));
+    // A where x is not zero, else zero.
+    static Bits where_not_zero(Reg x, Bits a) {
+        const Bits bits = bits_of(x);
+        return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(bits, bits), a);
+    }
+    // bf16 of a in the lower and of b in the upper halves, rounded (adam_kernel.inl has it in
+    // words): on all halves at once, where a carry is a comparison.
+    static Bits rounded_halves(Bits a, Bits b, Bits random) {
+        const Bits upper = _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(a, 16), b);
+        const Bits lower = _mm512_mask_blend_epi16(kOddWords, a, _mm512_slli_epi32(b, 16));
+        // What is finite stays so, and what is not is left as it is.
+        const Bits magnitude = _mm512_add_epi16(upper, upper);
+        const __mmask32 finite =
+            _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(static_cast<short>(0xFEFE)));
+        const Bits sum = _mm512_add_epi16(lower, random);
+        const __mmask32 carry = _mm512_mask_cmplt_epu16_mask(finite, sum, lower);
+        return _mm512_mask_sub_epi16(upper, carry, upper, _mm512_set1_epi16(-1));
+    }
+    // The lower halves of two registers to one address, the upper ones to the other.
+    static void store_halves(void* low, void* high, Bits first, Bits second) {
+        _mm512_storeu_si512(low, _mm512_permutex2var_epi16(first, even_words(), second));
+        _mm512_storeu_si512(high, _mm512_permutex2var_epi16(first, odd_words(), second));
     }
 
     static DoubleReg zero_double() { return _mm512_setzero_pd(); }
@@ -95,6 +111,12 @@ struct Vec {
     }
 
    private:
+    static constexpr __mmask32 kOddWords = 0xAAAAAAAAU;
+    // The even 16-bit words of one register, then those of another.
+    static __m512i even_words() {
+        return _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30,
+                                28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    }
     // The odd 16-bit words of one register, then those of another.
     static __m512i odd_words() {
         return _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,

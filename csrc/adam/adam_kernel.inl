@@ -116,21 +116,37 @@ struct State {
     Reg p, m, v;
 };
 
-struct Stepped {
-    Reg p, m, v, root;  // root: of v
+struct NewMoments {
+    Reg m, v;
 };
 
 // One step of Adam (Kingma and Ba 2015, algorithm 1), with the decoupled decay of AdamW
 // (Loshchilov and Hutter 2019, algorithm 2) or L2 decay; the one that is not asked for has
-// decay = 1 or l2 = 0, both exact.
-inline Stepped adam_step(State s, Reg gradient, const Constants& c) {
-    const Reg g = Vec::fma(c.l2, s.p, Vec::mul(gradient, c.scale));
+// decay = 1 or l2 = 0, both exact. First the moments, then with them the weights.
+template <bool kL2 = true>
+inline NewMoments step_moments(State s, Reg gradient, const Constants& c) {
+    Reg g = Vec::mul(gradient, c.scale);
+    if constexpr (kL2) {
+        g = Vec::fma(c.l2, s.p, g);
+    }
     const Reg m = Vec::fma(c.one_minus_beta1, Vec::sub(g, s.m), s.m);
     const Reg v = Vec::fma(Vec::mul(c.one_minus_beta2, g), g, Vec::mul(c.beta2, s.v));
-    const Reg root = Vec::sqrt(v);
+    return {m, v};
+}
+
+inline Reg step_weights(Reg p, Reg m, Reg root, const Constants& c) {
     const Reg denominator = Vec::fma(root, c.inv_sqrt_correction2, c.eps);
-    const Reg p = Vec::fma(c.neg_step_size, Vec::div(m, denominator), Vec::mul(s.p, c.decay));
-    return {p, m, v, root};
+    return Vec::fma(c.neg_step_size, Vec::div(m, denominator), Vec::mul(p, c.decay));
+}
+
+// Calls body(index) for each index below kCount, which is a constant in each call.
+template <class Body, std::size_t... kIndices>
+[[gnu::always_inline]] inline void unrolled(Body body, std::index_sequence<kIndices...>) {
+    (body(std::integral_constant<std::size_t, kIndices>()), ...);
+}
+template <std::size_t kCount, class Body>
+[[gnu::always_inline]] inline void for_each_index(Body body) {
+    unrolled(body, std::make_index_sequence<kCount>());
 }
 
 #include "moments_kernel.inl"
@@ -203,21 +219,68 @@ struct PaddedMoments {
 
 // ---- commit -----------------------------------------------------------------------------------
 
+// Calls body(first register, byte) for each M::kTogether registers of a unit. `byte` is a constant:
+// the quarter of the unit that they are of, or where that is one register, the first's index.
+template <class M, class Body>
+[[gnu::always_inline]] inline void for_each_group(Body body) {
+    constexpr std::size_t kGroups = M::kVectors / M::kTogether;
+    constexpr std::size_t kQuarter = M::kVectors < 4 ? 1 : M::kVectors / 4;
+    if constexpr (kGroups <= 4) {
+        for_each_index<kGroups>([&](auto group) __attribute__((always_inline)) {
+            constexpr std::size_t kFirst = group * M::kTogether;
+            body(kFirst, std::integral_constant<std::size_t, kFirst / kQuarter>());
+        });
+    } else {
+        for_each_index<4>([&](auto byte) __attribute__((always_inline)) {
+            for (std::size_t k = 0; k < kQuarter; k += M::kTogether) {
+                body(byte * kQuarter + k, byte);
+            }
+        });
+    }
+}
+
+// A unit's moments after a step: what no square root or division waits for, of the whole unit, since
+// a block's moments are rounded by their largest.
+template <class G, class M>
+struct Moved {
+    Reg m[M::kVectors], v[M::kVectors];
+    typename M::Store store;
+
+    [[gnu::always_inline]] inline Moved(const float* p, const MomentRange& r, const void* g,
+                                        std::size_t i, const Constants& c) {
+        M::load(r, i, m, v);
+        for (std::size_t j = 0; j < M::kVectors; ++j) {
+            const std::size_t at = i + j * kLanes;
+            const NewMoments moved =
+                step_moments({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c);
+            m[j] = moved.m;
+            v[j] = moved.v;
+        }
+        store.begin(r, i, m, v);
+    }
+    // Stores a group's registers.
+    template <std::size_t kByte>
+    [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, std::size_t first) {
+        for_each_index<M::kTogether>([&](auto j) __attribute__((always_inline)) {
+            store.template put<kByte, j>(r, i + (first + j) * kLanes, m[first + j], v[first + j]);
+        });
+    }
+};
+
 template <class G, class W, class M>
 [[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g,
                                                void* w, std::size_t i, const Constants& c) {
-    Reg m[M::kVectors], v[M::kVectors], root[M::kVectors];
-    M::load(r, i, m, v);
-    for (std::size_t j = 0; j < M::kVectors; ++j) {
-        const std::size_t at = i + j * kLanes;
-        const Stepped s = adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c);
-        Vec::template store_f32<false>(p + at, s.p);
-        W::store(w, at, s.p);
-        m[j] = s.m;
-        v[j] = s.v;
-        root[j] = s.root;
-    }
-    M::store(r, i, m, v, root);
+    Moved<G, M> u(p, r, g, i, c);
+    for_each_group<M>([&](std::size_t first, auto byte) __attribute__((always_inline)) {
+        for (std::size_t j = first; j < first + M::kTogether; ++j) {
+            const std::size_t at = i + j * kLanes;
+            const Reg new_p = step_weights(Vec::load_f32(p + at), u.m[j], Vec::sqrt(u.v[j]), c);
+            Vec::template store_f32<false>(p + at, new_p);
+            W::store(w, at, new_p);
+        }
+        u.template put<byte>(r, i, first);
+    });
+    u.store.finish(r, i);
 }
 
 template <class G, class W, class M>
@@ -273,7 +336,9 @@ template <class G, class W, class M>
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
         const std::size_t at = i + j * kLanes;
-        W::store(w, at, adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c).p);
+        const Reg old_p = Vec::load_f32(p + at);
+        const NewMoments moved = step_moments({old_p, m[j], v[j]}, G::load(g, at), c);
+        W::store(w, at, step_weights(old_p, moved.m, Vec::sqrt(moved.v), c));
     }
 }
 
@@ -317,30 +382,50 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
 
 // ---- commit_then_preview ----------------------------------------------------------------------
 
-template <class G, class W, class M>
+// Some registers' operations of one sort after each other, and what waits for none of another
+// between a square root or division and its use: the CPU looks ahead for a few of these chains only.
+// Without L2 decay the preview's moments wait for no new weights.
+template <class G, class W, class M, bool kL2>
 [[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before,
                                              const void* now, void* w, std::size_t i,
                                              const Constants& c_before, const Constants& c_now) {
-    Reg new_p[M::kVectors], m[M::kVectors], v[M::kVectors], root[M::kVectors];
-    M::load(r, i, m, v);
-    for (std::size_t j = 0; j < M::kVectors; ++j) {
-        const std::size_t at = i + j * kLanes;
-        const Stepped s =
-            adam_step({Vec::load_f32(p + at), m[j], v[j]}, G::load(before, at), c_before);
-        Vec::template store_f32<false>(p + at, s.p);
-        new_p[j] = s.p;
-        m[j] = s.m;
-        v[j] = s.v;
-        root[j] = s.root;
-    }
-    M::store(r, i, m, v, root);
-    for (std::size_t j = 0; j < M::kVectors; ++j) {
-        const std::size_t at = i + j * kLanes;
-        W::store(w, at, adam_step({new_p[j], m[j], v[j]}, G::load(now, at), c_now).p);
-    }
+    constexpr std::size_t kTogether = M::kTogether;
+    Moved<G, M> u(p, r, before, i, c_before);
+    for_each_group<M>([&](std::size_t first, auto byte) __attribute__((always_inline)) {
+        Reg* m = u.m + first;
+        Reg* v = u.v + first;
+        Reg old_m[kTogether], root[kTogether], new_p[kTogether];
+        for (std::size_t j = 0; j < kTogether; ++j) {
+            old_m[j] = m[j];
+            root[j] = Vec::sqrt(v[j]);
+        }
+        u.template put<byte>(r, i, first);
+        const auto weights = [&]() __attribute__((always_inline)) {
+            for (std::size_t j = 0; j < kTogether; ++j) {
+                const std::size_t at = i + (first + j) * kLanes;
+                new_p[j] = step_weights(Vec::load_f32(p + at), old_m[j], root[j], c_before);
+                Vec::template store_f32<false>(p + at, new_p[j]);
+            }
+        };
+        if constexpr (kL2) weights();
+        for (std::size_t j = 0; j < kTogether; ++j) {
+            const Reg g = G::load(now, i + (first + j) * kLanes);
+            const NewMoments moved = step_moments<kL2>({new_p[j], m[j], v[j]}, g, c_now);
+            m[j] = moved.m;
+            v[j] = moved.v;
+        }
+        if constexpr (!kL2) weights();
+        for (std::size_t j = 0; j < kTogether; ++j) {
+            root[j] = Vec::sqrt(v[j]);
+        }
+        for (std::size_t j = 0; j < kTogether; ++j) {
+            W::store(w, i + (first + j) * kLanes, step_weights(new_p[j], m[j], root[j], c_now));
+        }
+    });
+    u.store.finish(r, i);
 }
 
-template <class G, class W, class M>
+template <class G, class W, class M, bool kL2>
 void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& previous,
                const GradientRange& current, void* w, std::size_t ahead) {
     constexpr std::size_t kUnit = M::kUnit;
@@ -353,7 +438,7 @@ void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange
             prefetch_run<G::kBytes, kUnit>(previous.data, i + ahead);
             prefetch_run<G::kBytes, kUnit>(current.data, i + ahead);
         }
-        both_unit<G, W, M>(p, r, previous.data, current.data, w, i, c_before, c_now);
+        both_unit<G, W, M, kL2>(p, r, previous.data, current.data, w, i, c_before, c_now);
     }
     if (i < n) {
         const std::size_t count = n - i;
@@ -362,8 +447,8 @@ void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange
         const Padded<kUnit> tail_before(previous.data, i, count, G::kBytes);
         const Padded<kUnit> tail_now(current.data, i, count, G::kBytes);
         Padded<kUnit> tail_w;
-        both_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_before.data,
-                                            tail_now.data, tail_w.data, 0, c_before, c_now);
+        both_unit<G, typename W::Cached, M, kL2>(tail_p.data, tail.range, tail_before.data,
+                                                 tail_now.data, tail_w.data, 0, c_before, c_now);
         tail_p.write(p, i, count, sizeof(float));
         tail.write(r, i, count);
         tail_w.write(w, i, count, W::kBytes);
@@ -412,8 +497,14 @@ void commit_then_preview(float* p, const MomentRange& moments, std::size_t n,
     with_moments(moments.kind, [&](auto kind) {
         with_in(current.dtype, [&](auto in) {
             with_out(out, [&](auto to) {
-                both_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, previous,
-                                                                      current, out.data, ahead);
+                using G = decltype(in);
+                using W = decltype(to);
+                using M = decltype(kind);
+                if (current.constants.l2 == 0.0F) {
+                    both_loop<G, W, M, false>(p, moments, n, previous, current, out.data, ahead);
+                } else {
+                    both_loop<G, W, M, true>(p, moments, n, previous, current, out.data, ahead);
+                }
             });
         });
     });

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernel_table.h"
 
@@ -106,7 +107,6 @@ struct Vec {
     static Bits bits_of(Reg a) { return as_bits(a); }
     static Reg from_bits(Bits a) { return as_float(a); }
     static Bits set_bits(std::uint32_t a) { return a; }
-    static Bits lanes() { return 0; }
     static Bits bits_add(Bits a, Bits b) { return a + b; }
     static Bits bits_mul(Bits a, Bits b) { return a * b; }
     static Bits bits_xor(Bits a, Bits b) { return a ^ b; }
@@ -125,11 +125,27 @@ struct Vec {
         return a >> kCount;
     }
     static std::uint32_t largest_lane(Bits a) { return a; }
-    static void store_upper_halves(void* address, Bits a, void* other_address, Bits b) {
-        store_bits(address, static_cast<std::uint16_t>(a >> 16));
-        store_bits(other_address, static_cast<std::uint16_t>(b >> 16));
+    static Bits where_not_zero(Reg x, Bits a) { return as_bits(x) != 0U ? a : 0U; }
+    // bf16 of a in the lower and of b in the upper half: each goes away from zero as often as its
+    // lower half says, by the random bits of its half. What is finite stays below infinity, and
+    // what is not is left as it is: a NaN that an operation made is quiet, so its upper half is a
+    // NaN too.
+    static Bits rounded_halves(Bits a, Bits b, Bits random) {
+        return rounded(a, random & 0xFFFFU) >> 16 | (rounded(b, random >> 16) & 0xFFFF0000U);
+    }
+    static void store_halves(void* low, void* high, Bits first, Bits second) {
+        store_bits(low, first & 0xFFFFU | second << 16);
+        store_bits(high, first >> 16 | (second & 0xFFFF0000U));
     }
 
+   private:
+    static Bits rounded(Bits a, Bits random) {
+        const Bits magnitude = a & 0x7FFFFFFFU;
+        const Bits up = bits_max(bits_min(magnitude + random, 0x7F7FFFFFU), magnitude);
+        return (a & 0x80000000U) | up;
+    }
+
+   public:
     static DoubleReg zero_double() { return 0.0; }
     static void add_squares(Reg x, DoubleReg* sums) {
         const double wide = static_cast<double>(x);

@@ -5,8 +5,8 @@
 //   kUnit     elements that are loaded and stored together, a whole number of registers
 //   stored    elements whose memory belongs to the last `count` elements of a range
 //   load      both moments of the unit at element i, as fp32
-//   store     the reverse; m and v become what a later load will give; `root` is v's square root,
-//             which the step has computed
+//   Store     the reverse: made of all of the unit's moments, it takes one register of each after
+//             the other (`put`), which become what a later load will give
 // docs/internals.md ("Moments in fewer bytes") has the formulas and why they are these; all of it
 // is exact arithmetic, or fp32 operations that every instruction set rounds alike.
 
@@ -30,34 +30,48 @@ struct Fp32Moments {
             v[j] = Vec::load_f32(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
-                                                    Reg* v, const Reg*) {
-        for (std::size_t j = 0; j < kVectors; ++j) {
-            Vec::store_f32<false>(r.m + (i + j * kLanes) * kBytes, m[j]);
-            Vec::store_f32<false>(r.v + (i + j * kLanes) * kBytes, v[j]);
+    static constexpr std::size_t kTogether = kVectors < 2 ? kVectors : 2;
+    struct Store {
+        inline void begin(const MomentRange&, std::size_t, const Reg*, const Reg*) {}
+        template <std::size_t kByte, std::size_t kIndex>
+        [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, Reg& m,
+                                               Reg& v) {
+            Vec::store_f32<false>(r.m + i * kBytes, m);
+            Vec::store_f32<false>(r.v + i * kBytes, v);
         }
-    }
+        inline void finish(const MomentRange&, std::size_t) {}
+    };
 };
 
 // ---- random bits ------------------------------------------------------------------------------
 
 // Chris Wellons's "lowbias32" (github.com/skeeto/hash-prospector, 2018).
-inline std::uint32_t mix(std::uint32_t h) {
+constexpr std::uint32_t mix(std::uint32_t h) {
     h = (h ^ (h >> 16)) * 0x7FEB352DU;
     h = (h ^ (h >> 15)) * 0x846CA68BU;
     return h ^ (h >> 16);
 }
 
-// 32 bits for each element from i on. Sixteen neighbours share the mixed key and upper index, which
-// costs no vector operation; golden-ratio steps and one more round tell them apart.
-[[gnu::always_inline]] inline Bits random_bits(const MomentRange& r, std::size_t i) {
-    constexpr std::uint32_t kGolden = 0x9E3779B9U;
-    const std::uint32_t index = r.first_index + static_cast<std::uint32_t>(i);
-    const std::uint32_t start = mix((index >> 4) ^ r.key) + (index & 15U) * kGolden;
-    const Bits steps = Vec::bits_mul(Vec::lanes(), Vec::set_bits(kGolden));
-    Bits h = Vec::bits_add(steps, Vec::set_bits(start));
-    h = Vec::bits_xor(h, Vec::shift_right<16>(h));
-    h = Vec::bits_mul(h, Vec::set_bits(0x846CA68BU));
+// The factor of each element of a block: odd, so that no bit of the block's is lost.
+struct BlockFactors {
+    std::uint32_t of[kMomentBlock];
+    constexpr BlockFactors() : of() {
+        for (std::uint32_t j = 0; j < kMomentBlock; ++j) {
+            of[j] = mix(j + 1U) | 1U;
+        }
+    }
+};
+alignas(64) constexpr BlockFactors kFactors;
+
+// 32 bits for each element. A block shares the mixed key and upper index, which costs no vector
+// operation; the factors tell its elements apart.
+[[gnu::always_inline]] inline Bits block_bits(const MomentRange& r, std::size_t i) {
+    return Vec::set_bits(mix(((r.first_index + static_cast<std::uint32_t>(i)) >> 6) ^ r.key));
+}
+// Of the elements from i on, in a register; i is counted from a block's start.
+[[gnu::always_inline]] inline Bits element_bits(Bits block, std::size_t i) {
+    const void* factors = kFactors.of + i % kMomentBlock;
+    const Bits h = Vec::bits_mul(block, Vec::bits_of(Vec::load_f32(factors)));
     return Vec::bits_xor(h, Vec::shift_right<16>(h));
 }
 
@@ -68,9 +82,7 @@ constexpr std::uint32_t kSign = 0x80000000U;
 struct Bf16Moments {
     static inline std::size_t stored(std::size_t count) { return count; }
     static constexpr std::size_t kBytes = 2;
-    // Long enough that the roundings of some registers fill the divisions' and roots' time of
-    // others.
-    static constexpr std::size_t kUnit = 4 * kStep;
+    static constexpr std::size_t kUnit = kMomentBlock;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
     [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
@@ -80,36 +92,37 @@ struct Bf16Moments {
             v[j] = Vec::load_bf16(r.v + (i + j * kLanes) * kBytes);
         }
     }
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
-                                                    Reg* v, const Reg*) {
-        const Bits low = Vec::set_bits(0xFFFFU);
-        for (std::size_t j = 0; j < kVectors; ++j) {
-            const std::size_t at = i + j * kLanes;
-            const Bits random = random_bits(r, at);
-            const Bits magnitude = Vec::bits_and(Vec::bits_of(m[j]), Vec::set_bits(~kSign));
-            const Bits m_bits = Vec::pick(Vec::set_bits(kSign), Vec::bits_of(m[j]),
-                                          rounded(magnitude, Vec::bits_and(random, low)));
-            const Bits v_bits = rounded(Vec::bits_of(v[j]), Vec::shift_right<16>(random));
-            Vec::store_upper_halves(r.m + at * kBytes, m_bits, r.v + at * kBytes, v_bits);
-            m[j] = Vec::from_bits(Vec::bits_and(m_bits, Vec::set_bits(~0xFFFFU)));
-            v[j] = Vec::from_bits(Vec::bits_and(v_bits, Vec::set_bits(~0xFFFFU)));
-        }
-    }
+    static constexpr std::size_t kTogether = kVectors < 2 ? kVectors : 2;
+    struct Store {
+        Bits random;  // of the block
+        Bits even;    // what the first of two registers became
 
-   private:
-    // A magnitude goes up to the next bf16 as often as its lower half says. What is finite stays
-    // below infinity, and what is not is left as it is: a NaN that an operation made is quiet, so
-    // its upper half is a NaN too.
-    static inline Bits rounded(Bits magnitude, Bits random) {
-        const Bits up = Vec::bits_add(magnitude, random);
-        return Vec::bits_max(Vec::bits_min(up, Vec::set_bits(0x7F7FFFFFU)), magnitude);
-    }
+        [[gnu::always_inline]] inline void begin(const MomentRange& r, std::size_t i, const Reg*,
+                                                 const Reg*) {
+            random = block_bits(r, i);
+        }
+        // The lower random bits round m, the upper ones v.
+        template <std::size_t kByte, std::size_t kIndex>
+        [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, Reg& m,
+                                               Reg& v) {
+            const Bits halves = Vec::rounded_halves(Vec::bits_of(m), Vec::bits_of(v),
+                                                    element_bits(random, i));
+            m = Vec::from_bits(Vec::shift_left<16>(halves));
+            v = Vec::from_bits(Vec::bits_and(halves, Vec::set_bits(~0xFFFFU)));
+            if constexpr (kIndex == 0) {
+                even = halves;
+            } else {
+                const std::size_t at = (i - kLanes) * kBytes;
+                Vec::store_halves(r.m + at, r.v + at, even, halves);
+            }
+        }
+        inline void finish(const MomentRange&, std::size_t) {}
+    };
 };
 
 // ---- 8-bit codes ------------------------------------------------------------------------------
 
-// Code of a magnitude x: that of m, beside a sign, or the root of v. A block's elements share the
-// factor 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and
+// Code of a magnitude x: that of m, beside a sign, or v. A block's elements share the factor 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and
 // 2: the code is the upper part of y's bits, kExponents of the exponent and kMantissa of the
 // mantissa. So codes are spaced like floating-point numbers where x is large and evenly below, and
 // rounding on the bits of y is unbiased.
@@ -131,7 +144,7 @@ struct Code {
 };
 
 using MCode = Code<4, 3>;
-using RootCode = Code<5, 3>;
+using VCode = Code<4, 4>;
 
 // One block's constants for one moment. With exponent 255 (the largest magnitude is not finite, or
 // nearly 2^127) every element reads as NaN, with exponent 0 (it is below fp32's normal numbers) as
@@ -154,24 +167,26 @@ struct BlockScale {
 };
 
 // The same for storing; `codes` has the bits that a code may have, none where the exponent says
-// all.
+// all. Numbers may have a sign, which their y has then, too.
 template <class C>
-struct BlockRounding : BlockScale<C> {
-    Reg inverse;
+struct BlockRounding {
+    Reg factor, inverse;
     Bits codes;
 
-    explicit inline BlockRounding(std::uint32_t exponent) : BlockScale<C>(exponent) {
+    inline void set(std::uint32_t exponent) {
         const bool has_codes = exponent != 0U && exponent != 255U;
+        factor = Vec::from_bits(Vec::set_bits(exponent << 23));
         inverse = Vec::from_bits(Vec::set_bits(has_codes ? (254U - exponent) << 23 : 0U));
         codes = Vec::set_bits(has_codes ? ~0U : 0U);
     }
-    // y of the magnitude, with random bits below those of its code added.
-    inline Bits raised(Reg magnitude, Bits random) const {
-        const Reg offset = Vec::from_bits(Vec::set_bits(C::kOffset));
-        return Vec::bits_add(Vec::bits_of(Vec::fma(magnitude, inverse, offset)), random);
+    // y of x, with random bits below those of its code added; `offset` has x's sign.
+    inline Bits raised(Reg x, Bits offset, Bits random) const {
+        return Vec::bits_add(Vec::bits_of(Vec::fma(x, inverse, Vec::from_bits(offset))), random);
     }
-    inline Reg rounded(Bits y) const {
-        return this->magnitude(Vec::bits_and(y, Vec::set_bits(~(C::kUnit - 1U))));
+    // What the code of y will be read as; exact, as BlockScale's.
+    inline Reg rounded(Bits y, Bits offset) const {
+        const Bits cut = Vec::bits_and(y, Vec::set_bits(~(C::kUnit - 1U)));
+        return Vec::mul(Vec::sub(Vec::from_bits(cut), Vec::from_bits(offset)), factor);
     }
 };
 
@@ -199,7 +214,7 @@ struct EightBitMoments {
     [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
                                                    Reg* v) {
         const BlockScale<MCode> m_scale(r.m_exponents[i / kMomentBlock]);
-        const BlockScale<RootCode> v_scale(r.v_exponents[i / kMomentBlock]);
+        const BlockScale<VCode> v_scale(r.v_exponents[i / kMomentBlock]);
         for (std::size_t w = 0; w < kWords; ++w) {
             const Bits m_word = load_word(r.m + i, w);
             const Bits v_word = load_word(r.v + i, w);
@@ -210,33 +225,72 @@ struct EightBitMoments {
         }
     }
 
-    [[gnu::always_inline]] static inline void store(const MomentRange& r, std::size_t i, Reg* m,
-                                                    Reg* v, const Reg* root) {
-        const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
-        const std::uint32_t v_exponent = RootCode::exponent_of(largest(root));
-        r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
-        r.v_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
-        const BlockRounding<MCode> m_rounding(m_exponent);
-        const BlockRounding<RootCode> v_rounding(v_exponent);
-        for (std::size_t w = 0; w < kWords; ++w) {
-            const std::size_t at = i + w * kLanes;
-            Words words{Vec::set_bits(0), Vec::set_bits(0)};
-            put_byte<0>(words, random_bits(r, at), m_rounding, v_rounding, m + w, v + w, root + w);
-            put_byte<1>(words, random_bits(r, at + 16), m_rounding, v_rounding, m + w, v + w,
-                        root + w);
-            put_byte<2>(words, random_bits(r, at + 32), m_rounding, v_rounding, m + w, v + w,
-                        root + w);
-            put_byte<3>(words, random_bits(r, at + 48), m_rounding, v_rounding, m + w, v + w,
-                        root + w);
-            store_word(r.m + i, w, Vec::bits_and(words.m, m_rounding.codes));
-            store_word(r.v + i, w, Vec::bits_and(words.v, v_rounding.codes));
+    static constexpr std::size_t kTogether = kVectors < 2 ? kVectors : 2;
+    struct Store {
+        Bits random;  // of the block
+        BlockRounding<MCode> m_rounding;
+        BlockRounding<VCode> v_rounding;
+        Bits m_words[kWords], v_words[kWords];
+
+        [[gnu::always_inline]] inline void begin(const MomentRange& r, std::size_t i, const Reg* m,
+                                                 const Reg* v) {
+            const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
+            const std::uint32_t v_exponent = VCode::exponent_of(largest(v));
+            r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
+            r.v_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
+            m_rounding.set(m_exponent);
+            v_rounding.set(v_exponent);
+            random = block_bits(r, i);
         }
-    }
+
+        // The upper random bits round m, the lower ones v; six bits are common to both.
+        template <std::size_t kFirstByte, std::size_t kIndex>
+        [[gnu::always_inline]] inline void put(const MomentRange&, std::size_t i, Reg& m, Reg& v) {
+            constexpr int kByte = static_cast<int>(kFirstByte + (kWords == 1 ? kIndex : 0));
+            const std::size_t word = i / kLanes % kWords;
+            const Bits bits = element_bits(random, i);
+
+            const Bits offset =
+                Vec::pick(Vec::set_bits(kSign), Vec::bits_of(m), Vec::set_bits(MCode::kOffset));
+            const Bits m_y =
+                m_rounding.raised(m, offset, Vec::shift_right<32 - MCode::kShift>(bits));
+            m = m_rounding.rounded(m_y, offset);
+            // Below the sign, in the uppermost byte.
+            const Bits m_top = Vec::pick(Vec::set_bits(0x7F000000U),
+                                         Vec::shift_left<24 - MCode::kShift>(m_y), m_y);
+            put_byte<kByte>(m_words[word], shift<8 * kByte - 24>(m_top));
+
+            const Bits v_offset = Vec::set_bits(VCode::kOffset);
+            const Bits raised = v_rounding.raised(
+                v, v_offset, Vec::bits_and(bits, Vec::set_bits(VCode::kUnit - 1U)));
+            // What is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
+            // that is small in its block must not lose its denominator.
+            const Bits one = Vec::set_bits(VCode::kOffset + VCode::kUnit);
+            const Bits v_y = Vec::bits_max(raised, Vec::where_not_zero(v, one));
+            v = v_rounding.rounded(v_y, v_offset);
+            put_byte<kByte>(v_words[word], shift<8 * kByte - VCode::kShift>(v_y));
+        }
+
+        [[gnu::always_inline]] inline void finish(const MomentRange& r, std::size_t i) const {
+            for (std::size_t w = 0; w < kWords; ++w) {
+                store_word(r.m + i, w, Vec::bits_and(m_words[w], m_rounding.codes));
+                store_word(r.v + i, w, Vec::bits_and(v_words[w], v_rounding.codes));
+            }
+        }
+
+       private:
+        // The lowest byte comes first; what is above a byte is written by those that follow.
+        template <int kByte>
+        static inline void put_byte(Bits& word, Bits byte) {
+            if constexpr (kByte == 0) {
+                word = byte;
+            } else {
+                word = Vec::pick(Vec::set_bits(~0U << (8 * kByte)), byte, word);
+            }
+        }
+    };
 
    private:
-    struct Words {
-        Bits m, v;
-    };
     static inline Bits load_word(const char* block, std::size_t w) {
         return Vec::bits_of(Vec::load_f32(block + w * kLanes * sizeof(float)));
     }
@@ -260,41 +314,11 @@ struct EightBitMoments {
 
     template <int kByte>
     static inline void load_byte(Bits m_word, Bits v_word, const BlockScale<MCode>& m_scale,
-                                 const BlockScale<RootCode>& v_scale, Reg* m, Reg* v) {
+                                 const BlockScale<VCode>& v_scale, Reg* m, Reg* v) {
         const Reg magnitude = m_scale.magnitude_of_code(shift<MCode::kShift - 8 * kByte>(m_word));
         m[kByte * kWords] = with_sign(magnitude, shift<24 - 8 * kByte>(m_word));
-        const Reg root = v_scale.magnitude_of_code(shift<RootCode::kShift - 8 * kByte>(v_word));
-        v[kByte * kWords] = Vec::mul(root, root);
-    }
-
-    // The upper random bits round m, the lower ones v; five bits are common to both.
-    template <int kByte>
-    static inline void put_byte(Words& words, Bits random, const BlockRounding<MCode>& m_rounding,
-                                const BlockRounding<RootCode>& v_rounding, Reg* m, Reg* v,
-                                const Reg* root) {
-        const Bits byte = Vec::set_bits(0xFFU << (8 * kByte));
-        const Bits m_bits = Vec::bits_of(m[kByte * kWords]);
-        const Bits m_y = m_rounding.raised(Vec::from_bits(magnitude_bits(m[kByte * kWords])),
-                                           Vec::shift_right<32 - MCode::kShift>(random));
-        const Bits m_top =
-            Vec::pick(Vec::set_bits(0x7F000000U), Vec::shift_left<24 - MCode::kShift>(m_y), m_bits);
-        words.m = Vec::pick(byte, shift<8 * kByte - 24>(m_top), words.m);
-        m[kByte * kWords] = with_sign(m_rounding.rounded(m_y), m_bits);
-
-        const Bits v_y = at_least_one(
-            v_rounding.raised(root[kByte * kWords],
-                              Vec::bits_and(random, Vec::set_bits(RootCode::kUnit - 1U))),
-            root[kByte * kWords]);
-        words.v = Vec::pick(byte, shift<8 * kByte - RootCode::kShift>(v_y), words.v);
-        const Reg rounded = v_rounding.rounded(v_y);
-        v[kByte * kWords] = Vec::mul(rounded, rounded);
-    }
-
-    // A root that is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
-    // that is small in its block must not lose its denominator.
-    static inline Bits at_least_one(Bits y, Reg root) {
-        const Bits one = Vec::bits_min(Vec::bits_of(root), Vec::set_bits(RootCode::kUnit));
-        return Vec::bits_max(y, Vec::bits_or(one, Vec::set_bits(RootCode::kOffset)));
+        v[kByte * kWords] =
+            v_scale.magnitude_of_code(shift<VCode::kShift - 8 * kByte>(v_word));
     }
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -46,6 +47,26 @@ def build_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
         # The weights alone: the buffer of the rotary frequencies is fp32 and must stay so.
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def build_host_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights in host memory, for a model that the device does not hold."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            model_config(workload.model, workload.seq), attn_implementation="sdpa", dtype=dtype
+        )
+    rotary = model.model.rotary_emb
+    model = model.to_empty(device="cpu")
+    # Random numbers for the whole model would take the host minutes: one parameter at a time is
+    # made on the device, which has the memory for it, and copied.
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            values = torch.ones_like(parameter, device=workload.device)
+            parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
+    # Its buffers are no parameters and were lost with the meta device.
+    model.model.rotary_emb = type(rotary)(config=model.config)
+    return model.train()
 
 
 def build_batches(workload: Workload) -> list[Batch]:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import hytrain
 from experiments.common.memory import gpu_memory, host_memory, reset_gpu_peak
-from experiments.common.model import build_batches, build_model, model_config
+from experiments.common.model import build_batches, build_host_model, build_model
 from experiments.common.processes import end
 from experiments.common.records import Json, Workload, read_json, write_json
 from experiments.common.systems.base import OPTIMIZER
@@ -51,26 +50,8 @@ def config_of(job: Json) -> Json:
 
 def make_model(job: Json, workload: Workload) -> Any:
     """On the device; where the weights do not fit there, on the host."""
-    if job["cap_share"] is None:
-        return build_model(workload, torch.bfloat16)
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config(workload.model, workload.seq),
-            attn_implementation="sdpa",
-            dtype=torch.bfloat16,
-        )
-    rotary = model.model.rotary_emb
-    model = model.to_empty(device="cpu")
-    # Random numbers for the whole model would take the host minutes: one parameter at a time is
-    # made on the device, which has the memory for it, and copied.
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            values = torch.ones_like(parameter, device=workload.device)
-            parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
-    # Its buffers are no parameters and were lost with the meta device.
-    model.model.rotary_emb = type(rotary)(config=model.config)
-    return model.train()
+    build = build_model if job["cap_share"] is None else build_host_model
+    return build(workload, torch.bfloat16)
 
 
 def cap_memory(job: Json) -> Json:

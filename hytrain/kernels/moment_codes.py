@@ -23,23 +23,27 @@ _NOT_FINITE = 255
 
 
 class _Code(NamedTuple):
-    """Code of a magnitude: bits of its mantissa, below 3 of its exponent (moments_kernel.inl)."""
+    """Code of a magnitude: bits of its exponent, above 4 of its mantissa (moments_kernel.inl)."""
 
-    mantissa: int
+    exponent: int
 
     @property
-    def shift(self) -> int:
-        return 23 - self.mantissa
+    def offset_bits(self) -> int:
+        """Of the offset as fp32."""
+        return (128 - 2**self.exponent) << 23
+
+    @property
+    def offset(self) -> float:
+        return 2.0 ** (1 - 2**self.exponent)
 
     @property
     def most(self) -> int:
         """Bits of mantissa of the largest magnitude that has a code, of exponent 126."""
-        return 2**23 - 2**self.shift - 2**16
+        return 2**23 - 2**_SHIFT - 2 ** (24 - 2**self.exponent)
 
 
-_OFFSET = 2.0**-7
-_OFFSET_BITS = (127 - 7) << 23
-_M_CODE, _ROOT_CODE = _Code(4), _Code(5)
+_SHIFT = 23 - 4
+_M_CODE, _V_CODE = _Code(3), _Code(4)
 
 
 def part_of(moment: Moment, begin: int, end: int) -> Moment:
@@ -101,42 +105,35 @@ def _decoded(moment: EightBit, is_second: bool) -> torch.Tensor:
     codes = moment.codes.view(-1, 16, 4).transpose(1, 2).reshape(-1, MOMENT_BLOCK).int()
     exponents = moment.exponents.int()[:, None]
     if is_second:
-        root = _magnitudes(codes, exponents, _ROOT_CODE)
-        return (root * root).view(-1)
+        return _magnitudes(codes, exponents, _V_CODE).view(-1)
     magnitude = _magnitudes(codes & 0x7F, exponents, _M_CODE)
     return torch.where(codes >= 0x80, -magnitude, magnitude).view(-1)
 
 
 def _magnitudes(codes: torch.Tensor, exponents: torch.Tensor, code: _Code) -> torch.Tensor:
     """fp32 magnitudes of codes, a row a block; in float64, where each operation is exact."""
-    y = ((codes << code.shift) + _OFFSET_BITS).view(torch.float32).double()
-    values = torch.ldexp(y - _OFFSET, exponents - 127).float()
+    y = ((codes << _SHIFT) + code.offset_bits).view(torch.float32).double()
+    values = torch.ldexp(y - code.offset, exponents - 127).float()
     values = torch.where(exponents == 0, 0.0, values)
     return torch.where(exponents == _NOT_FINITE, torch.nan, values)
 
 
 def _encoded(values: torch.Tensor, is_second: bool) -> EightBit:
-    code = _ROOT_CODE if is_second else _M_CODE
+    code = _V_CODE if is_second else _M_CODE
     num_blocks = -(-values.numel() // MOMENT_BLOCK)
     padded = torch.zeros(num_blocks * MOMENT_BLOCK)
     padded[: values.numel()] = values
     padded = padded.view(num_blocks, MOMENT_BLOCK)
-    magnitude = padded.sqrt() if is_second else padded.abs()
+    magnitude = padded.abs()
     bits = magnitude.view(torch.int32).amax(1, keepdim=True)
     bits = torch.where(magnitude.isnan().any(1, keepdim=True), 2**31 - 2**23, bits)
     least = (bits + (2**23 - 1 - code.most)) >> 23
-    codes, exponents, is_exact = _codes(padded, magnitude, least, code, is_second)
-    for step in (1, -1):
-        if bool(is_exact.all()):
-            break
-        # The exponent below: squares of tiny roots are rounded, and so may have grown.
-        others, other_exponents, other_is_exact = _codes(
-            padded, magnitude, least + step, code, is_second
-        )
+    codes, exponents, is_exact = _codes(magnitude, least, code, is_second)
+    if not bool(is_exact.all()):
+        others, other_exponents, other_is_exact = _codes(magnitude, least + 1, code, is_second)
         takes_other = ~is_exact & other_is_exact
         codes = torch.where(takes_other, others, codes)
         exponents = torch.where(takes_other, other_exponents, exponents)
-        is_exact |= takes_other
     if not is_second:
         has_codes = (exponents > 0) & (exponents < _NOT_FINITE)
         codes = codes | torch.where(has_codes & padded.signbit(), 0x80, 0)
@@ -145,31 +142,17 @@ def _encoded(values: torch.Tensor, is_second: bool) -> EightBit:
 
 
 def _codes(
-    values: torch.Tensor,
-    magnitude: torch.Tensor,
-    exponents: torch.Tensor,
-    code: _Code,
-    is_second: bool,
+    magnitude: torch.Tensor, exponents: torch.Tensor, code: _Code, is_second: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The nearest codes with an exponent a row, the exponents as kept, and which rows are exact."""
     exponents = torch.where(exponents >= 254, _NOT_FINITE, exponents.clamp(min=0))
     has_codes = (exponents > 0) & (exponents < _NOT_FINITE)
     scaled = torch.ldexp(torch.where(has_codes, magnitude, 0.0).double(), 127 - exponents)
-    y = (scaled + _OFFSET).float().view(torch.int32)
-    codes = (y + (1 << (code.shift - 1)) - _OFFSET_BITS) >> code.shift
-    codes = codes.clamp(max=2 ** (code.mantissa + 3) - 1)
+    y = (scaled + code.offset).float().view(torch.int32)
+    codes = (y + (1 << (_SHIFT - 1)) - code.offset_bits) >> _SHIFT
+    codes = codes.clamp(max=2 ** (4 + code.exponent) - 1)
     if is_second:
         codes = torch.where(magnitude > 0, codes.clamp(min=1), codes)
     codes = torch.where(has_codes, codes, 0)
-
-    def wrong(codes: torch.Tensor) -> torch.Tensor:
-        read = _magnitudes(codes, exponents, code)
-        return (read * read != values) if is_second else (read != magnitude)
-
-    if is_second:
-        # Below fp32's normal numbers the root of v is not the one whose square v is: it is near.
-        tiny = has_codes & (values > 0) & (values < torch.finfo(torch.float32).tiny)
-        for step in (1, -1) if bool(tiny.any()) else ():
-            other = (codes + step).clamp(1, 255)
-            codes = torch.where(tiny & wrong(codes) & ~wrong(other), other, codes)
-    return codes, exponents, ~wrong(codes).any(1, keepdim=True)
+    read = _magnitudes(codes, exponents, code)
+    return codes, exponents, (read == magnitude).all(1, keepdim=True)

@@ -14,14 +14,14 @@ def adam_step(
     p, m, v, g,
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
 ):  # fmt: skip
-    """New p, m, v and the root of v; every operation is the CPU kernel's."""
+    """New p, m and v; every operation is the CPU kernel's."""
     g = tl.fma(l2, p, g)
     m = tl.fma(one_minus_beta1, g - m, m)
     v = tl.fma(one_minus_beta2 * g, g, beta2 * v)
     root = tl.sqrt_rn(v)
     denominator = tl.fma(root, inv_sqrt_correction2, eps)
     p = tl.fma(neg_step_size, tl.div_rn(m, denominator), p * decay)
-    return p, m, v, root
+    return p, m, v
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def adam_kernel(
         m = tl.load(m_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-        p, m, v, _root = adam_step(
+        p, m, v = adam_step(
             p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
             eps, neg_step_size,
         )  # fmt: skip
@@ -55,15 +55,13 @@ def adam_kernel(
 
 _SIGN = tl.constexpr(0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# Of the codes: mantissa bits that a code leaves out, and the bits of the offset 2**-7 of both.
-_M_SHIFT = tl.constexpr(19)
-_ROOT_SHIFT = tl.constexpr(18)
-_OFFSET = tl.constexpr(0x3C000000)
-# What one code more adds to the bits, and what carries a largest magnitude without a code into the
-# next exponent.
-_ROOT_UNIT = tl.constexpr(1 << 18)
+# Of the codes: mantissa bits that a code leaves out, and the bits of the offsets 2**-7 and 2**-15.
+_SHIFT = tl.constexpr(19)
+_M_OFFSET = tl.constexpr(0x3C000000)
+_V_OFFSET = tl.constexpr(0x38000000)
+# What carries a largest magnitude without a code into the next exponent.
 _M_CARRY = tl.constexpr((1 << 19) + (1 << 16) - 1)
-_ROOT_CARRY = tl.constexpr((1 << 18) + (1 << 16) - 1)
+_V_CARRY = tl.constexpr((1 << 19) + (1 << 8) - 1)
 
 
 @triton.jit
@@ -77,9 +75,8 @@ def lowbias32(h):
 def random_bits(key, first, offsets):
     """32 bits for each element, from its index and the key."""
     index = offsets.to(tl.uint32) + first.to(tl.uint32)
-    h = lowbias32((index >> 4) ^ key.to(tl.uint32))
-    h += (index & 15) * tl.full((), 0x9E3779B9, tl.uint32)
-    h = (h ^ (h >> 16)) * tl.full((), 0x846CA68B, tl.uint32)
+    start = lowbias32((index >> 6) ^ key.to(tl.uint32))
+    h = start * (lowbias32((index & 63) + 1) | 1)
     return h ^ (h >> 16)
 
 
@@ -113,7 +110,7 @@ def adam_bf16_kernel(
         m = from_bf16(tl.load(m_ptr + offsets, mask=mask, other=0))
         v = from_bf16(tl.load(v_ptr + offsets, mask=mask, other=0))
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-        p, m, v, _root = adam_step(
+        p, m, v = adam_step(
             p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
             eps, neg_step_size,
         )  # fmt: skip
@@ -125,12 +122,12 @@ def adam_bf16_kernel(
 
 
 @triton.jit
-def magnitude_of_code(code, exponent, SHIFT: tl.constexpr):
+def magnitude_of_code(code, exponent, OFFSET: tl.constexpr):
     """fp32 magnitudes of codes (without a sign); exponents are one a row."""
-    y = ((code << SHIFT) + _OFFSET).to(tl.float32, bitcast=True)
+    y = ((code << _SHIFT) + OFFSET).to(tl.float32, bitcast=True)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
-    offset = tl.full((), -0.0078125, tl.float32)
-    return tl.fma(y, tl.broadcast_to(factor, y.shape), factor * offset)
+    offset = tl.full((), OFFSET, tl.uint32).to(tl.float32, bitcast=True)
+    return tl.fma(y, tl.broadcast_to(factor, y.shape), -(factor * offset))
 
 
 @triton.jit
@@ -142,12 +139,13 @@ def exponent_of(magnitude_bits, CARRY: tl.constexpr):
 
 
 @triton.jit
-def raised(magnitude, exponent, random):
+def raised(magnitude, exponent, random, OFFSET: tl.constexpr):
     """Bits of the scaled magnitude plus the offset, random bits added."""
     has_codes = (exponent > 0) & (exponent < 255)
     inverse = tl.where(has_codes, (254 - exponent) << 23, 0).to(tl.uint32)
     inverse = tl.broadcast_to(inverse.to(tl.float32, bitcast=True), magnitude.shape)
-    y = tl.fma(magnitude, inverse, tl.full((), 0.0078125, tl.float32))
+    offset = tl.full((), OFFSET, tl.uint32).to(tl.float32, bitcast=True)
+    y = tl.fma(magnitude, inverse, tl.broadcast_to(offset, magnitude.shape))
     return y.to(tl.uint32, bitcast=True) + random, has_codes
 
 
@@ -172,14 +170,14 @@ def adam_8bit_kernel(
         m_exponent = tl.load(m_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
         v_exponent = tl.load(v_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
         code = tl.load(m_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
-        m = magnitude_of_code(code & 0x7F, m_exponent, _M_SHIFT)
+        m = magnitude_of_code(code & 0x7F, m_exponent, _M_OFFSET)
         m = (m.to(tl.uint32, bitcast=True) & _MAGNITUDE) | ((code & 0x80) << 24)
         m = m.to(tl.float32, bitcast=True)
         code = tl.load(v_ptr + codes, mask=row_mask, other=0).to(tl.uint32)
-        root = magnitude_of_code(code, v_exponent, _ROOT_SHIFT)
+        v = magnitude_of_code(code, v_exponent, _V_OFFSET)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-        p, m, _v, root = adam_step(
-            p, m, root * root, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2,
+        p, m, v = adam_step(
+            p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2,
             inv_sqrt_correction2, eps, neg_step_size,
         )  # fmt: skip
         tl.store(p_ptr + offsets, p, mask=mask)
@@ -188,21 +186,22 @@ def adam_8bit_kernel(
         random = random_bits(key, first, offsets)
         # Elements after the end must not count for the largest magnitude.
         m_bits = tl.where(mask, m.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
-        root_bits = tl.where(mask, root.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
+        v_bits = tl.where(mask, v.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
         m_exponent = exponent_of(m_bits & _MAGNITUDE, _M_CARRY)
-        v_exponent = exponent_of(root_bits & _MAGNITUDE, _ROOT_CARRY)
+        v_exponent = exponent_of(v_bits & _MAGNITUDE, _V_CARRY)
         tl.store(m_exponents_ptr + rows, m_exponent.to(tl.uint8), mask=row_mask)
         tl.store(v_exponents_ptr + rows, v_exponent.to(tl.uint8), mask=row_mask)
 
         magnitude = (m_bits & _MAGNITUDE).to(tl.float32, bitcast=True)
-        y, has_codes = raised(magnitude, m_exponent, random >> 13)
-        code = ((y >> _M_SHIFT) & 0x7F) | ((m_bits >> 24) & 0x80)
+        y, has_codes = raised(magnitude, m_exponent, random >> 13, _M_OFFSET)
+        code = ((y >> _SHIFT) & 0x7F) | ((m_bits >> 24) & 0x80)
         tl.store(m_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
-        # A root that is not zero has at least code 1.
-        y, has_codes = raised(root_bits.to(tl.float32, bitcast=True), v_exponent, random & 0x3FFFF)
-        least = tl.minimum(root_bits, tl.full((), _ROOT_UNIT, tl.uint32)) | _OFFSET
-        code = (tl.maximum(y, least.to(tl.uint32)) >> _ROOT_SHIFT) & 0xFF
+        # What is not zero has at least code 1.
+        magnitude = v_bits.to(tl.float32, bitcast=True)
+        y, has_codes = raised(magnitude, v_exponent, random & 0x7FFFF, _V_OFFSET)
+        least = tl.where(v_bits != 0, _V_OFFSET + (1 << _SHIFT), 0).to(tl.uint32)
+        code = (tl.maximum(y, least) >> _SHIFT) & 0xFF
         tl.store(v_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 
 

@@ -46,7 +46,11 @@ def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table_and_variants_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernel", *SMALL]) == 0
-    assert "not installed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "not measured" in printed  # DeepSpeed's
+    assert "over fp32" in printed.splitlines()[0]
+    assert cli.main(["bench", "kernel", "--ours", *SMALL]) == 0
+    assert capsys.readouterr().out.count("not measured") == 3
     before = cpu_adam.active_isa()
     assert cli.main(["bench", "kernel", "--variants", *SMALL]) == 0
     heading, below, *rows = capsys.readouterr().out.splitlines()

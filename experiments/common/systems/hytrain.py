@@ -1,7 +1,8 @@
 """hytrain at a fixed gpu_fraction.
 
 Options: `gpu_fraction`; `direct` (true: no overflow check, so that without clipping the update is
-committed at once, with nothing to preview); `section`: further keys of the "hytrain" section.
+committed at once, with nothing to preview); `section`: further keys of the "hytrain" section;
+`streamed` (true: ZeRO-3, weights in host memory).
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ def config_of(job: Job) -> Json:
         "stage": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
+    if options.get("streamed", False):
+        config["zero_optimization"] |= {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        }
     config["hytrain"] = {"gpu_fraction": options["gpu_fraction"], **options.get("section", {})}
     return config
 
@@ -50,6 +56,10 @@ class HyTrain(System):
     def observe(self) -> Json | None:
         statistics = self._engine.step_statistics()
         return None if statistics is None else dataclasses.asdict(statistics)
+
+    def set_gpu_fraction(self, fraction: float) -> None:
+        """From the next step on."""
+        self._engine.set_gpu_fraction(fraction)
 
     def drain(self) -> None:
         self._engine.synchronize()

@@ -33,6 +33,11 @@ def _add_kernel(kernel: argparse.ArgumentParser) -> None:
         help="write the outgoing copy through the cache (default: non-temporal stores)",
     )
     kernel.add_argument(
+        "--ours",
+        action="store_true",
+        help="without DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
+    )
+    kernel.add_argument(
         "--variants",
         action="store_true",
         help="for developers: our passes alone, under several prefetch distances and schedules",
@@ -50,6 +55,7 @@ def _kernel(arguments: argparse.Namespace) -> int:
         thread_counts=arguments.threads,
         num_rounds=arguments.repeats,
         non_temporal=not arguments.cached_out,
+        with_others=not arguments.ours,
     )
     with taking_host_memory("the benchmark's arrays", remedy="give fewer --elements"):
         if arguments.variants:

@@ -58,6 +58,9 @@ ARRAY_BYTES_PER_PARAM = 4 * 4 + 3 * 2 + 2 * 2 + 2 + 2 / MOMENT_BLOCK
 _LR = 1e-6
 _WEIGHT_DECAY = 0.01
 
+_DRAWN = 2**20
+"""Random numbers of each array."""
+
 Run = Callable[[int], None]  # makes one pass with that many threads
 
 
@@ -77,25 +80,35 @@ class Arrays:
 
     @classmethod
     def random(cls, n: int) -> Arrays:
-        """Ordinary values; every page is touched by torch's threads."""
-        ordinary = torch.randn(n) * 1e-2
+        """Ordinary values, the same ones again and again: torch's generator has one thread."""
+        few = min(n, _DRAWN)
+        ordinary = torch.randn(few) * 1e-2
+
+        def filled(values: torch.Tensor, length: int = n) -> torch.Tensor:
+            copies = torch.empty(length, dtype=values.dtype)
+            for begin in range(0, length, few):
+                copies[begin : begin + few] = values[: min(few, length - begin)]
+            return copies
+
+        bf16 = ordinary.to(torch.bfloat16)
         return cls(
-            p=torch.randn(n),
-            m=torch.randn(n) * 1e-2,
-            v=torch.rand(n) * 1e-3,
-            gradient=torch.randn(n) * 1e-2,
-            previous=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
-            current=torch.randn(n, dtype=torch.bfloat16) * 1e-2,
+            p=filled(torch.randn(few)),
+            m=filled(ordinary),
+            v=filled(ordinary.square()),
+            gradient=filled(ordinary.flip(0)),
+            previous=filled(bf16.roll(1)),
+            current=filled(bf16.roll(2)),
             out=torch.zeros(n, dtype=torch.bfloat16),
-            bf16=(ordinary.to(torch.bfloat16), ordinary.square().to(torch.bfloat16)),
-            eight_bit=(_ordinary_codes(n), _ordinary_codes(n)),
+            bf16=(filled(bf16), filled(ordinary.square().to(torch.bfloat16))),
+            eight_bit=(_ordinary_codes(n, filled), _ordinary_codes(n, filled)),
         )
 
 
-def _ordinary_codes(n: int) -> EightBit:
+def _ordinary_codes(n: int, filled: Callable[[torch.Tensor, int], torch.Tensor]) -> EightBit:
     num_blocks = -(-n // MOMENT_BLOCK)
-    codes = torch.randint(0, 256, (num_blocks * MOMENT_BLOCK,), dtype=torch.uint8)
-    return EightBit(codes, torch.full((num_blocks,), 120, dtype=torch.uint8))
+    codes = torch.randint(0, 256, (min(n, _DRAWN),), dtype=torch.uint8)
+    exponents = torch.full((num_blocks,), 120, dtype=torch.uint8)
+    return EightBit(filled(codes, num_blocks * MOMENT_BLOCK), exponents)
 
 
 def our_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run]:
@@ -193,14 +206,20 @@ def build_deepspeed_adam(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
         return adam.DeepSpeedCPUAdam([weight], lr=_LR, weight_decay=_WEIGHT_DECAY, adamw_mode=True)
 
 
-def all_subjects(arrays: Arrays, *, non_temporal: bool) -> dict[str, Run | None]:
-    """Every subject by the name it has in the result, in the order of the table."""
-    subjects: dict[str, Run | None] = {
-        **our_subjects(arrays, non_temporal=non_temporal),
-        **deepspeed_subjects(arrays),
-        "torch_fused": torch_fused_subject(arrays),
-    }
-    return {name: subjects[name] for name in BYTES_PER_PARAM}
+def all_subjects(
+    arrays: Arrays, *, non_temporal: bool, with_others: bool = True
+) -> dict[str, Run | None]:
+    """Every subject by the name it has in the result, in the order of the table.
+
+    Args:
+        arrays: of all of them.
+        non_temporal: whether our passes write the outgoing copy past the cache.
+        with_others: whether DeepSpeed's and torch's optimizers are measured, too.
+    """
+    subjects: dict[str, Run | None] = dict(our_subjects(arrays, non_temporal=non_temporal))
+    if with_others:
+        subjects |= {**deepspeed_subjects(arrays), "torch_fused": torch_fused_subject(arrays)}
+    return {name: subjects.get(name) for name in BYTES_PER_PARAM}
 
 
 @contextlib.contextmanager

@@ -129,11 +129,6 @@ class Plan:
         """Likewise by the lines alone."""
         return self._above_bound(self.step_seconds)
 
-    @property
-    def search_gap(self) -> float:
-        """Likewise the shortest step that was found: how well the lines were searched."""
-        return self._above_bound(self.shortest_step)
-
     def _above_bound(self, seconds: float) -> float:
         return seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 

@@ -82,7 +82,7 @@ def hold(seed: int) -> Held:
     if isinstance(plan, Plan):
         assert plan.lower_bound <= plan.shortest_step <= plan.step_seconds
         assert plan.step_seconds <= plan.predicted_seconds
-        step, gap = plan.shortest_step, plan.search_gap
+        step, gap = plan.shortest_step, plan.shortest_step / plan.lower_bound - 1.0
         chosen_gap, predicted = plan.limits_gap, plan.predicted_seconds
         denied = next(
             (part for part in _TIGHTER if not may_be_as_fast(problem, step / (1.0 + part))),

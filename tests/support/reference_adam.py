@@ -104,7 +104,7 @@ class _Code(NamedTuple):
         return 2.0 ** (1 - 2**self.exponent)
 
 
-_M_CODE, _ROOT_CODE = _Code(4, 3), _Code(5, 3)
+_M_CODE, _V_CODE = _Code(4, 3), _Code(4, 4)
 
 
 def random_bits(rounding: Rounding, step: int, n: int) -> _Words:
@@ -115,9 +115,9 @@ def random_bits(rounding: Rounding, step: int, n: int) -> _Words:
     keys = np.zeros(n, dtype=np.uint32)
     for value in np.unique(high):
         keys[high == value] = rounding_key(rounding, step, int(value))
-    start = _lowbias32((low >> np.uint32(4)) ^ keys)
-    h = start + (low & np.uint32(15)) * np.uint32(0x9E3779B9)
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x846CA68B)
+    start = _lowbias32((low // np.uint32(MOMENT_BLOCK)) ^ keys)
+    factor = _lowbias32(low % np.uint32(MOMENT_BLOCK) + np.uint32(1)) | np.uint32(1)
+    h = start * factor
     return h ^ (h >> np.uint32(16))
 
 
@@ -143,12 +143,11 @@ def stored_moments(
     if kind == torch.bfloat16:
         return _to_bf16(m, random & np.uint32(0xFFFF)), _to_bf16(v, random >> np.uint32(16))
     signed = m.numpy().view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
-    root = np.sqrt(v.numpy())
     m_random = random >> np.uint32(32 - _M_CODE.shift)
-    root_random = random & np.uint32(2**_ROOT_CODE.shift - 1)
+    v_random = random & np.uint32(2**_V_CODE.shift - 1)
     return (
         _to_codes(np.abs(m.numpy()), signed, m_random, _M_CODE, least=0),
-        _to_codes(root, np.zeros_like(signed), root_random, _ROOT_CODE, least=1),
+        _to_codes(v.numpy(), np.zeros_like(signed), v_random, _V_CODE, least=1),
     )
 
 
@@ -158,11 +157,11 @@ def read_moments(m: Moment, v: Moment) -> tuple[torch.Tensor, torch.Tensor]:
         return m.float(), v.float()
     if not (isinstance(m, EightBit) and isinstance(v, EightBit)):
         raise TypeError("the moments differ in kind")
-    m_codes, root_codes = (_interleaved(moment.codes.numpy(), (16, 4)) for moment in (m, v))
+    m_codes, v_codes = (_interleaved(moment.codes.numpy(), (16, 4)) for moment in (m, v))
     magnitude = _from_codes(m_codes & np.uint8(0x7F), m.exponents.numpy(), _M_CODE)
-    root = _from_codes(root_codes, v.exponents.numpy(), _ROOT_CODE)
+    second = _from_codes(v_codes, v.exponents.numpy(), _V_CODE)
     signed = np.where(m_codes >= 0x80, -magnitude, magnitude)
-    return torch.from_numpy(signed), torch.from_numpy(root * root)
+    return torch.from_numpy(signed), torch.from_numpy(second)
 
 
 def _interleaved(codes: NDArray[np.uint8], shape: tuple[int, int]) -> NDArray[np.uint8]:

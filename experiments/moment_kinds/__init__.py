@@ -1,0 +1,1 @@
+"""Moments of each kind on one GPU and its host."""

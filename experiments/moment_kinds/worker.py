@@ -1,0 +1,147 @@
+"""The measuring process of one part: builds, steps, records after each stage.
+
+python -m experiments.moment_kinds.worker JOB.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from experiments.common import records
+from experiments.common.model import build_host_model
+from experiments.common.processes import end
+from experiments.common.records import GIB, Job, Json
+from experiments.solve_k.bench import Bench
+from experiments.solve_k.recorder import HostMemoryGuard, Recorder
+
+TURNS = 3
+"""Windows of each kind in part k0."""
+SECONDS_TO_CLOSE = 5.0
+
+
+class Kind(Bench):
+    """A bench whose engine keeps its moments in one kind."""
+
+    def choose(self, kind: str) -> None:
+        """Of the next engine."""
+        self.options["section"] = {"moments": kind}
+
+    def make_model(self, dtype: torch.dtype) -> torch.nn.Module:
+        """On the device, or on the host where the engine streams the weights."""
+        if not self.options.get("streamed", False):
+            return super().make_model(dtype)
+        model = build_host_model(self.job.workload, dtype)
+        if self.options["checkpointing"] == "on":
+            model.gradient_checkpointing_enable(  # pyright: ignore[reportCallIssue]
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        return model
+
+    def has_time(self, steps: int, seconds: float) -> bool:
+        """Whether so many steps of so many seconds are left."""
+        return self.seconds_left() > steps * seconds + SECONDS_TO_CLOSE
+
+    def some_timed(self, steps: int) -> Json:
+        """Steps in one window, fewer where the time ends."""
+        begin = time.perf_counter()
+        self.step()
+        one = time.perf_counter() - begin
+        while steps > 1 and not self.has_time(steps, one):
+            steps -= 1
+        return self.timed(windows=1, steps=steps)
+
+
+def in_turns(job: Job, recorder: Recorder, begin: float) -> None:
+    """One engine a kind, all alive, some steps of each after those of the others."""
+    benches: dict[str, Kind] = {}
+    for kind in job.entry.options["kinds"]:
+        bench = Kind(copy.deepcopy(job), recorder, begin)
+        bench.choose(kind)
+        bench.build()
+        if not benches:
+            recorder.put(reference=bench.reference())
+        bench.start()
+        benches[kind] = bench
+    steps = job.entry.options["timed_steps"]
+    for bench in benches.values():
+        for _ in range(job.entry.options["settle_steps"]):
+            bench.step()
+    for turn in range(TURNS):
+        for kind, bench in benches.items() if turn % 2 == 0 else reversed(benches.items()):
+            # What the other kind left in caches and in flight is not this one's.
+            bench.step()
+            recorder.append(f"kind {kind}", bench.timed(windows=1, steps=steps))
+
+
+def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
+    """Forward and backward only, then an engine a kind around the same model."""
+    options = job.entry.options
+    bench = Kind(job, recorder, begin)
+    bench.build()
+    if not options.get("streamed", False):
+        recorder.put(reference=bench.reference(warmup=2, windows=2, steps=2))
+    for kind in options["kinds"]:
+        bench.choose(kind)
+        bench.start()
+        for number in range(options["settle_steps"]):
+            row = bench.step()
+            layers = bench.placed.gpu_layers()
+            print(f"{kind} step {number}: {row['step_seconds']} s, {layers} layers", flush=True)
+        recorder.append(f"kind {kind}", bench.some_timed(options["timed_steps"]))
+        bench.close()
+
+
+def limit_memory(options: Json, device: str) -> Json:
+    """The GPU's memory by a fraction, the host's by a limit that the kernel enforces."""
+    limits: Json = {}
+    if options.get("gpu_gib") and device == "cuda":
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(options["gpu_gib"] * GIB / total)
+        limits["gpu_gib"] = options["gpu_gib"]
+    if options.get("host_gib"):
+        # What the process may have of private memory that it can write: page-locked or not.
+        most = int(options["host_gib"] * GIB)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        limits["host_gib"] = options["host_gib"]
+    return limits
+
+
+def run_job(job: Job, recorder: Recorder, begin: float) -> None:
+    """Measures; raises what the engine raises."""
+    options = job.entry.options
+    recorder.put(limits=limit_memory(options, job.workload.device))
+    guard = HostMemoryGuard(recorder, options["host_floor_gib"] * GIB)
+    guard.start()
+    try:
+        (in_turns if options["plan"] == "turns" else one_after_another)(job, recorder, begin)
+    finally:
+        guard.stop()
+        recorder.put(host_available_least_bytes=guard.least_bytes)
+    recorder.put(status=records.OK, seconds=time.monotonic() - begin)
+
+
+def main(arguments: list[str], begin: float) -> int:
+    """Returns the exit status; the result file says more."""
+    job = Job.from_json(records.read_json(Path(arguments[0])))
+    recorder = Recorder(Path(arguments[1]))
+    try:
+        run_job(job, recorder, begin)
+    except Exception as error:
+        # The process boundary: the table says what went wrong.
+        traceback.print_exc()
+        out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        status = records.OUT_OF_MEMORY if out else records.FAILED
+        recorder.put(status=status, error=f"{type(error).__name__}: {error}"[:2000])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    end(main(sys.argv[1:], time.monotonic()))
