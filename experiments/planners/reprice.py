@@ -23,7 +23,9 @@ from experiments.planners.run import our_verdict
 
 def main(arguments: Sequence[str]) -> None:
     """Price all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", nargs="+", type=Path)
     parser.add_argument("--sailor", required=True, type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
