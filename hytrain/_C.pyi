@@ -177,6 +177,7 @@ class TraceSpan:
     end_ns: int
     bytes: int
     elements: int
+    slot: int
 
 class UpdateWorker:
     @staticmethod

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hytrain.config import HyTrainConfig
 from hytrain.engine.config_checks import check_config, refuse_misplaced_section
 from hytrain.engine.deepspeed_internals import (
+    ForcedOptimizerError,
     avoid_cpu_communication_build,
     check_version,
     engine_class,
@@ -25,6 +26,7 @@ from hytrain.engine.deepspeed_internals import (
 )
 from hytrain.engine.engine import HyTrainEngine
 from hytrain.engine.fp32_weights import offer_fp32_weights
+from hytrain.engine.trainer_reuse import TrainerReuse
 from hytrain.engine.training_plan import adopt_plan
 from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
@@ -41,6 +43,9 @@ _untrained: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = (
     weakref.WeakKeyDictionary()
 )
 """Engines without an optimizer that were built here, by their model."""
+_evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models of which a Trainer says that it will only evaluate them."""
+_trainers = TrainerReuse(_evaluated.add)
 
 
 def initialize(
@@ -101,7 +106,12 @@ def initialize(
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_version()
     offer_fp32_weights()
+    if deepspeed.initialize is initialize:
+        _trainers.install()  # it was imported after register()
     if optimizer is None and not _names_optimizer(loaded):
+        if isinstance(model, torch.nn.Module) and model in _evaluated:
+            _evaluated.discard(model)
+            loaded = _for_evaluation(loaded)
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
         untrained = _deepspeed_initialize(**keywords)
         if isinstance(model, torch.nn.Module):
@@ -113,6 +123,7 @@ def initialize(
     refuse_unsupported(loaded)
     _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
+    _check_forced(loaded, optimizer)
     _check_fit(section, model, optimizer, mpu)
     if section.plan is not None:
         loaded = _with_plan(loaded, section, keywords, distributed_port)
@@ -149,6 +160,13 @@ def _names_optimizer(config: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed would build an optimizer from the configuration."""
     section = config.get("optimizer")
     return isinstance(section, Mapping) and section.get("type") is not None
+
+
+def _for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with whole weights where ZeRO does not shard them: there is no state."""
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return {**config, "zero_optimization": {"stage": 0}} if stage in (1, 2) else dict(config)
 
 
 def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
@@ -189,6 +207,22 @@ def _end_untrained(model: Any) -> None:
     if engine is not None:
         logger.info("the model's engine without an optimizer is destroyed: another one trains it")
         engine.destroy()
+
+
+def _check_forced(config: Mapping[str, Any], optimizer: Any) -> None:
+    """Raises what DeepSpeed would, where the configuration asks for it; by default it does not.
+
+    Raises:
+        ForcedOptimizerError: the optimizer is another one than DeepSpeed's.
+    """
+    # DeepSpeed's own are no subclasses of these.
+    is_torchs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    if is_torchs and config.get("zero_force_ds_cpu_optimizer") is True:
+        raise ForcedOptimizerError(
+            '"zero_force_ds_cpu_optimizer" is true and the optimizer a '
+            f"torch.optim.{type(optimizer).__name__}: hytrain updates in the place of either, so "
+            'set it to false, or write the optimizer as a section "optimizer"'
+        )
 
 
 def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:
@@ -281,11 +315,14 @@ class Registration:
         self._replaced = deepspeed.initialize
         offer_fp32_weights()
         deepspeed.initialize = initialize
+        _trainers.install()
 
     def undo(self) -> None:
         """Puts back what was there before. May be called twice."""
         if deepspeed.initialize is initialize:
             deepspeed.initialize = self._replaced
+        if deepspeed.initialize is not initialize:
+            _trainers.undo()
 
     def __enter__(self) -> Registration:
         return self

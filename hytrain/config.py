@@ -51,6 +51,10 @@ class OffloadConfig(_Section):
     cpu_threads: Count | None = Field(default=None, ge=1, le=4096)
     """Threads of the CPU kernel; null: a short calibration at start chooses."""
 
+    numa: Literal["auto", "off"] = "auto"
+    """Where a host has several NUMA nodes: "auto" has the threads of updates, and the memory that
+    they use, on the node of the rank's GPU, unless all cores are measured to be faster."""
+
     chunk_elements: Count = Field(default=16 * 1024 * 1024, ge=1024, le=2**30)
     """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
 

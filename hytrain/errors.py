@@ -87,7 +87,10 @@ class AbortedStepError(HyTrainError, RuntimeError):
 
 
 class LossScaleError(HyTrainError, RuntimeError):
-    """Gradients overflow at the smallest loss scale; the step was skipped, nothing was changed."""
+    """Gradients overflow at the smallest loss scale, or a loss has run back without its scale.
+
+    Nothing was changed: the step was skipped, or the backward was ended.
+    """
 
 
 class WorkerError(HyTrainError, RuntimeError):

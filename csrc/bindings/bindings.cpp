@@ -264,7 +264,8 @@ void bind_trace_types(py::module_& m) {
         .def_readonly("begin_ns", &Span::begin_ns)
         .def_readonly("end_ns", &Span::end_ns)
         .def_readonly("bytes", &Span::bytes)
-        .def_readonly("elements", &Span::elements);
+        .def_readonly("elements", &Span::elements)
+        .def_readonly("slot", &Span::slot);
 }
 
 // The spans, and how many were overwritten.

@@ -9,17 +9,18 @@ namespace hytrain {
 namespace {
 
 // What a pass reads and writes of memory for an element (docs/internals.md); of the state p, m, v.
-std::size_t bytes_per_element(SpanKind kind, std::size_t gradient, std::size_t weights) {
-    constexpr std::size_t kArray = sizeof(float);
+std::size_t bytes_per_element(SpanKind kind, std::size_t moment, std::size_t gradient,
+                              std::size_t weights) {
+    const std::size_t state = sizeof(float) + 2 * moment;
     switch (kind) {
         case SpanKind::kPreview:
-            return 3 * kArray + gradient + weights;
+            return state + gradient + weights;
         case SpanKind::kCommit:
-            return 6 * kArray + gradient + weights;
+            return 2 * state + gradient + weights;
         case SpanKind::kCommitThenPreview:
-            return 6 * kArray + 2 * gradient + weights;
+            return 2 * state + 2 * gradient + weights;
         case SpanKind::kPublish:
-            return kArray + weights;
+            return sizeof(float) + weights;
         default:
             throw std::logic_error("not a pass");
     }
@@ -57,6 +58,7 @@ std::uint64_t UpdateWorker::take_trace(std::vector<Span>& spans) {
 
 void UpdateWorker::trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk, bool sends,
                               std::int64_t begin_ns, std::int64_t end_ns) {
+    const Layer& layer = layers_[static_cast<std::size_t>(place_.layer)];
     Span span;
     span.kind = kind;
     span.step = place_.step;
@@ -64,7 +66,7 @@ void UpdateWorker::trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk
     span.chunk = place_.chunk;
     span.elements = static_cast<std::int64_t>(chunk.n);
     span.bytes = static_cast<std::int64_t>(
-        chunk.n * bytes_per_element(kind, size_of(gradient_dtype_),
+        chunk.n * bytes_per_element(kind, moment_bytes(layer.state.kind), size_of(gradient_dtype_),
                                     sends ? size_of(chunk.weights_dtype) : 0));
     set_thread_times(nullptr);
     if (!traces_threads_) {
@@ -90,7 +92,7 @@ void UpdateWorker::trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk
 }
 
 void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle begin, EventHandle end,
-                              std::int64_t bytes) {
+                              std::int64_t bytes, std::int32_t slot) {
     SpanRing* const trace = trace_.load(std::memory_order_acquire);
     if (trace == nullptr) return;
     Span span;
@@ -99,6 +101,7 @@ void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle beg
     span.layer = place.layer;
     span.chunk = place.chunk;
     span.bytes = bytes;
+    span.slot = slot;
     {
         std::lock_guard<std::mutex> lock(anchor_mutex_);
         // Looked at again: the trace may have been stopped meanwhile, and the anchor be gone.

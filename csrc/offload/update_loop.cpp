@@ -182,7 +182,8 @@ void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
     job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
     const auto bytes = static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
     job_statistics_.to_host_bytes += bytes;
-    trace_copy(SpanKind::kGradientToHost, place_, slots.begins[index], slots.ends[index], bytes);
+    trace_copy(SpanKind::kGradientToHost, place_, slots.begins[index], slots.ends[index], bytes,
+               chunk.slot_class << 16 | slot);
 }
 
 // Takes over new pinned buffers; from then on only the worker touches them, without a lock.

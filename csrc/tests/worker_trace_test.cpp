@@ -33,13 +33,14 @@ Span span_of(std::int32_t writer, std::int32_t number) {
     span.end_ns = span.begin_ns + 1;
     span.bytes = span.begin_ns + 2;
     span.elements = -span.begin_ns;
+    span.slot = number + 2;
     return span;
 }
 
 bool same(const Span& a, const Span& b) {
     return a.kind == b.kind && a.thread == b.thread && a.layer == b.layer && a.chunk == b.chunk &&
            a.step == b.step && a.begin_ns == b.begin_ns && a.end_ns == b.end_ns &&
-           a.bytes == b.bytes && a.elements == b.elements;
+           a.bytes == b.bytes && a.elements == b.elements && a.slot == b.slot;
 }
 
 void writers_and_a_reader(std::size_t capacity, int writers, std::int32_t each) {
@@ -162,6 +163,9 @@ void the_worker_traces_passes_and_copies() {
         return std::chrono::nanoseconds(span.end_ns) < start;
     };
     spans.erase(std::remove_if(spans.begin(), spans.end(), is_old), spans.end());
+    std::set<std::int32_t> slots;
+    for (const Span& copy : of_kind(spans, SpanKind::kGradientToHost)) slots.insert(copy.slot);
+    check(slots.size() == 8 && *slots.begin() >= 0, "two gradients that are kept share a slot");
     // Two layers of 64 + 64 + 64 + 8 elements, gradients and weights in 2 bytes each.
     const std::vector<Span> updates = of_kind(spans, SpanKind::kCommitThenPreview);
     check(updates.size() == 8, "not each chunk has its update");

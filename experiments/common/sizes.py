@@ -43,6 +43,8 @@ class Size:
 SIZES = {
     "toy": Size(layers=2, hidden=64, intermediate=128, heads=4, vocab=256),
     "llama-100m": Size(layers=12, hidden=640, intermediate=1728, heads=10, vocab=32000),
+    "llama-0.4b": Size(layers=24, hidden=1024, intermediate=2816, heads=8, vocab=32000),
+    "llama-1b": Size(layers=16, hidden=2048, intermediate=5632, heads=16, vocab=32000),
     "llama-3b": Size(layers=24, hidden=3072, intermediate=8192, heads=24, vocab=32000),
 }
 

@@ -181,7 +181,9 @@ def _times(profiles: Json, devices: Sequence[str], layers: int) -> Profiles:
             for tp, table in by_tp.items():
                 rows = [table[str(layer)] for layer in range(layers)]
                 found[device, int(tp), int(samples)] = Times(
-                    tuple(row[0] + row[1] for row in rows), tuple(row[2] for row in rows)
+                    forward=tuple(row[0] for row in rows),
+                    compute=tuple(row[0] + row[1] for row in rows),
+                    update=tuple(row[2] for row in rows),
                 )
     return found
 

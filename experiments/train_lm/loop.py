@@ -111,6 +111,12 @@ class Trainer:
             self._record(previous, file, bar)
             self._record_decisions(file)
             self._pending = self._measure(loss, lr, time.perf_counter() - started)
+            if (
+                options.eval_every
+                and self._step % options.eval_every == 0 < options.steps - self._step
+            ):
+                self._drain(file, bar)
+                self._evaluate(file)
             if options.save_every and self._step % options.save_every == 0:
                 self._drain(file, bar)
                 self._gather_decisions(file)

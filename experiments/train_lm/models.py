@@ -136,18 +136,20 @@ def build_model(
     dtype: torch.dtype,
     seed: int,
     activation_checkpointing: bool,
+    attention: str = "sdpa",
 ) -> PreTrainedModel:
     """Create a causal language model with random weights, in ``dtype``, on ``device``.
 
     The weights depend on ``seed``, the config, the device's kind and the dtype alone: every
-    rank makes the same. Attention is torch's scaled_dot_product_attention. Activation
-    checkpointing is torch's non-reentrant one, of every transformer block.
+    rank makes the same. Attention is torch's scaled_dot_product_attention, or transformers' own
+    of plain operations ("eager"). Activation checkpointing is torch's non-reentrant one, of every
+    transformer block.
     """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.train()
     if activation_checkpointing:
         with warnings.catch_warnings():

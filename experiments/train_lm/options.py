@@ -20,7 +20,7 @@ class Options:
     """The command line. None: the DeepSpeed JSON's value, or what the machine suggests."""
 
     engine: str
-    """"hytrain" or "deepspeed", plain DeepSpeed for comparison."""
+    """"hytrain"; for comparison "deepspeed", plain DeepSpeed, or "torch", all on one GPU."""
     deepspeed_config: Path | None
     """DeepSpeed JSON; None picks one of ds_configs/."""
     local_rank: int
@@ -31,6 +31,8 @@ class Options:
     """Preset, or path of a transformers config."""
     vocab_size: int | None
     """The model's vocabulary; None keeps its config's."""
+    attention: str
+    """transformers' attn_implementation: "sdpa" or "eager"."""
     activation_checkpointing: bool
     """Recompute each block's activations in backward."""
     data: list[Path]
@@ -61,6 +63,8 @@ class Options:
     """Seed of weights, order of data and dropout."""
     eval_sequences: int
     """Held-out sequences of an evaluation, about."""
+    eval_every: int
+    """Steps between evaluations; 0 evaluates at the start and the end alone."""
     save_every: int
     """Steps between checkpoints; 0 is none."""
     resume: str | None
@@ -101,7 +105,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--engine", choices=("hytrain", "deepspeed"), default="hytrain")
+    add(
+        "--engine",
+        choices=("hytrain", "deepspeed", "torch"),
+        default="hytrain",
+        help="torch: one process, fp32 master weights and AdamW on its device",
+    )
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by the launcher")
     add("--demo", action="store_true", help="a short run with values for this machine")
     _add_model_arguments(parser.add_argument_group("model").add_argument)
@@ -117,6 +126,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         help=f"{', '.join(models.PRESETS)}, or a transformers config.json or its folder",
     )
     add("--vocab-size", type=int, help="vocabulary of the model, instead of its config's")
+    add("--attention", choices=("sdpa", "eager"), default="sdpa", help="kernel of attention")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
 
 
@@ -155,6 +165,7 @@ def _add_run_arguments(add: Callable[..., argparse.Action]) -> None:
     )
     add("--seed", type=int, default=0, help="of weights, order of data and dropout")
     add("--eval-sequences", type=int, default=64, help="held-out sequences, about; 0 is none")
+    add("--eval-every", type=int, default=0, metavar="N", help="steps; 0: at start and end alone")
     add("--save-every", type=int, default=0, metavar="N", help="steps; 0 saves nothing")
     add(
         "--resume",
@@ -213,6 +224,7 @@ def _check(options: Options) -> None:
         "warmup": 1,
         "vocab_size": 1,
         "save_every": 0,
+        "eval_every": 0,
         "eval_sequences": 0,
     }
     for name, limit in least.items():
@@ -222,12 +234,14 @@ def _check(options: Options) -> None:
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise OptionError(f"--lr is {options.lr}; give a finite number above 0")
     if options.plan is not None and options.engine != "hytrain":
-        raise OptionError("--plan is hytrain's; leave it out with --engine deepspeed")
+        raise OptionError(f"--plan is hytrain's; leave it out with --engine {options.engine}")
+    if options.engine == "torch" and (options.save_every or options.resume is not None):
+        raise OptionError("--engine torch is for comparison: it neither saves nor resumes")
     if options.gpu_fraction is not None:
         if options.engine != "hytrain":
             raise OptionError(
-                "--gpu-fraction is hytrain's; leave it out with --engine deepspeed, which "
-                "updates every layer on the CPU"
+                f"--gpu-fraction is hytrain's; leave it out with --engine {options.engine}, which "
+                "updates every layer in one place"
             )
         if options.gpu_fraction != "solve" and not 0 <= options.gpu_fraction <= 1:
             raise OptionError(

@@ -181,8 +181,10 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     else:
         plan = ds_config.planned_batches(plan_path, options)
     config, changes = ds_config.apply_options(config, options, plan, plan_path)
-    if options.engine == "deepspeed" and config.pop("hytrain", None) is not None:
-        changes.append('section "hytrain": left out, as --engine deepspeed has no use for it')
+    if options.engine != "hytrain" and config.pop("hytrain", None) is not None:
+        changes.append(
+            f'section "hytrain": left out, as --engine {options.engine} has no use for it'
+        )
     sequences = _load_data(options, tokenizer)
     model = models.build_model(
         model_config,
@@ -190,6 +192,7 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
         dtype=_training_dtype(config),
         seed=options.seed,
         activation_checkpointing=options.activation_checkpointing,
+        attention=options.attention,
     )
     num_parameters = models.count_parameters(model)
     if rank == 0:
@@ -244,6 +247,10 @@ def _initialize(
         "model_parameters": models.parameter_groups(model),
         "config": config,
     }
+    if options.engine == "torch":
+        from torch_engine import TorchEngine
+
+        return TorchEngine(**arguments), lambda: None, no_decisions
     if options.engine == "deepspeed":
         import deepspeed
 

@@ -124,7 +124,7 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
         "gpu_gib": [rank.gpu_bytes / GIB for rank in plan.ranks],
         "host_gib": [rank.host_bytes / GIB for rank in plan.ranks],
         "limits": [rank.limit for rank in plan.ranks],
-        "gap": plan.gap if plan.lower_bound > 0.0 else None,
+        "gap": plan.limits_gap if plan.lower_bound > 0.0 else None,
     }
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
 from hytrain.checkpoint.gather import ParameterPlace
-from hytrain.checkpoint.snapshot import StateSnapshot
+from hytrain.checkpoint.snapshot import StateSnapshot, copy_threads
 from hytrain.checkpoint.target import SaveTarget, begin_writing
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
@@ -134,7 +134,7 @@ class AsyncSaver:
         begun = time.monotonic()
         if self._share is None:
             self._share = share_host(self.collectives)
-        without = snapshot.take(free_room(self._share))
+        without = snapshot.take(free_room(self._share), copy_threads(self._share.cores))
         copied = time.monotonic()
         if without and not self._warned:
             self._warned = True

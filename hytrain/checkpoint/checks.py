@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.file_checks import CheckpointFiles
-from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
@@ -30,10 +30,14 @@ def read_state(files: CheckpointFiles, place: ParameterPlace, kind: str) -> torc
     """
     path = files.paths.state(place.name, kind)
     try:
-        tensor = unpack_tensor(files.load(path))
+        stored = files.load(path)
+        tensor = unpack_tensor(stored)
     except CheckpointError as error:
         text = str(error)
         raise CheckpointError(text if str(path) in text else f"{path} {text}") from None
+    if isinstance(stored, torch.Tensor) and tensor.shape == (place.numel,):
+        # What DeepSpeed's converter makes of ZeRO-3 has no shapes.
+        tensor = tensor.view(place.shape)
     if tensor.shape != place.shape:
         raise CheckpointError(
             f"{path} has shape {tuple(tensor.shape)} but parameter '{place.name}' has "
@@ -49,8 +53,10 @@ def stored_names(files: Iterable[str]) -> set[str]:
         files: paths in the checkpoint's folder.
     """
     # A name with "/" is a path, and on the way to it are folders that are no parameter's.
+    # DeepSpeed's converter writes values of buffers and of weights that are not trained, too, but
+    # no moments.
     found = map(CheckpointPaths.state_of, files)
-    return {state[0] for state in found if state is not None}
+    return {state[0] for state in found if state is not None and state[1] != STATES[0]}
 
 
 def unusable_names(names: Iterable[str]) -> str | None:

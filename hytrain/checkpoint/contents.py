@@ -91,10 +91,12 @@ class ModelStates:
     Attributes:
         objects: all else of it.
         constants: elements of what is not trained.
+        metadata: a file with all that is no weight, for plain DeepSpeed's ZeRO-3.
     """
 
     objects: PickledObjects
     constants: Mapping[str, Constant]
+    metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from hytrain.checkpoint.universal import (
     RECORD,
@@ -24,6 +27,7 @@ _NOT_CLIENT = {"module", *COUNTERS, "data_sampler", "random_ltd", UNIVERSAL_INFO
 
 PLACEMENT = "placement"
 RANDOMNESS = "random_states"
+DATA = "data_position"
 _KEPT_DECISIONS = 50
 
 
@@ -46,6 +50,7 @@ def pack_model_states(
     client_state: Mapping[str, Any],
     decisions: Sequence[Decision],
     randomness: Sequence[Mapping[str, Any]],
+    data: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What the model states' file holds.
 
@@ -54,15 +59,24 @@ def pack_model_states(
         client_state: the client's.
         decisions: about k, on the rank that writes the file; the last ones are kept.
         randomness: the ranks' random number generators.
+        data: where the engine's data loader has got to; None: it has none.
     """
     record = {
         "version": __version__,
         PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
         RANDOMNESS: list(randomness),
+        DATA: data,
     }
     # A client may add to what tells converters of its parameters (patterns of sharded ones).
     universal = {**client_state.get(UNIVERSAL_INFO, {}), **UNIVERSAL_VERSION}
     return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
+
+
+def pack_metadata(states: Mapping[str, Any]) -> bytes:
+    """The model states' file without weights."""
+    content = io.BytesIO()
+    torch.save({**states, "module": {}, "frozen_param_fragments": {}}, content)
+    return content.getvalue()
 
 
 def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
@@ -77,6 +91,12 @@ def stored_randomness(stored: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] 
     """The ranks' random number generators; None in DeepSpeed's own and in older checkpoints."""
     record = stored.get(RECORD)
     return record.get(RANDOMNESS) if isinstance(record, Mapping) else None
+
+
+def stored_position(stored: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Where the engine's data loader had got to; None where it is not known."""
+    record = stored.get(RECORD)
+    return record.get(DATA) if isinstance(record, Mapping) else None
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from hytrain.checkpoint.archive import Archive
 from hytrain.checkpoint.checked_file import CheckedFile
 from hytrain.checkpoint.damage import ADVICE, describe_damage
@@ -114,9 +112,8 @@ def check_files(
     mine = _Share(collectives.rank, collectives.world_size)
     sums, failure = _check_share(paths, listing, wanted, mine)
     raise_together(failure, collectives, DamagedCheckpointError)
-    if listing.manifest is None and collectives.world_size > 1:
-        everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
-        dist.all_gather_object(everywhere, sums, group=collectives.group)
+    if listing.manifest is None:
+        everywhere: list[dict[str, FileSums]] = collectives.gather_objects(sums, "the files' sums")
         sums = {name: made for part in everywhere for name, made in part.items()}
     return CheckpointFiles(paths, sums)
 

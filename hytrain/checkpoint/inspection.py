@@ -6,7 +6,7 @@ One process, no engine, no torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,9 +89,6 @@ class CheckpointFacts:
     dtype: str | None = None
     versions: Mapping[str, str] | None = None
     problem: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def describe_folder(folder: Path) -> Iterator[CheckpointFacts]:
@@ -184,9 +181,6 @@ class Verdict:
     num_files: int
     num_bytes: int
     problem: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def verify(folder: Path) -> Verdict:

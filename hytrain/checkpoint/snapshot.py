@@ -3,9 +3,10 @@
 After a step a layer's last gradient is still to be committed. The worker does that in the
 background (``CpuUpdater.settle``); from then on the state is that of the step until the layer's
 update of the step after the next one, which commits the next gradient. In that time, a whole step,
-the layer is copied into host memory. Whatever would change its state before asks
-``LayerState.before_change``, which waits for the copy. Layers that host memory has no room for are
-read where they are, and training waits until they are written.
+the layer is copied: on the device, where its state is there and the device has room, or into host
+memory. Whatever would change its state before asks ``LayerState.before_change``, which waits for
+the copy. Layers that there is no room for are read where they are, and training waits until they
+are written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from hytrain.checkpoint.device_copies import DeviceCopies
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
 from hytrain.kernels.host_memory import host_zeros
@@ -29,8 +31,12 @@ logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 16 * 2**20
 """That one thread copies at once."""
-_COPY_THREADS = 2
-"""Enough to be done within a step, few enough to leave the cores to the updates."""
+_LEAST_THREADS = 2
+
+
+def copy_threads(cores: int) -> int:
+    """Threads that copy: half of a rank's cores, as there is a step's time for all of its state."""
+    return max(_LEAST_THREADS, cores // 2)
 
 
 class LayerSnapshot:
@@ -68,8 +74,20 @@ class LayerSnapshot:
         else:
             for part in parts:  # on this thread's stream
                 _copy(*part)
-        faults.point("save.copied")
         self._memory = target
+        self.copied()
+
+    def copy_on_device(self, copies: DeviceCopies) -> bool:
+        """Issues a copy on its device, if there is room; :meth:`copied` must follow it."""
+        memory = copies.copy(self._memory)
+        if memory is None:
+            return False
+        self._memory = memory
+        return True
+
+    def copied(self) -> None:
+        """The copy on the device is there: from here on the layer may change."""
+        faults.point("save.copied")
         self._done.set()
 
     def piece(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
@@ -102,16 +120,18 @@ class StateSnapshot:
         self._cpu = pipeline.cpu
         self._updated = pipeline.streams.record_update()
         self._streams = pipeline.streams
+        self._copies = DeviceCopies(pipeline.streams.device)
         self._layers = {layer.index: LayerSnapshot(layer) for layer in pipeline.layers}
         for snapshot in self._layers.values():
             snapshot.layer.hold_for(snapshot.wait)
         self._cpu.settle()
 
-    def take(self, room: int) -> int:
+    def take(self, room: int, threads: int = _LEAST_THREADS) -> int:
         """Copies the layers, as far as there is room; in the thread that saves.
 
         Args:
             room: bytes of host memory that copies may take.
+            threads: that copy on the host.
 
         Returns:
             Bytes of state for which there was none: they are read where they are.
@@ -126,8 +146,11 @@ class StateSnapshot:
         # Those on the device change first, at the end of the next step; then, in the backward after
         # it, the last layers.
         order = sorted(self._layers.values(), key=lambda s: (s.is_on_host, -s.layer.index))
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+        there = self._copy_on_device([s for s in order if not s.is_on_host])
+        with ThreadPoolExecutor(threads) as pool:
             for snapshot in order:
+                if snapshot in there:
+                    continue
                 self._wait_until_there(snapshot)
                 if snapshot.num_bytes > room:
                     without += snapshot.num_bytes
@@ -141,6 +164,21 @@ class StateSnapshot:
                     continue
                 room -= snapshot.num_bytes
         return without
+
+    def _copy_on_device(self, layers: Sequence[LayerSnapshot]) -> set[LayerSnapshot]:
+        """Copies layers on the device as far as there is room; returns those that were."""
+        issued: list[LayerSnapshot] = []
+        for snapshot in layers:
+            self._wait_until_there(snapshot)
+            if not snapshot.copy_on_device(self._copies):
+                break
+            issued.append(snapshot)
+        if issued and self._streams.is_cuda:
+            # Without this wait an update could overwrite what is still being copied.
+            torch.cuda.current_stream(self._streams.device).synchronize()
+        for snapshot in issued:
+            snapshot.copied()
+        return set(issued)
 
     def _wait_until_there(self, snapshot: LayerSnapshot) -> None:
         layer = snapshot.layer
@@ -169,3 +207,4 @@ class StateSnapshot:
         """Lets all layers go, written or not."""
         for snapshot in self._layers.values():
             snapshot.release()
+        self._copies.close()

@@ -11,7 +11,6 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 BLOCK_BYTES = 1 << 20
 """Small enough for a core's cache, which then has the bytes still when they are copied."""
@@ -89,12 +88,7 @@ class SummingFile:
     def __enter__(self) -> SummingFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -2,6 +2,7 @@
 
 <save_dir>/latest, latest_universal           the tag
 <save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters
+<save_dir>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    that without weights, for plain ZeRO-3
 <save_dir>/<tag>/zero/optimizer_state.pt      parameter groups and hytrain's own record
 <save_dir>/<tag>/zero/hytrain_manifest.json   all files' checksums; DeepSpeed does not look at it
 <save_dir>/<tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    whole tensors
@@ -24,6 +25,10 @@ from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
 from hytrain.model.moment_format import MomentFormat
 from hytrain.optimizer.loss_scaling import LossScaling
+
+_STATE_OF_ZERO3 = "optimizer_state_dict"
+MODEL_STATES_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""What plain DeepSpeed reads the counters from under ZeRO-3."""
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
@@ -141,6 +146,11 @@ def pack_optimizer_state(
         index += count
     return {
         PARAM_GROUPS: saved,
+        # Plain DeepSpeed's ZeRO-3 looks here, and knows one group: the first one's are for all.
+        _STATE_OF_ZERO3: {
+            "state": {0: {"step": torch.tensor(float(steps[0]))}},
+            PARAM_GROUPS: copy.deepcopy(saved),
+        },
         "overflow": False,
         **scaling.deepspeed_state(),
         "clip_grad": clip,
@@ -194,7 +204,8 @@ class OptimizerRecord:
         groups = [dict(group) for group in stored[PARAM_GROUPS]]
         record = stored.get(RECORD)
         if record is None:
-            return OptimizerRecord(groups, None, None, stored.get("loss_scaler"))
+            steps = _steps_of_zero3(stored, len(groups))
+            return OptimizerRecord(groups, steps, None, stored.get("loss_scaler"))
         if record["version"] > RECORD_VERSION:
             raise CheckpointError(
                 f"was written by a later hytrain (record version {record['version']}, this one "
@@ -203,6 +214,15 @@ class OptimizerRecord:
         moments = MomentFormat(record.get("moments", FP32), record.get("moments_seed", 0))
         steps, names = list(record["group_steps"]), record["group_parameters"]
         return OptimizerRecord(groups, steps, names, record.get(LOSS_SCALE), moments)
+
+
+def _steps_of_zero3(stored: Mapping[str, Any], num_groups: int) -> list[int] | None:
+    """Steps of each group in what DeepSpeed makes of a ZeRO-3 checkpoint, which has no others."""
+    inner = stored.get(_STATE_OF_ZERO3)
+    states = inner.get("state") if isinstance(inner, Mapping) else None
+    found = [int(state["step"]) for state in (states or {}).values() if "step" in state]
+    # Sub-groups of ZeRO-3 are no parameter groups, and all have made the same steps.
+    return [found[0]] * num_groups if found else None
 
 
 __all__ = [

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
-import torch.distributed as dist
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import finish_save, give_up_save
@@ -34,7 +33,14 @@ from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_files
 from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
-from hytrain.checkpoint.universal import LATEST, STATES, STEP, CheckpointPaths, pack_tensor
+from hytrain.checkpoint.universal import (
+    LATEST,
+    MODEL_STATES_OF_ZERO3,
+    STATES,
+    STEP,
+    CheckpointPaths,
+    pack_tensor,
+)
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
@@ -268,6 +274,9 @@ def write_contents(
         archive.write_constants(copies)
     if is_first:
         writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
+        if contents.model_states is not None:
+            metadata = contents.model_states.metadata
+            writes.attempt(paths.folder / MODEL_STATES_OF_ZERO3, lambda: metadata)
     archive.finish()
     writes.try_to(
         lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
@@ -310,10 +319,7 @@ def _missing(saving: Path) -> str | None:
 def _all_sums(writes: Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
     """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in writes.sums.items()}
-    if collectives.world_size == 1:
-        return mine
-    everywhere: list[dict[str, FileSums]] = [{} for _ in range(collectives.world_size)]
-    dist.all_gather_object(everywhere, mine, group=collectives.group)
+    everywhere: list[dict[str, FileSums]] = collectives.gather_objects(mine, "the files' sums")
     return {name: sums for part in everywhere for name, sums in part.items()}
 
 

@@ -64,13 +64,9 @@ class Standing:
     sequence: int | None = None
     seconds: float = 0.0
 
-    def packed(self) -> dict[str, Any]:
-        """For the store."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> Standing:
-        """From :meth:`packed`."""
+        """From its fields, as JSON has them."""
         values: dict[str, Any] = {**packed, "ranks": tuple(packed["ranks"])}
         return Standing(**values)
 

@@ -24,7 +24,7 @@ from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch, Surveillance
 from hytrain.comm.process_exit import Ending
 from hytrain.comm.processes import this_process
 from hytrain.comm.rank_status import Store
-from hytrain.comm.stream_gate import CudaGateStream, StreamGate, open_gate
+from hytrain.comm.stream_gate import GateStream, StreamGate, open_gate
 from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.trace.recorder import Recorder
 
@@ -112,7 +112,7 @@ class ShardCollectives:
                 self.rank,
                 self.world_size,
                 self.group,
-                lambda: CudaGateStream(device),
+                lambda: GateStream(device),
                 is_wanted=is_wanted,
             )
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["error", "lost", "back", "found", "left"]
 SECOND_HAND_SECONDS = 4.0
@@ -45,19 +45,6 @@ class Word:
     final: bool
     about: int
     issued: int = 0
-
-    def packed(self) -> dict[str, Any]:
-        """For the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @staticmethod
-    def unpacked(packed: Mapping[str, Any]) -> Word:
-        """From :meth:`packed`.
-
-        Raises:
-            TypeError: it is something else.
-        """
-        return Word(**packed)
 
 
 def is_connection_error(error: BaseException | None) -> bool:
@@ -133,12 +120,8 @@ class Words:
         """This rank's."""
         return [word for word in self.all() if word.rank == self._rank]
 
-    def has_spoken(self, rank: int) -> bool:
-        """Whether a rank has said why its process may be gone."""
-        with self._lock:
-            return self._has_spoken(rank)
-
     def _has_spoken(self, rank: int) -> bool:
+        """Whether a rank has said why its process may be gone."""
         state = self._states.get(rank)
         has_state = state is not None and state.kind != "back"
         return has_state or rank in self._found or rank in self._left

@@ -61,13 +61,9 @@ class Address:
     port: int
     secret: str
 
-    def packed(self) -> dict[str, Any]:
-        """For the store."""
-        return {"hosts": list(self.hosts), "port": self.port, "secret": self.secret}
-
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> Address:
-        """From :meth:`packed`."""
+        """From its fields, as JSON has them."""
         return Address(tuple(packed["hosts"]), int(packed["port"]), str(packed["secret"]))
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from hytrain.comm import processes
@@ -72,7 +73,7 @@ class ProcessMonitor:
         neighbours = neighbours_of(rank, world_size)
         self._peers = Peers(rank, neighbours, self._all_words)
         self._neighbours = neighbours
-        status.put("process", here.packed())
+        status.put("process", asdict(here))
         # Two threads: to exchange addresses takes up to minutes, for which the other one must not
         # stop looking at processes. Both start last: they use everything above.
         self._greeter = threading.Thread(target=self._greet, name="hytrain-greeter", daemon=True)
@@ -84,7 +85,7 @@ class ProcessMonitor:
 
     def say(self, word: Word) -> None:
         """Tells the neighbours, who pass it on."""
-        self._peers.send({"word": word.packed()})
+        self._peers.send({"word": asdict(word)})
 
     def gone(self) -> dict[int, str]:
         """The ranks whose processes are gone, whatever they said, and what is known of them."""
@@ -131,7 +132,7 @@ class ProcessMonitor:
                 return
             everywhere = [self._here, *self._processes.values()]
             is_one_host = len(everywhere) == self._world_size and can_share_loopback(everywhere)
-            self._status.put("address", self._peers.listen(is_one_host=is_one_host).packed())
+            self._status.put("address", asdict(self._peers.listen(is_one_host=is_one_host)))
             self._learn_addresses()
             for other in self._neighbours:
                 # One of the two connects. Who was not reached at once may be busy.
@@ -192,13 +193,13 @@ class ProcessMonitor:
         packed = message.get("word")
         if packed is None:
             return
-        word = Word.unpacked(packed)
+        word = Word(**packed)
         if self._words.hear(word):
             self.say(word)
             self._notice()
 
     def _all_words(self) -> list[dict[str, Any]]:
-        return [{"word": word.packed()} for word in self._words.all()]
+        return [{"word": asdict(word)} for word in self._words.all()]
 
     def _tell_state(self) -> None:
         now = time.monotonic()

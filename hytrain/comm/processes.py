@@ -11,7 +11,6 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _PROC = Path("/proc")
 _STATE, _FLAGS, _START = 0, 6, 19
@@ -36,10 +35,6 @@ class Process:
     host: str
     pid: int
     start: int
-
-    def packed(self) -> dict[str, Any]:
-        """For the store."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from hytrain.comm.call_sites import Standing
@@ -138,18 +139,18 @@ class StatusStore:
 
     def publish(self, history: History, standing: Standing | None, waited: float) -> None:
         """Tells what this rank has issued, where its thread stands, and how long it has waited."""
-        stands = None if standing is None else standing.packed()
+        stands = None if standing is None else asdict(standing)
         self._published += 1
         now = {"serial": self._published, "standing": stands, "waited": waited}
         self.put("history", {**history.packed(), **now})
 
     def say(self, words: Sequence[Word]) -> None:
         """Tells of failures here: everything that this rank has said."""
-        self.put("words", [word.packed() for word in words])
+        self.put("words", [asdict(word) for word in words])
 
     def words(self) -> list[Word]:
         """What all ranks have said."""
-        return [Word.unpacked(each) for said in self._read("words").values() for each in said]
+        return [Word(**each) for said in self._read("words").values() for each in said]
 
     def histories(self) -> dict[int, dict[str, Any]]:
         """What each rank has issued when it published last."""

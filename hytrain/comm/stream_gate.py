@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,44 +48,11 @@ _AHEAD_SECONDS = 1e-3
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
-class GateStream(Protocol):
-    """A stream of the gate's own: numbers go through it in order, from whichever stream."""
+class GateStream:
+    """A stream of the gate's own: numbers go through it in order, from whichever stream.
 
-    def register(self, address: int, num_bytes: int) -> int:
-        """Makes host memory known to the device; returns its address for the device.
-
-        Raises:
-            RuntimeError: it cannot.
-        """
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Ends :meth:`register`, with the host's address; nothing may be queued."""
-        ...
-
-    def is_idle(self) -> bool:
-        """Whether all that was queued is done."""
-        ...
-
-    def follow(self) -> None:
-        """What is queued from now on comes after all that the current stream has queued."""
-        ...
-
-    def lead(self) -> None:
-        """What the current stream queues from now on comes after all that is queued here."""
-        ...
-
-    def set(self, address: int, value: int) -> None:
-        """Queues the writing of a 32-bit number, after all that came before is done."""
-        ...
-
-    def wait(self, address: int, value: int) -> None:
-        """Queues the wait until the number there is not behind ``value`` (cyclically)."""
-        ...
-
-
-class CudaGateStream:
-    """On a CUDA device, by its driver's stream memory operations."""
+    By the CUDA driver's stream memory operations.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,6 +65,11 @@ class CudaGateStream:
             raise RuntimeError(f"{name} failed with CUDA error {result}")
 
     def register(self, address: int, num_bytes: int) -> int:
+        """Makes host memory known to the device; returns its address for the device.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
         runtime = cast(Any, torch.cuda.cudart())
         portable, mapped = 1, 2
         result = int(runtime.cudaHostRegister(address, num_bytes, portable | mapped))
@@ -108,21 +80,27 @@ class CudaGateStream:
         return found.value
 
     def unregister(self, address: int) -> None:
+        """Ends :meth:`register`, with the host's address; nothing may be queued."""
         cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
 
     def is_idle(self) -> bool:
+        """Whether all that was queued is done."""
         return self._stream.query()
 
     def follow(self) -> None:
+        """What is queued from now on comes after all that the current stream has queued."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def lead(self) -> None:
+        """What the current stream queues from now on comes after all that is queued here."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def set(self, address: int, value: int) -> None:
+        """Queues the writing of a 32-bit number, after all that came before is done."""
         self._queue("cuStreamWriteValue32_v2", address, value)
 
     def wait(self, address: int, value: int) -> None:
+        """Queues the wait until the number there is not behind ``value`` (cyclically)."""
         self._queue("cuStreamWaitValue32_v2", address, value)  # flags 0: greater or equal, cyclic
 
     def _queue(self, name: str, address: int, value: int) -> None:

@@ -72,7 +72,8 @@ class BatchTraining:
         steps_before = engine.micro_steps // steps
         self.is_running = True
         try:
-            with optimizer.collectives.reporting_failures(), optimizer.summing_over_ranks():
+            passes = optimizer.passes
+            with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
                 loss = train_global_batch(
                     cast(BatchEngine, engine),
                     data_iter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from hytrain.engine.build_weights import WeightSettings, build_weights, give_sha
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
+from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
@@ -23,14 +25,14 @@ from hytrain.model.moment_format import MomentFormat
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
-from hytrain.offload.threads import choose_threads
+from hytrain.offload.threads import ThreadChoice, place_threads
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
+from hytrain.optimizer.layer_guards import unguarded_layers
 from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
-from hytrain.zero3.forward_hooks import unguarded_layers
 from hytrain.zero3.layer_weights import BuiltWeights
 from hytrain.zero3.weight_passes import WeightPasses
 
@@ -133,12 +135,20 @@ def _build_on(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
     plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
-    threads = choose_threads(settings.host.cores, config.offload.cpu_threads, config.moments)
+    threads = place_threads(
+        settings.host,
+        config.offload.cpu_threads,
+        config.moments,
+        collectives,
+        may_bind=config.offload.numa == "auto",
+    )
     for state in states:
         state.moments = MomentFormat(config.moments, config.moments_seed)
         state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
-        _allocate_state(state, threads.num_threads)
-    cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
+        _allocate_state(state, threads)
+    # The worker's threads stay there; the thread that registers pinned memory touches it.
+    with on_cores(threads.cores):
+        cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
     try:
         norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
         pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
@@ -192,7 +202,7 @@ def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
         )
 
 
-def _allocate_state(state: LayerState, num_threads: int) -> None:
+def _allocate_state(state: LayerState, threads: ThreadChoice) -> None:
     """Master weights from the training copy, zero moments; on the device or pageable on the host.
 
     Host memory is touched by the threads that will use it: the first steps then take what all take.
@@ -202,11 +212,14 @@ def _allocate_state(state: LayerState, num_threads: int) -> None:
         state.set_state(torch.zeros(state.state_bytes, dtype=torch.uint8, device=device))
     else:
         purpose = f"the optimizer state of layer '{state.name}'"
-        state.set_state(
-            host_zeros(
-                state.state_bytes, dtype=torch.uint8, purpose=purpose, touch_threads=num_threads
-            )
+        take = partial(
+            host_zeros,
+            state.state_bytes,
+            dtype=torch.uint8,
+            purpose=purpose,
+            touch_threads=threads.num_threads,
         )
+        state.set_state(call_on(threads.cores, take))
     _refresh_run(state, state.begin, state.end)
 
 

@@ -16,9 +16,11 @@ from hytrain.checkpoint.contents import ModelStates, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
+    pack_metadata,
     pack_model_states,
     restore_engine,
     stored_decisions,
+    stored_position,
     stored_randomness,
     taken_keys,
 )
@@ -28,8 +30,10 @@ from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
-from hytrain.comm.exchange import raise_together
+from hytrain.comm.exchange import from_first, raise_together
+from hytrain.engine.data_position import PositionedDataLoader
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
+from hytrain.engine.foreign_checkpoints import universal_tag
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import DamagedCheckpointError
 
@@ -131,6 +135,10 @@ class EngineCheckpoints:
         if not module_only:
             restore_engine(engine, stored, with_scheduler=with_scheduler)
             optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
+            position = stored_position(stored)
+            loader = engine.training_dataloader
+            if position is not None and isinstance(loader, PositionedDataLoader):
+                loader.go_on_from(position)
         if request.with_optimizer:
             # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
             restore_random_states(
@@ -152,7 +160,13 @@ class EngineCheckpoints:
         name: str | None = None
         try:
             name = find_tag(folder, tag, collectives)
-            return None if name is None else (name, self._read_one(folder / name, request))
+            if name is None:
+                return None
+            found, wanted = name, request.with_optimizer
+            name = str(
+                from_first(lambda: universal_tag(folder, found, with_optimizer=wanted), collectives)
+            )
+            return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
             if tag is not None:
                 raise
@@ -179,6 +193,10 @@ class EngineCheckpoints:
         kept, module = self._optimizer.kept, self._engine.module
         return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
+    def _data_position(self) -> Mapping[str, Any] | None:
+        loader = self._engine.training_dataloader
+        return loader.position() if isinstance(loader, PositionedDataLoader) else None
+
     def _model_states(
         self,
         places: list[ParameterPlace],
@@ -203,5 +221,7 @@ class EngineCheckpoints:
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
         decisions = self._optimizer.placement.decisions
-        objects = pack_model_states(common, client_state, decisions, randomness)
-        return ModelStates(PickledObjects(objects), module.constants)
+        objects = pack_model_states(
+            common, client_state, decisions, randomness, self._data_position()
+        )
+        return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))

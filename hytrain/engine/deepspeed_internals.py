@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -14,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -23,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     ZeroParamType,
 )
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.logging import print_dist
 
@@ -31,6 +34,7 @@ from hytrain.errors import ConfigError, UnsupportedError
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "ForcedOptimizerError",
     "PartitionedParamStatus",
     "ZeROOptimizer",
     "ZeroParamStatus",
@@ -51,6 +55,14 @@ __all__ = [
     "shape_partitioned",
     "use_checkpointing",
 ]
+
+
+class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
+    """ "zero_force_ds_cpu_optimizer": true, and an optimizer that is not DeepSpeed's.
+
+    A ZeRORuntimeException as well: DeepSpeed raises one there.
+    """
+
 
 SUPPORTED = "0.19"
 
@@ -146,6 +158,13 @@ def create_loss_scaler(engine: Any) -> Any:
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
+
+
+def convert_to_universal(arguments: argparse.Namespace) -> None:
+    """DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
+    from deepspeed.checkpoint import ds_to_universal  # it imports what few need
+
+    cast("Any", ds_to_universal).main(arguments)
 
 
 fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[

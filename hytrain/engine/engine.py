@@ -28,6 +28,7 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
+from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.module_weights import module_tensors
@@ -44,14 +45,13 @@ from hytrain.formats.plan_file import read_plan
 from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
 from hytrain.hardware.rank_clocks import clock_offset_ns
-from hytrain.offload.threads import choose_threads
 from hytrain.optimizer.global_batch import NumValid, valid_labels
+from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.memory_contract import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
-from hytrain.zero3.forward_hooks import LayerGuards, modules_of_layers
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class HyTrainEngine(DeepSpeedEngine):
             # A module with parameters of several layers counts as the first one's.
             {m: min(found) for m, found in modules.items() if min(found) < trained},
             cores,
-            choose_threads(cores, self.hytrain_config.offload.cpu_threads),
+            optimizer.placement.threads,
             clock_offset_ns(collectives, is_wanted=is_wanted),
         )
         self._tracing = Tracing(engine, config)
@@ -171,6 +171,10 @@ class HyTrainEngine(DeepSpeedEngine):
             self.tput_timer.config.synchronized = False
 
     # -- construction, as DeepSpeed's asks for it ------------------------------------------------
+
+    def deepspeed_io(self, *arguments: Any, **named: Any) -> Any:
+        """As DeepSpeed's: a loader over a data set; checkpoints have where it has got to."""
+        return count_batches(super().deepspeed_io(*arguments, **named))
 
     def get_optimizer_configuration(
         self,
@@ -220,7 +224,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 self._model,
                 optimizer,
                 self.hytrain_config,
-                build_settings(self, share_host(collectives)),
+                build_settings(self, share_host(collectives, device)),
                 collectives,
                 engine_view(self, self.batch_training, self.open_optimizer),
             )
@@ -300,6 +304,12 @@ class HyTrainEngine(DeepSpeedEngine):
         with self.open_optimizer().collectives.reporting_failures():
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """As DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
+        :attr:`module`."""
+        with self.open_optimizer().scaling_alone():
+            return super().scale(loss)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.
 
@@ -316,6 +326,8 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         refuse_coalescing(self)
         optimizer.passes.refuse_aborted()
+        # DeepSpeed clears it where a loss came of its own forward alone.
+        self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
         assert tracing is not None
         with optimizer.collectives.reporting_failures():

@@ -76,6 +76,7 @@ class GatheringParameters:
             self._weights.settle()
         for layer in layers:
             is_there = self._weights.gatherer.is_live(layer)
+            self._weights.gatherer.lend(layer)
             if is_there and not self._claims[layer.index]:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)

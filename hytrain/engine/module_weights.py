@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
-from hytrain.zero3.forward_hooks import LayerGuards
+from hytrain.optimizer.layer_guards import LayerGuards
 from hytrain.zero3.plan import GatherSettings
 
 

@@ -89,8 +89,10 @@ def measure_peaks(pipeline: UpdatePipeline, known: Peaks, num_threads: int) -> P
     Args:
         pipeline: whose host state is swept, and left as it is.
         known: the other peaks.
-        num_threads: of the CPU update.
+        num_threads: of the CPU update. Where the rank has more cores, all of them sweep memory:
+            what the update's own threads reach is no peak, and hides what more would win.
     """
+    num_threads = max(num_threads, known.cores or 1)
     found: dict[str, float | None] = {}
     # A worker that has failed, or no memory to copy: the trace is written all the same.
     with suppress(HyTrainError):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.recorder import Recorder
-from hytrain.zero3.forward_hooks import tensors_in
 
 
 def follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Callable[[], None]:

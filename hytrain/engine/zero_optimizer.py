@@ -8,8 +8,8 @@ outlives a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -81,6 +81,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.placement = placement
         self.weights = weights
         self.scaling = scaling
+        self._announces = True
         self.statistics = StatisticsRecorder()
         self.passes = PassTracker(
             pipeline, collectives, hyper, settings, engine, placement, weights, self, scaling
@@ -111,8 +112,22 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def scale_if_loss(self, value: Any) -> Any:
         """engine.backward() is about to run: the loss, times the loss scale where there is one."""
-        self.passes.announce_backward()
+        if self._announces:
+            self.passes.announce_backward()
         return self.scaling.apply(value)
+
+    @contextmanager
+    def scaling_alone(self) -> Generator[None]:
+        """Around engine.scale(): the user's ``loss.backward()`` comes later, or never.
+
+        It is seen when it begins. An announced one would not be seen to end where forward was
+        called past the engine.
+        """
+        self._announces = False
+        try:
+            yield
+        finally:
+            self._announces = True
 
     def needs_scaler(self) -> bool:
         """Whether DeepSpeed must refuse a plain ``loss.backward()``: also with a static scale."""
@@ -235,10 +250,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """See :meth:`GradientAccess.drop`."""
         del set_to_none
         self.gradients.drop()
-
-    def summing_over_ranks(self) -> AbstractContextManager[None]:
-        """See :meth:`PassTracker.summing_over_ranks`."""
-        return self.passes.summing_over_ranks()
 
     # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
 

@@ -9,7 +9,8 @@
 
 Ranks are in the order of the job's. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
 ``step_seconds`` is their mean at the share of clipped steps that was planned for (files of the
-first days have only that, of unclipped steps). ``lower_bound`` is of unclipped steps. Training
+first days have only that, of unclipped steps). ``lower_bound`` is of unclipped steps, and
+``gap`` by what share ``step_seconds`` is above it. Training
 compares the file with what it finds (:func:`difference`) and refuses a plan for something else.
 """
 

@@ -28,6 +28,11 @@ VERSION = 1
 _GIB = 1024**3
 
 
+def _check_ascending(what: str, column: str, values: Sequence[int]) -> None:
+    if list(values) != sorted(set(values)):
+        raise ValueError(f"{what} must have ascending {column}, not {values}")
+
+
 class ProfiledModel(Record):
     """The model that was measured, as equal layers and what is outside of them."""
 
@@ -159,9 +164,7 @@ class DeviceProfile(Record):
     @model_validator(mode="after")
     def _ascending(self) -> DeviceProfile:
         for name, rows in (("layer", self.layer), ("outside", self.outside)):
-            sizes = [row.samples for row in rows]
-            if sizes != sorted(set(sizes)):
-                raise ValueError(f"{self.label}: {name} must have ascending samples, not {sizes}")
+            _check_ascending(f"{self.label}: {name}", "samples", [row.samples for row in rows])
         if self.memory_bytes > self.limit_bytes:
             raise ValueError(f"{self.label}: memory_bytes is more than limit_bytes")
         return self
@@ -205,9 +208,7 @@ class HostProfile(Record):
 
     @model_validator(mode="after")
     def _ascending(self) -> HostProfile:
-        threads = [row.threads for row in self.updates]
-        if threads != sorted(set(threads)):
-            raise ValueError(f"{self.host}: updates must have ascending threads, not {threads}")
+        _check_ascending(f"{self.host}: updates", "threads", [row.threads for row in self.updates])
         return self
 
 
@@ -237,9 +238,7 @@ class CollectiveProfile(Record):
 
     @model_validator(mode="after")
     def _ascending(self) -> CollectiveProfile:
-        sizes = [row.num_bytes for row in self.samples]
-        if sizes != sorted(set(sizes)):
-            raise ValueError(f"collectives must have ascending num_bytes, not {sizes}")
+        _check_ascending("collectives", "num_bytes", [row.num_bytes for row in self.samples])
         return self
 
 

@@ -83,7 +83,12 @@ def write_record(path: Path, record: Record, *, what: str) -> None:
     Raises:
         PlanError: it cannot be written.
     """
-    text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
+    write_json(path, record.model_dump(mode="json"), what=what)
+
+
+def write_json(path: Path, values: object, *, what: str) -> None:
+    """As :func:`write_record`, of what JSON can hold."""
+    text = json.dumps(values, indent=2) + "\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -108,6 +108,8 @@ ARG_THREADS: Final = "threads"
 """Of CPU Adam: how many threads worked on it, where one lane stands for all."""
 ARG_LAUNCHED: Final = "launched"
 """Of GPU spans: when the host had launched it, in the microseconds of "ts": it begins no sooner."""
+ARG_SLOT: Final = "slot"
+"""Of a gradient D2H: number of the pinned slot that it goes to, free when its last one was used."""
 
 PASSES: Final = ("forward", "backward", "recompute")
 TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")

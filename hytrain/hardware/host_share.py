@@ -9,6 +9,7 @@ control groups, the cores.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections import Counter
@@ -16,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from hytrain.comm.collectives import ShardCollectives
+from hytrain.hardware.numa import NodeCores, assign_nodes, node_cores, pci_address
 from hytrain.kernels.host_limits import cpu_quotas, host_memory_pools
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -31,12 +35,27 @@ class RankHost:
         cores: numbers of the cores that the rank may use.
         memory_pools: names of the memory that it draws from, unique on its machine.
         quotas: cores' worth of time that each of its control groups has, by the group's name.
+        places: its cores by NUMA node.
     """
 
     machine: str
     cores: frozenset[int]
     memory_pools: frozenset[str]
     quotas: Mapping[str, float] = field(default_factory=dict[str, float])
+    places: NodeCores = field(default_factory=NodeCores)
+
+
+@dataclass(frozen=True, slots=True)
+class NearCores:
+    """A rank's part of the cores of its NUMA node.
+
+    Attributes:
+        cores: the numbers of all of them, with those of other ranks.
+        number: how many of them are its own; at least 1.
+    """
+
+    cores: frozenset[int]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +66,16 @@ class HostShare:
         ranks: ranks on the same machine, this one included.
         cores: its cores, each divided among the ranks that have it, in whole numbers, at least 1.
         pool_ranks: for each of its memory pools, the ranks that draw from it.
+        near: what it has on a node of its own, its GPU's if it can be; None where the machine has
+            one node, or the ranks' nodes are not known.
+        some_near: whether any rank of the job has that.
     """
 
     ranks: int
     cores: int
     pool_ranks: Mapping[str, int]
+    near: NearCores | None = None
+    some_near: bool = False
 
     def memory(self, available: Mapping[str, int]) -> int:
         """This rank's share of the memory left, in bytes.
@@ -76,13 +100,20 @@ def machine_identity() -> str:
         return socket.gethostname()
 
 
-def this_host() -> RankHost:
-    """Where this process runs."""
+def this_host(device: torch.device | None = None) -> RankHost:
+    """Where this process runs.
+
+    Args:
+        device: whose GPU it is that the rank has; None: it does not matter.
+    """
+    usable = frozenset(os.sched_getaffinity(0))
+    address = None if device is None else pci_address(device)
     return RankHost(
         machine_identity(),
-        frozenset(os.sched_getaffinity(0)),
+        usable,
         frozenset(host_memory_pools()),
         cpu_quotas(),
+        node_cores(address, usable),
     )
 
 
@@ -104,24 +135,56 @@ def divide_host(
     # A launcher that binds ranks to cores leaves each its own: then the unseen ones have others.
     everywhere = num_cores or os.cpu_count() or len(mine.cores)
     strangers = unseen if len(mine.cores) * (len(here) + unseen) > everywhere else 0
-    users = Counter(core for host in here for core in host.cores)
-    cores = sum(1.0 / (users[core] + strangers) for core in mine.cores)
-    for name, quota in mine.quotas.items():
-        # The time of a group is divided among its ranks, whatever cores they run on.
-        cores = min(cores, quota / (unseen + sum(name in host.quotas for host in here)))
+    # The time of a group is divided among its ranks, whatever cores they run on.
+    most = min(
+        (
+            quota / (unseen + sum(name in host.quotas for host in here))
+            for name, quota in mine.quotas.items()
+        ),
+        default=math.inf,
+    )
+    near = _near(hosts, rank, most) if not unseen else None
     return HostShare(
         ranks=len(here) + unseen,
-        cores=max(1, int(cores + 1e-6)),  # thirds of three cores are one
+        cores=_part(mine.cores, [host.cores for host in here], strangers, most),
         pool_ranks={
             name: unseen + sum(name in host.memory_pools for host in here)
             for name in mine.memory_pools
         },
+        near=near,
+        some_near=any(host.places.can_choose for host in hosts),
     )
 
 
-def share_host(collectives: ShardCollectives) -> HostShare:
-    """This rank's part of its host; a collective."""
-    hosts: list[RankHost] = collectives.gather_objects(this_host(), "the ranks' hosts")
+def _part(
+    mine: frozenset[int], everyone: Sequence[frozenset[int]], strangers: int, most: float
+) -> int:
+    """Of these cores, each divided among those that have it; ``most`` at most."""
+    users = Counter(core for cores in everyone for core in cores)
+    part = sum(1.0 / (users[core] + strangers) for core in mine)
+    return max(1, int(min(part, most) + 1e-6))  # thirds of three cores are one
+
+
+def _near(hosts: Sequence[RankHost], rank: int, most: float) -> NearCores | None:
+    """The rank's part of its node, if all ranks of its machine have one each."""
+    here = [r for r, host in enumerate(hosts) if host.machine == hosts[rank].machine]
+    places = [hosts[r].places for r in here]
+    nodes = assign_nodes(places)
+    if nodes is None or not any(place.can_choose for place in places):
+        return None
+    chosen = [place.nodes[node] for place, node in zip(places, nodes, strict=True)]
+    mine = chosen[here.index(rank)]
+    return NearCores(mine, _part(mine, chosen, 0, most))
+
+
+def share_host(collectives: ShardCollectives, device: torch.device | None = None) -> HostShare:
+    """This rank's part of its host; a collective.
+
+    Args:
+        collectives: the ranks.
+        device: see :func:`this_host`.
+    """
+    hosts: list[RankHost] = collectives.gather_objects(this_host(device), "the ranks' hosts")
     return divide_host(hosts, collectives.rank, started_here=_started_here())
 
 

@@ -57,6 +57,16 @@ class HostTree:
                 nodes.append(NumaNode(int(folder.name.removeprefix("node")), cores, total))
         return nodes
 
+    def pci_node(self, address: str) -> int | None:
+        """The node beside a device; None where the kernel does not tell, as in most containers of
+        virtual machines."""
+        text = _read(self.root / "sys/bus/pci/devices" / address / "numa_node")
+        try:
+            number = int(text or "-1")
+        except ValueError:
+            return None
+        return None if number < 0 else number
+
     def cgroup_limits(self) -> list[int]:
         """Memory limits of the process's control groups, in bytes; of either version."""
         limits: list[int] = []

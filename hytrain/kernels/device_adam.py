@@ -157,24 +157,3 @@ def _launch_rounded(
         p, bits[0], bits[1], gradient, weights, outcome, n, **common,
         BLOCK=_BLOCK,
     )  # fmt: skip
-
-
-def reference_device_adam(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    gradient: torch.Tensor,
-    weights: torch.Tensor,
-    outcome: torch.Tensor,
-    hyper: AdamHyper,
-) -> None:
-    """The slow twin of :func:`device_adam`, in plain torch operations on any device."""
-    if float(outcome[1]) != 0.0:
-        return
-    c = adam_constants(hyper)
-    g = gradient.float() * outcome[0] + c["l2"] * p
-    m.lerp_(g, c["one_minus_beta1"])
-    v.mul_(c["beta2"]).addcmul_(g, g, value=c["one_minus_beta2"])
-    denominator = v.sqrt().mul_(c["inv_sqrt_correction2"]).add_(c["eps"])
-    p.mul_(c["decay"]).addcdiv_(m, denominator, value=c["neg_step_size"])
-    weights.copy_(p)

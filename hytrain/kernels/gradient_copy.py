@@ -88,6 +88,11 @@ def copy_together(destinations: Sequence[torch.Tensor], gradients: Sequence[torc
     torch._foreach_copy_(list(destinations), list(gradients))  # pyright: ignore
 
 
+def joined(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Two or more gradients of one dtype one after the other, 1-D, in one call and one launch."""
+    return torch._utils._flatten_dense_tensors(list(gradients))  # pyright: ignore
+
+
 def add_together(destinations: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Adds each gradient to its destination, of the same shape, in as few launches as can be."""
     torch._foreach_add_(list(destinations), list(gradients))  # pyright: ignore

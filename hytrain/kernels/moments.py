@@ -3,7 +3,7 @@
 bf16 and codes are rounded stochastically whenever a pass stores them. The random bits are a hash of
 the seed, the parameter, the step and the element's index in its parameter, so they are the same for
 every instruction set, thread count, split of a parameter and device (docs/internals.md, "Moments in
-fewer bytes"). ``hytrain.kernels.reference`` has the rounding in NumPy.
+fewer bytes"). ``tests/support/reference_adam.py`` has the rounding in NumPy.
 """
 
 from __future__ import annotations

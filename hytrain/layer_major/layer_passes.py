@@ -49,7 +49,7 @@ class LayerPasses:
         self._passes.begin_backward(by_layer=micro_batches)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What is run back of a micro-batch's loss."""
+        """What is run back of a micro-batch's loss: fp16 has a loss scale."""
         return self._passes.scaling.apply(loss)
 
     def block_done(self, block: int) -> None:

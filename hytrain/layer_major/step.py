@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from hytrain.layer_major.graph_cut import (
     cut,
     run_back,
 )
+from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.layer_major.suspended_forward import BlockCall, SuspendedForward
 from hytrain.layer_major.tensor_tree import leaves, map_leaves, snapshot, was_changed
 from hytrain.layer_major.thread_context import Autocast, warning_filters_kept
@@ -37,30 +38,6 @@ from hytrain.optimizer.randomness import MicroBatchRandomness, State
 
 PREFETCHED = 2
 """Blocks' inputs that are on their way back to the device while another one is computed."""
-
-
-class LayerMajorOwner(Protocol):
-    """Who must know where the step has got to."""
-
-    def begin_layers(self) -> None:
-        """Several forwards begin, which go through the layers together."""
-        ...
-
-    def turn_back(self, micro_batches: int) -> None:
-        """They have passed the last block; their backward begins, as one."""
-        ...
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What is run back of a micro-batch's loss: fp16 has a loss scale."""
-        ...
-
-    def block_done(self, block: int) -> None:
-        """They are back at a block, and through it."""
-        ...
-
-    def end_layers(self) -> None:
-        """The last micro-batch is back at the first layer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +86,7 @@ class LayerMajorStep:
         self,
         calls: BlockCalls,
         work: Sequence[Work],
-        owner: LayerMajorOwner,
+        owner: LayerPasses,
         store: ActivationStore,
         randomness: MicroBatchRandomness,
         device: torch.device,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -70,6 +71,8 @@ class ShardedStorage:
         }
         # Made while there is memory: a view of a storage without any is refused.
         self._views = [self._view(slot) for slot in layout.slots]
+        self._num_holders = [_num_holders(flat) for _low, _high, flat in self.runs]
+        """Tensors of the whole copy's storages, where there are no others than these."""
         self.dismiss()
 
     def _view(self, slot: ParameterSlot) -> torch.Tensor:
@@ -182,6 +185,19 @@ class ShardedStorage:
         if self.reads is not None:
             self.reads.disallow_all()
 
+    def dismiss_to_holders(self) -> None:
+        """As :meth:`dismiss`; but tensors that others have made of the whole copy keep theirs.
+
+        They may be the user's, from a block that gathered: ``parameter.detach()``, and on a CPU
+        ``.cpu()`` of it, share the memory. With DeepSpeed they stay what they were.
+        """
+        self._point_away()
+        counts = [_num_holders(flat) for _low, _high, flat in self.runs]
+        if counts != self._num_holders:
+            self.runs = [(low, high, torch.empty_like(flat)) for low, high, flat in self.runs]
+            self._views = [self._view(slot) for slot in self.layout.slots]
+        self.dismiss()
+
     def keep_gathered(self) -> None:
         """This rank's shard becomes what the whole copy holds of it."""
         for (low, _high, flat), (start, part) in zip(self.runs, self.parts, strict=True):
@@ -206,6 +222,13 @@ class ShardedStorage:
     def mark_overwritten(self) -> None:
         """Counts an overwrite of all parameters, as :class:`ResidentStorage`'s."""
         torch.autograd.graph.increment_version([slot.parameter for slot in self.layout.slots])
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Tensors that share its storage, and the handle by which it is asked for."""
+    storage: Any = tensor.untyped_storage()
+    # torch has no public name for it; its CUDA graph trees use the same.
+    return int(torch._C._storage_Use_Count(storage._cdata))  # pyright: ignore
 
 
 def shard_bytes(layout: LayerLayout, shard: tuple[int, int]) -> int:

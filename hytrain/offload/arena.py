@@ -9,6 +9,7 @@ import ctypes
 
 import torch
 
+from hytrain import _C
 from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
 from hytrain.offload.pinning import Pinning
 
@@ -45,6 +46,10 @@ class Arena:
         self.address = ctypes.addressof(self._export)
         self._taken = 0
         self._pinning = Pinning(self.address, self.num_bytes, device, purpose)
+        if not self._pinning.is_pinned:
+            # As pinning would: memory that is not there is missed now, and not steps later, and a
+            # build takes what was said of it.
+            _C.touch(self.address, self.num_bytes, 1)
 
     @property
     def is_pinned(self) -> bool:

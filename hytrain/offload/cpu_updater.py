@@ -84,11 +84,8 @@ class CpuUpdater:
         """
         self._all = list(layers)
         self._streams = streams
-        self._chunks = [
-            layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements)
-            for layer in self._all
-        ]
-        plan = _plan(self._all, self._chunks, keeps_pending=not settings.direct)
+        self._chunks = _chunks(self._all, settings)
+        plan = _plan(self._all, self._chunks, settings)
         self._closed = False
         self.pinned = PinnedMemory(plan, len(self._all), streams.device)
         try:
@@ -355,24 +352,24 @@ class CpuUpdater:
 
 def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
     """Pinned bytes beside the pending gradients: the ring and the outgoing buffers."""
-    chunks = [
-        layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
-    ]
-    return _plan(layers, chunks, keeps_pending=not settings.direct).staging_bytes
+    return _plan(layers, _chunks(layers, settings), settings).staging_bytes
 
 
 def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers: int) -> int:
     """All pinned bytes with the state of all but the first layers on the host."""
-    chunks = [
-        layer.layout.chunks(layer.begin, layer.end, settings.chunk_elements) for layer in layers
-    ]
-    plan = _plan(layers, chunks, keeps_pending=not settings.direct)
+    chunks = _chunks(layers, settings)
+    plan = _plan(layers, chunks, settings)
     on_host = [number >= gpu_layers for number, spans in enumerate(chunks) for _ in spans]
     return plan.pinned_bytes(on_host) + norm_bytes(len(layers))
 
 
+def _chunks(layers: Sequence[LayerState], settings: CpuSettings) -> list[list[ChunkSpan]]:
+    size = settings.chunk_elements
+    return [layer.layout.chunks(layer.begin, layer.end, size) for layer in layers]
+
+
 def _plan(
-    layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]], *, keeps_pending: bool
+    layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]], settings: CpuSettings
 ) -> SlotPlan:
     gradient_bytes: list[int] = []
     outgoing_bytes: list[int] = []
@@ -381,7 +378,7 @@ def _plan(
             length = span.end - span.begin
             gradient_bytes.append(length * layer.gradient_dtype.itemsize)
             outgoing_bytes.append(length * span.dtype.itemsize)
-    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=keeps_pending)
+    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not settings.direct)
 
 
 def native_state(layer: LayerState) -> _C.StateArrays:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hytrain.offload.streams import Streams
+from hytrain.offload.streams import Streams, current_stream
 
 
 class ExposureMeter:
@@ -38,7 +38,7 @@ class ExposureMeter:
         # The first event stands before the host blocks as well: a GPU that has run dry because
         # the host waits for the worker is standing still too.
         begin_event, end_event = self._event(), self._event()
-        stream = torch.cuda.current_stream(self._streams.device)
+        stream = current_stream(self._streams.device)
         begin_event.record(stream)
         yield
         end_event.record(stream)

@@ -6,8 +6,8 @@ when a step is final is decided elsewhere. docs/internals.md has the life of a s
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,6 +25,9 @@ from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
 from hytrain.trace.recorder import Recorder
+
+_IN_LINE = nullcontext()
+"""Nothing is another stream's."""
 
 
 class UpdateObserver(Protocol):
@@ -93,18 +96,15 @@ class UpdatePipeline:
         self._record = native_record(unscale, hyper)
         self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
-    @contextmanager
-    def reducing(self) -> Generator[None]:
+    def reducing(self) -> AbstractContextManager[None]:
         """Where gradients are reduced, summed and measured: beside backward, on several ranks.
 
         What is made here is used by the worker and by updates on the device, which have events to
         wait for; compute goes on with the layers below.
         """
         if self._collectives.world_size == 1:
-            yield
-            return
-        with self.streams.on_communication():
-            yield
+            return _IN_LINE
+        return self.streams.on_communication()
 
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient, summed over the ranks; within :meth:`reducing`.

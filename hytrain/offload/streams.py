@@ -6,10 +6,30 @@ context is empty and an event is always complete when it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
+
+_known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # pyright: ignore[reportPrivateUsage]
+"""The handle of a device's current stream; torch makes a Python object of it at every question."""
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As ``torch.cuda.current_stream``, at a tenth of what it takes the host.
+
+    It is asked for in every hook, and a handle is one stream for as long as the process lives: what
+    is kept is the object for a handle, not which stream is current.
+    """
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    key = (index, _raw_stream(index))
+    stream = _known_streams.get(key)
+    if stream is None:
+        stream = _known_streams[key] = torch.cuda.current_stream(index)
+    return stream
 
 
 class Streams:
@@ -26,7 +46,7 @@ class Streams:
             # Updates and collectives are short and hold up the next forward: they go first.
             self.update = torch.cuda.Stream(device, priority=-1)
             self.communication = torch.cuda.Stream(device, priority=-1)
-            self._compute = torch.cuda.current_stream(device)
+            self._compute = current_stream(device)
 
     def new_event(self) -> torch.cuda.Event | None:
         """An event with a handle (torch creates it at the first record); None on a CPU."""
@@ -35,18 +55,18 @@ class Streams:
         event = torch.cuda.Event()
         # Without a first record torch has no CUDA event yet, and the worker would get handle 0:
         # "no event", for which it does not wait.
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(current_stream(self.device))
         return event
 
     def record_compute(self, event: torch.cuda.Event | None) -> None:
         """Records the event on the current stream: compute's, but while gradients are reduced."""
         if event is not None:
-            event.record(torch.cuda.current_stream(self.device))
+            event.record(current_stream(self.device))
 
     def compute_waits(self, event: torch.cuda.Event | None) -> None:
         """What the compute stream runs from now on comes after the event."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            current_stream(self.device).wait_event(event)
 
     @contextmanager
     def on_communication(self, after: torch.cuda.Event | None = None) -> Generator[None]:
@@ -54,7 +74,7 @@ class Streams:
         if not self.is_cuda:
             yield
             return
-        current = torch.cuda.current_stream(self.device)
+        current = current_stream(self.device)
         if current != self.communication:  # may be nested
             self._compute = current
         if after is not None:
@@ -89,7 +109,7 @@ class Streams:
         """What the compute stream runs from now on comes after all communication so far."""
         if self.is_cuda:
             # Without this wait compute reads shards and weights that are still being received.
-            torch.cuda.current_stream(self.device).wait_stream(self.communication)
+            current_stream(self.device).wait_stream(self.communication)
 
     @contextmanager
     def on_update(self) -> Generator[None]:
@@ -99,7 +119,7 @@ class Streams:
             return
         # Without this wait the kernels could read gradients and the clip coefficient before they
         # are there, and overwrite weights that the end of backward still reads.
-        self.update.wait_stream(torch.cuda.current_stream(self.device))
+        self.update.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self.update):
             yield
 
@@ -140,7 +160,7 @@ class Streams:
     def all_wait_for_compute(self) -> None:
         """What any stream runs from now on comes after all compute so far."""
         if self.is_cuda:
-            current = torch.cuda.current_stream(self.device)
+            current = current_stream(self.device)
             for stream in (self.to_host, self.to_device, self.update, self.communication):
                 stream.wait_stream(current)
 

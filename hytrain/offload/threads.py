@@ -1,23 +1,29 @@
-"""How many threads the CPU kernel gets: a short calibration where the user gives none."""
+"""How many threads the CPU kernel gets, and on which cores: short calibrations on the machine."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.hardware.host_share import HostShare, NearCores, machine_identity
+from hytrain.hardware.numa import call_on, prefers_near
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
-from hytrain.kernels.host_memory import taking_host_memory
+from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.kernels.moments import Rounding
 from hytrain.model.moment_format import MomentFormat
 
 _ELEMENTS = 1 << 24
 """256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
 _REPEATS = 5
+_NEAR_BEST = 1.03
+"""A count that is so close to the fastest is as good; fewer leave cores to others."""
 
 
 def candidates(cores: int) -> list[int]:
@@ -34,16 +40,69 @@ class ThreadChoice:
     Attributes:
         num_threads: how many.
         seconds_per_parameter: of commit_then_preview, with nothing else running.
+        cores: that they are bound to; None: they are not.
     """
 
     num_threads: int
     seconds_per_parameter: float
+    cores: frozenset[int] | None = None
 
 
 @cache
 def choose_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
     """As :func:`measure_threads`, which a process does once: its machine stays the same."""
     return measure_threads(cores, given, moments)
+
+
+def place_threads(
+    host: HostShare,
+    given: int | None,
+    moments: MomentsName,
+    collectives: ShardCollectives,
+    *,
+    may_bind: bool,
+) -> ThreadChoice:
+    """Threads of the kernel, on the rank's NUMA node where that is as good as all cores.
+
+    A collective where some rank has the choice. All ranks of a machine go to their nodes or none
+    does: one alone would share its cores with ranks that run everywhere.
+
+    Args:
+        host: this rank's part of its host; with ``near``, see there.
+        given: see :func:`measure_threads`.
+        moments: how Adam's moments are kept.
+        collectives: the ranks.
+        may_bind: False: threads are not bound, as if no GPU's node were known; the same on all
+            ranks.
+
+    Raises:
+        HostMemoryError: see :func:`measure_threads`.
+    """
+    if not (host.some_near and may_bind):
+        return choose_threads(host.cores, given, moments)
+    # All measure the same at the same time: they share the machine's memory.
+    collectives.gather_objects(None, "the ranks before they measure")
+    anywhere = choose_threads(host.cores, given, moments)
+    collectives.gather_objects(None, "the ranks before they measure on their nodes")
+    near = None if host.near is None else _choose_near(host.near, given, moments)
+    mine = (
+        machine_identity(),
+        anywhere.seconds_per_parameter,
+        None if near is None else near.seconds_per_parameter,
+    )
+    found: list[tuple[str, float, float | None]] = collectives.gather_objects(
+        mine, "what updates take on the ranks' cores"
+    )
+    here = [(a, n) for machine, a, n in found if machine == mine[0] and n is not None]
+    if near is None or not prefers_near([n for _, n in here], [a for a, _ in here]):
+        return anywhere
+    return near
+
+
+@cache
+def _choose_near(near: NearCores, given: int | None, moments: MomentsName) -> ThreadChoice:
+    choice = call_on(near.cores, lambda: measure_threads(near.number, given, moments))
+    return replace(choice, cores=near.cores)
 
 
 def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
@@ -61,9 +120,25 @@ def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) 
     never exceeds the cores but one (but two cores are used in full).
     """
     counts = [given] if given is not None else candidates(cores)
-    with taking_host_memory("measuring the CPU's update, for some milliseconds", 16 * _ELEMENTS):
+    medians = _measure(counts, moments)
+    best = min(medians.values())
+    count = min(count for count, value in medians.items() if value <= best * _NEAR_BEST)
+    return ThreadChoice(count, medians[count] / _ELEMENTS)
+
+
+def _measure(counts: Sequence[int], moments: MomentsName) -> dict[int, float]:
+    """Seconds of a pass over :data:`_ELEMENTS` by the number of threads, measured in turns."""
+    purpose = "measuring the CPU's update, for some milliseconds"
+    with taking_host_memory(purpose, 16 * _ELEMENTS):
         how = MomentFormat(moments)
-        state = how.split(torch.zeros(how.state_bytes(_ELEMENTS), dtype=torch.uint8), _ELEMENTS)
+        # Touched as a layer's state is, which decides on which nodes it lies.
+        memory = host_zeros(
+            how.state_bytes(_ELEMENTS),
+            dtype=torch.uint8,
+            purpose=purpose,
+            touch_threads=max(counts),
+        )
+        state = how.split(memory, _ELEMENTS)
         gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
         out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
     record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
@@ -76,7 +151,4 @@ def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) 
             )
             if repeat:  # the first round touches the pages
                 times[count].append(time.perf_counter() - begin)
-    medians = {count: statistics.median(values) for count, values in times.items()}
-    best = min(medians.values())
-    count = min(count for count, value in medians.items() if value <= best * 1.03)
-    return ThreadChoice(count, medians[count] / _ELEMENTS)
+    return {count: statistics.median(values) for count, values in times.items()}

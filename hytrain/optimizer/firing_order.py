@@ -1,10 +1,8 @@
-"""What a backward teaches about the order of gradients, and who sets the pace of later ones."""
+"""What a backward teaches about the order of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(slots=True)
@@ -55,35 +53,3 @@ def late_policy(world_size: int, *, direct: bool) -> LatePolicy:
         advice="Nothing was committed. If the model uses the parameter a varying number of times, "
         "call engine.forward again and repeat the step: the counts are learned anew",
     )
-
-
-class Pace(Protocol):
-    """Who says when layers are consumed, where gathers of weights come in between."""
-
-    @property
-    def uses_made(self) -> int:
-        """Uses of layers by the current backward so far."""
-        ...
-
-    def gradient_final(self) -> None:
-        """A layer's gradient is complete."""
-        ...
-
-    def finish(self) -> None:
-        """The backward is over."""
-        ...
-
-    def largest(self, counts: Sequence[int]) -> list[int]:
-        """The largest of each number over the ranks."""
-        ...
-
-    def learn_reduces(
-        self,
-        order: Sequence[int],
-        early: Sequence[bool],
-        uses_before: Sequence[int],
-        *,
-        by_layer: bool,
-    ) -> None:
-        """The first backward of a mode is over."""
-        ...

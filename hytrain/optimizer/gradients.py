@@ -26,8 +26,9 @@ from torch import nn
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.optimizer.firing_order import FiringRecord, Firings, Pace, late_policy
+from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
+from hytrain.zero3.schedule import GatherSchedule
 
 _SMALL = 6 << 20
 """Elements. In layers whose parameters have fewer, all gradients are taken over in one launch: host
@@ -119,7 +120,7 @@ class GradientCollector:
         self._by_layer = False
         self._micro_batches = 1
         self._may_withdraw = False  # layers of this backward may be consumed too early
-        self._pace: Pace | None = None
+        self._pace: GatherSchedule | None = None
         self._clock = 0
         self._firings = 0
         self._next = 0  # position in the record's order
@@ -142,8 +143,8 @@ class GradientCollector:
         """Whether autograd has given a hook a gradient of this backward."""
         return self._clock > 0
 
-    def set_pace(self, pace: Pace | None) -> None:
-        """Layers are consumed when ``pace`` says so; None: as soon as they are final, in order."""
+    def set_pace(self, pace: GatherSchedule) -> None:
+        """Layers are consumed when ``pace`` says so; else as soon as they are final, in order."""
         self._pace = pace
 
     def remove_hooks(self) -> None:
@@ -226,7 +227,9 @@ class GradientCollector:
         self, layer: LayerGradient, index: int, slot: ParameterSlot
     ) -> Callable[[nn.Parameter], None]:
         # It runs for every parameter of every micro-batch: where those are small, what it takes
-        # the host is what they take.
+        # the host is what they take. So all of the usual case is here, and calls little.
+        last = len(layer.layout.slots) - 1
+
         def hook(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             if gradient is None:
@@ -239,35 +242,43 @@ class GradientCollector:
                     self._withdraw(layer)
                 else:
                     self._refuse_late(layer, index, slot)
+            waiting = layer.waiting
             if torch.is_grad_enabled():  # create_graph
                 with torch.no_grad():
                     layer.take(index, gradient, self._device)
+            elif (
+                layer.together
+                and len(waiting) < last
+                and index not in waiting
+                and not gradient.is_sparse
+            ):
+                waiting[index] = gradient
             else:
                 layer.take(index, gradient, self._device)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
-            self._count(layer, index)
+            layer.fired[index] += 1
+            self._firings += 1
+            layer.last_firing = self._clock = self._clock + 1
+            if self._pace is not None:
+                layer.uses_before = self._pace.uses_made
+            if self.record is None and layer.fired[index] > 1:
+                layer.remaining = -1  # once more than once: not before the end of this backward
+            layer.remaining -= 1
+            if layer.remaining == 0:
+                self._finish(layer)
 
         return hook
 
-    def _count(self, layer: LayerGradient, index: int) -> None:
-        """A gradient has been taken; the layer is consumed with its last one."""
-        layer.fired[index] += 1
-        self._clock += 1
-        self._firings += 1
-        layer.last_firing = self._clock
-        layer.uses_before = 0 if self._pace is None else self._pace.uses_made
-        if self.record is None and layer.fired[index] > 1:
-            layer.remaining = -1  # once more than once: not before the end of this backward
-        layer.remaining -= 1
-        if layer.remaining == 0:
-            layer.final = True
-            if self.record is None:
-                self._close(layer)
-            else:
-                self._advance()
+    def _finish(self, layer: LayerGradient) -> None:
+        """A layer has its last gradient, and is consumed with it."""
+        layer.final = True
+        if self.record is None:
+            self._close(layer)
+        else:
+            self._advance()
 
     def _withdraw(self, layer: LayerGradient) -> None:
         """The first backward took this layer for complete, and it was not."""
@@ -350,6 +361,14 @@ class GradientCollector:
             if not count
         ]
 
+    def end_graph(self) -> None:
+        """Autograd has finished; more gradients belong to another backward."""
+        self.in_backward = False
+        for layer in self.layers:
+            # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
+            # would write the next forward over the gradients that it has returned.
+            layer.flush()
+
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.
 
@@ -357,12 +376,10 @@ class GradientCollector:
             consume: whether to consume the rest now (a step, or reduction each micro-batch), or
                 to leave it in ``local`` for the next micro-batch to add to.
         """
-        self.in_backward = False
+        self.end_graph()
         if not self.open:
             return
         self.open = False
-        for layer in self.layers:
-            layer.flush()  # of a layer with unused parameters; they would wait for the next step
         if not consume and not self._is_shared and not self._clock:
             return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected
@@ -405,7 +422,7 @@ class GradientCollector:
         has_seen = any(layer.last_firing for layer in self.layers)
         self.record = FiringRecord(*self._sink.agree_on_order(order, early, has_seen=has_seen))
 
-    def _learn_pace(self, pace: Pace) -> None:
+    def _learn_pace(self, pace: GatherSchedule) -> None:
         record = self.record
         assert record is not None
         # A rank without a batch now may have one in this step still.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hytrain.kernels.gradient_copy import GradientCopier, add_together, copy_together
+from hytrain.kernels.gradient_copy import GradientCopier, add_together, copy_together, joined
 from hytrain.model.layout import LayerLayout
 
 
@@ -48,9 +48,9 @@ class LayerGradient:
     """One layer's gradient on its way.
 
     Attributes:
-        local: this rank's own gradient of the whole layer, flat; None while there is none. Complete
-            once :meth:`flush` was called.
-        parts: each parameter's part of ``local``, in its shape once something was written.
+        local: this rank's own gradient of the whole layer, flat; None while there is none. What
+            there is of it is there once :meth:`flush` was called.
+        parts: each parameter's part of ``local``, 1-D; empty before one was asked for.
         together: parameters are small, so that a launch takes longer than what it copies: gradients
             wait for each other and are taken over in one.
         waiting: gradients by parameter that are not in ``local`` yet.
@@ -80,29 +80,38 @@ class LayerGradient:
 
     def allocate(self, device: torch.device) -> None:
         """Allocates this rank's own gradient."""
-        self.local = local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
-        self.parts = [local[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
-        self.written = [False] * len(self.parts)
+        self.local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+        self.parts = []
+        self.written = [False] * len(self.layout.slots)
         self.copied_whole = True
+
+    def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's part of ``local``, in the gradient's shape."""
+        if not self.parts:
+            assert self.local is not None
+            slots = self.layout.slots
+            self.parts = [self.local[s.offset : s.offset + s.numel] for s in slots]
+        return self.parts[index].view(gradient.shape)
 
     def take(self, index: int, gradient: torch.Tensor, device: torch.device) -> None:
         """Takes a parameter's gradient over, or adds it to what has come; nobody else has it."""
-        if self.local is None:
-            self.allocate(device)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.together:
             if index in self.waiting:
                 self.flush()
             self.waiting[index] = gradient.detach()
-            if len(self.waiting) == len(self.parts):
+            if len(self.waiting) == len(self.layout.slots):
                 self.flush()  # waiting on, they would take the GPU's memory twice
-        elif self.written[index]:
-            self.parts[index].add_(gradient)
+            return
+        if self.local is None:
+            self.allocate(device)
+        part = self._part(index, gradient)
+        if self.written[index]:
+            part.add_(gradient)
             self.copied_whole = False
         else:
             # The first gradient is taken over: nothing is zeroed only to be added to.
-            self.parts[index] = part = self.parts[index].view(gradient.shape)
             if self.copier is not None:
                 self.copier.copy(index, gradient.detach(), part)
             else:
@@ -115,16 +124,31 @@ class LayerGradient:
             return
         waiting, self.waiting = self.waiting, {}
         self.copied_whole = False
+        if self.local is None:
+            if self._is_whole(waiting):
+                self.local = joined([waiting[i] for i in range(len(waiting))])
+                self.parts = []
+                self.written = [True] * len(waiting)
+                return
+            self.allocate(next(iter(waiting.values())).device)
+            self.copied_whole = False
         first = [index for index in waiting if not self.written[index]]
         more = [index for index in waiting if self.written[index]]
         for index in first:
-            self.parts[index] = self.parts[index].view(waiting[index].shape)
             self.written[index] = True
-        parts = self.parts
+        parts = {index: self._part(index, gradient) for index, gradient in waiting.items()}
         if first:
             copy_together([parts[i] for i in first], [waiting[i] for i in first])
         if more:
             add_together([parts[i] for i in more], [waiting[i] for i in more])
+
+    def _is_whole(self, gradients: dict[int, torch.Tensor]) -> bool:
+        """Whether these gradients, one after the other, are the layer's flat space."""
+        return (
+            len(gradients) == len(self.layout.slots)
+            and not self.layout.gaps
+            and all(gradient.dtype == self.dtype for gradient in gradients.values())
+        )
 
     def move(self, local: torch.Tensor | None, held: torch.Tensor | None) -> None:
         """What there is of the gradient is in other memory from now on; see :meth:`flush`.
@@ -134,11 +158,7 @@ class LayerGradient:
             held: in place of ``held``.
         """
         self.local, self.held = local, held
-        if local is not None:
-            self.parts = [
-                local[slot.offset : slot.offset + slot.numel].view(part.shape)
-                for slot, part in zip(self.layout.slots, self.parts, strict=True)
-            ]
+        self.parts = []
 
     def fill(self, zeros: Zeros) -> None:
         """Zeros where no gradient was written: padding, and parameters unused this time.
@@ -153,6 +173,8 @@ class LayerGradient:
             return
         for begin, end in self.layout.gaps:
             local[begin:end].zero_()
+        if all(self.written):
+            return
         for written, slot in zip(self.written, self.layout.slots, strict=True):
             if not written:
                 local[slot.offset : slot.offset + slot.numel].zero_()
@@ -160,8 +182,8 @@ class LayerGradient:
     def whole(self, device: torch.device) -> torch.Tensor:
         """A copy of ``local``; zeros where nothing was written, everywhere if there is none."""
         copy = torch.zeros(self.layout.size, dtype=self.dtype, device=device)
+        self.flush()
         if self.local is not None:
-            self.flush()
             for written, slot in zip(self.written, self.layout.slots, strict=True):
                 if written:
                     part = slice(slot.offset, slot.offset + slot.numel)

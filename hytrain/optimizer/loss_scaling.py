@@ -62,6 +62,7 @@ class LossScaling:
         self.scaler = scaler
         self.external: float | None = None
         """A scale that the user has set and moves; it stands for the scaler's."""
+        self._is_applied = False
 
     @property
     def scale(self) -> float:
@@ -72,12 +73,29 @@ class LossScaling:
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, times the scale."""
+        self._is_applied = True
         return loss * self.scale if self.is_used else loss
 
     @property
     def is_used(self) -> bool:
         """Whether losses must be scaled before they run back."""
         return self.external is not None or self.scaler is not None
+
+    def check_applied(self) -> None:
+        """A backward that the engine has not begun.
+
+        Raises:
+            LossScaleError: its loss was not scaled, although the update divides by the scale.
+        """
+        if self.is_used and not self._is_applied:
+            raise LossScaleError(
+                f"a loss runs back without its scale ({self.scale:g}), by which the update "
+                "divides: call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+    def end_backward(self) -> None:
+        """The next loss must be scaled anew."""
+        self._is_applied = False
 
     def end_step(self, *, overflow: bool) -> None:
         """Moves the scale.

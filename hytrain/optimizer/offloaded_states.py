@@ -70,14 +70,13 @@ class OffloadedStates:
         self._parameters = list(parameters)
         self._device = kept.device
         self._blocks = HostBlocks(self._device, "states that leave the device (offload_states)")
-        self._kinds: frozenset[StateKind] = frozenset()
         self._away: list[_Holder] = []
         """Holders of what has left, with what they hold on the host."""
 
     @property
     def kinds(self) -> frozenset[StateKind]:
         """What is away."""
-        return self._kinds
+        return frozenset(map(StateKind, self._passes.away))
 
     @property
     def host_bytes(self) -> int:
@@ -94,10 +93,10 @@ class OffloadedStates:
                 committed directly and have begun.
             HostMemoryError: the host has not enough memory; nothing has been moved.
         """
-        coming = frozenset(kinds) - self._kinds
+        coming = frozenset(kinds) - self.kinds
         if not coming:
             return
-        if not self._kinds:
+        if not self.kinds:
             self._come_to_rest()
         # In a call of its own: what it refers to on the device is gone when it returns.
         self._move(coming, pin=pin, non_blocking=non_blocking)
@@ -110,8 +109,7 @@ class OffloadedStates:
     def _move(self, coming: frozenset[StateKind], *, pin: bool, non_blocking: bool) -> None:
         holders = self._find(coming)
         copies = iter(self._blocks.take([x for holder in holders for x in holder.tensors], pin=pin))
-        self._kinds |= coming
-        self._passes.leave([kind.value for kind in coming])
+        self._passes.away |= coming
         away: list[_Holder] = []
         for holder in holders:
             on_host = [next(copies) for _ in holder.tensors]
@@ -172,7 +170,7 @@ class OffloadedStates:
 
     def _split_what_stays(self) -> None:
         """What stays of a layer's state gets memory of its own: all of it was one block."""
-        staying: list[StatePart] = [p for p, kind in _KIND_OF.items() if kind not in self._kinds]
+        staying: list[StatePart] = [p for p, kind in _KIND_OF.items() if kind not in self.kinds]
         if len(staying) == len(_KIND_OF):
             return
         for layer in self._kept.layers:
@@ -189,7 +187,7 @@ class OffloadedStates:
             torch.OutOfMemoryError: the device has not enough memory; what has come back stays, and
                 the rest can be asked for again.
         """
-        if not self._kinds:
+        if not self.kinds:
             return
         while self._away:
             holder = self._away[-1]
@@ -210,8 +208,7 @@ class OffloadedStates:
             pipeline.streams.synchronize()
         self._blocks.give_back()
         self._passes.timer.invalidate()
-        self._kinds = frozenset()
-        self._passes.come_back()
+        self._passes.away = frozenset()
 
     def _join_states(self) -> None:
         """A layer's state is one block again, to be given back whole when the layer moves."""

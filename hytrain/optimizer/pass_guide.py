@@ -20,7 +20,7 @@ _ONLY_SHARDS = (
 
 
 class PassGuide:
-    """Told of every use of weights by :class:`~hytrain.zero3.forward_hooks.LayerGuards`."""
+    """Told of every use of weights by :class:`~hytrain.optimizer.layer_guards.LayerGuards`."""
 
     def __init__(self, passes: PassTracker, kept: KeptState) -> None:
         self._passes = passes

@@ -9,7 +9,7 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -93,7 +93,8 @@ class PassTracker:
         self._has_warned_of_moves = False
         self.is_closed = False
         """Every pass is refused."""
-        self._away: set[str] = set()
+        self.away: frozenset[str] = frozenset()
+        """Kinds of states that are off the device (offload_states): every pass is refused."""
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
         """Observer of every final reduced gradient shard, for tests and tools."""
         self.trace: Recorder | None = None
@@ -144,7 +145,12 @@ class PassTracker:
         self.open_step.announce()
 
     def begin_unannounced(self) -> None:
-        """A backward that went past the engine, seen in a hook. Its end must be seen too."""
+        """A backward that went past the engine, seen in a hook. Its end must be seen too.
+
+        Raises:
+            LossScaleError: its loss was not scaled, where losses must be.
+        """
+        self.scaling.check_applied()
         self.begin_backward()
         call_at_end(self.backward_epilogue)
 
@@ -216,7 +222,8 @@ class PassTracker:
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
-        self.collector.in_backward = False
+        self.collector.end_graph()
+        self.scaling.end_backward()
         if self.trace is not None:
             self.trace.end_backward()
         if self.weights.active is not None:
@@ -473,24 +480,16 @@ class PassTracker:
 
     # -- states that are off the device ----------------------------------------------------------
 
-    def leave(self, kinds: Iterable[str]) -> None:
-        """States of these kinds leave the device: every pass is refused for now."""
-        self._away.update(kinds)
-
-    def come_back(self) -> None:
-        """All of them are back."""
-        self._away.clear()
-
     def refuse_away(self) -> None:
         """Everything is on the device.
 
         Raises:
             StatesOffloadedError: it is not.
         """
-        if self._away:
+        if self.away:
             raise StatesOffloadedError(
                 "the engine was used while its states are off the device (engine.offload_states: "
-                f"{', '.join(sorted(self._away))}): call engine.reload_states() before"
+                f"{', '.join(sorted(self.away))}): call engine.reload_states() before"
             )
 
     def close(self) -> None:

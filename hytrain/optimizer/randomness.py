@@ -6,8 +6,6 @@ would draw from one another's numbers; with a stream each, the order does not ma
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 
 State = list[torch.Tensor]
@@ -38,12 +36,7 @@ class MicroBatchRandomness:
     def __enter__(self) -> MicroBatchRandomness:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.replay(self._outside)
 
     def state(self) -> State:

@@ -294,5 +294,5 @@ def build_placement(
         updates_overlap=device.type == "cuda",
     )
     return PlacementManager(
-        pipeline, plan.layer_bytes, controller, estimator, plan.memory, plan.terms
+        pipeline, plan.layer_bytes, controller, estimator, plan.memory, plan.terms, threads
     )

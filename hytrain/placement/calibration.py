@@ -68,16 +68,14 @@ def gpu_seconds_per_parameter(
     weights = torch.zeros(n, dtype=dtype, device=device)
     outcome = torch.tensor([1.0, 0.0], device=device)
     hyper = AdamHyper(lr=1e-3)
-    clock = Clock(device)
-    marks = [clock.mark()]
-    for _ in range(_REPEATS + 1):
-        device_adam(p, m, v, gradient, weights, outcome, hyper, Rounding(0, 0))
-        marks.append(clock.mark())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    # The first run compiles the kernel.
-    times = [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks[1:])]
-    return statistics.median(times) / n
+    # The first run, which does not count, compiles the kernel.
+    return (
+        _median_seconds(
+            device,
+            lambda: device_adam(p, m, v, gradient, weights, outcome, hyper, Rounding(0, 0)),
+        )
+        / n
+    )
 
 
 @cache

@@ -10,6 +10,7 @@ from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
@@ -63,6 +64,7 @@ class PlacementManager:
         estimator: CostEstimator,
         memory: MemorySettings,
         terms: Callable[[int], ContractTerms],
+        threads: ThreadChoice,
     ) -> None:
         self._pipeline = pipeline
         self._bytes = list(layer_bytes)
@@ -70,6 +72,8 @@ class PlacementManager:
         self._estimator = estimator
         self._memory = memory
         self._terms = terms
+        self.threads = threads
+        """Of the CPU's updates."""
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)

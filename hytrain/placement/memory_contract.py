@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hytrain.errors import MemoryBudgetError
+from hytrain.formats.moment_kinds import MASTER_BYTES
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import gradient_bytes, state_bytes
 
 _MIB = 1024**2
 _GIB = 1024**3
-FP32 = 4
 CALIBRATION_BYTES = 16 << 24
 """That measuring the CPU's update takes, for some milliseconds, before any state is there."""
-_WRITER_BYTES = 2 * FP32
+_WRITER_BYTES = 2 * MASTER_BYTES
 """Bytes an element of the largest parameter, beside the parameter: its rounded copy, and the part
 of the file that is being put together."""
 
@@ -84,7 +84,7 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
         # One memory: what would be the device's is the host's.
         on_host, on_device = on_host + on_device, 0
     base = terms.gpu_base or 0
-    largest = FP32 * terms.largest_parameter
+    largest = MASTER_BYTES * terms.largest_parameter
     # Whole parameters come together from the ranks' pieces, which are there as well.
     gathered = largest * (2 if terms.num_ranks > 1 else 1)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.

@@ -24,12 +24,12 @@ A prediction is not monotone in the worker's times: a job that ends a little lat
 gradient there, of a layer that forward needs earlier, or fall behind the decision and need no
 second job. On transformers it is a matter of a second pass of one layer at most.
 
-:func:`predict` walks all candidates at once, :func:`predict_one` is its slow twin.
+:func:`predict` walks all candidates at once; its slow twin is
+``tests/unit/placement/prediction_twin.py``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -225,73 +225,3 @@ def _walk_forward(times: _Times, candidates: _Ints, weights: _Floats) -> _Floats
         exposed += wait
         now = now + wait + seconds
     return exposed
-
-
-# -- the slow twin -----------------------------------------------------------------------------
-
-
-def predict_one(costs: StepCosts, gpu_layers: int) -> float:
-    """Seconds of a step with the first ``gpu_layers`` layers on the GPU, event by event.
-
-    The slow twin of :func:`predict`: the same machine, without arrays.
-
-    Raises:
-        PlacementError: ``gpu_layers`` is not in 0..L.
-    """
-    _check_number(gpu_layers, len(costs.layers))
-    share = costs.clipped_share
-    seconds = 0.0
-    if share < 1.0:
-        seconds += (1.0 - share) * _step(costs, gpu_layers, clipped=False)
-    if share > 0.0:
-        seconds += share * _step(costs, gpu_layers, clipped=True)
-    return seconds
-
-
-def _step(costs: StepCosts, gpu_layers: int, *, clipped: bool) -> float:
-    """From the begin of a backward pass, at 0, to the begin of the next."""
-    layers = costs.layers
-    now = 0.0
-    final: dict[int, float] = {}
-    for index in reversed(range(len(layers))):
-        now += layers[index].backward
-        final[index] = now
-    now += costs.tail
-    weights = _worker(costs, gpu_layers, final, now if clipped else math.inf)
-    gpu_update = 0.0
-    for layer in layers[:gpu_layers]:
-        gpu_update += layer.gpu_update
-    now += gpu_update
-    for index, layer in enumerate(layers):
-        now = max(now, weights.get(index, now)) + layer.forward
-    return now + costs.between
-
-
-def _worker(
-    costs: StepCosts, gpu_layers: int, final: dict[int, float], decision: float
-) -> dict[int, float]:
-    """When the weights of each CPU-placed layer are back; ``decision``: infinite if not clipped."""
-    is_clipped = math.isfinite(decision)
-    waiting = {index: final[index] for index in range(gpu_layers, len(costs.layers))}
-    committed: set[int] = set()
-    weights: dict[int, float] = {}
-    free = 0.0
-    while waiting:
-        ready = [index for index, since in waiting.items() if since <= free]
-        # Of several that become ready at one moment, min() takes the lowest.
-        index = min(ready) if ready else min(sorted(waiting), key=lambda i: waiting[i])
-        since = waiting.pop(index)
-        layer = costs.layers[index]
-        chunk = min(1.0, costs.chunk_elements / max(layer.parameters, 1))
-        if index in committed:
-            free = max(free, since) + max(layer.cpu_preview, layer.to_device)
-        else:
-            begin = max(free, since + layer.to_host * chunk)
-            if is_clipped and begin < decision:
-                free = begin + max(layer.cpu_commit, layer.to_host)
-                committed.add(index)
-                waiting[index] = decision
-                continue
-            free = begin + max(layer.cpu_update, layer.to_host, layer.to_device)
-        weights[index] = free + layer.to_device * chunk
-    return weights

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from hytrain.offload.streams import current_stream
+
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
@@ -60,7 +62,7 @@ class Clock:
         if not self._is_cuda:
             return time.perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(current_stream(self._device))
         return event
 
     def is_past(self, mark: _Mark) -> bool:

@@ -43,6 +43,8 @@ def worker_spans(
         copied = _COPIES.get(span.kind.name)
         if copied is not None:
             lane, what = copied
+            if span.slot >= 0:
+                args[names.ARG_SLOT] = span.slot
             begin, end = correct(span.begin_ns), correct(span.end_ns)
             yield Span(lane, f"{what} layer {layer}", begin, end, args)
             continue

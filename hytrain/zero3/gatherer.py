@@ -58,6 +58,7 @@ class LayerGatherer:
         self.on_change: Callable[[LayerWeights, Presence], None] | None = None
         """Told of every layer that comes, is there, or is given up."""
         self._pinned: set[int] = set()
+        self._lent: set[int] = set()
 
     def _tell(self, layer: LayerWeights, presence: Presence) -> None:
         if self.on_change is not None:
@@ -70,6 +71,10 @@ class LayerGatherer:
     def unpin(self, layer: LayerWeights) -> None:
         """It may be given up again."""
         self._pinned.discard(layer.index)
+
+    def lend(self, layer: LayerWeights) -> None:
+        """The user is given the whole copy, and may keep tensors that share its memory."""
+        self._lent.add(layer.index)
 
     def is_pinned(self, layer: LayerWeights) -> bool:
         """Whether passes leave the layer where it is."""
@@ -176,8 +181,13 @@ class LayerGatherer:
         # could write over the next tensor that is put there.
         self.use(layer)
         flight = self._flights.pop(layer.index)
+        was_lent = layer.index in self._lent
+        self._lent.discard(layer.index)
         for part in flight.parts:
-            part.storage.dismiss()
+            if was_lent:
+                part.storage.dismiss_to_holders()
+            else:
+                part.storage.dismiss()
         self._tell(layer, Presence.AWAY)
 
     def release_all(self) -> None:

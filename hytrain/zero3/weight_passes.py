@@ -12,7 +12,7 @@ from hytrain.offload.arena import Arena
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.zero3.context import Reducer
 from hytrain.zero3.gatherer import LayerGatherer
-from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 from hytrain.zero3.plan import GatherSettings
 from hytrain.zero3.schedule import GatherSchedule
 
@@ -52,30 +52,27 @@ class WeightPasses:
         self.schedule: GatherSchedule | None = None
         if self.is_sharded and settings is not None:
             self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
-        self._explicit = False
         self.has_held = False
         """A read outside of modules has made a layer stay through all passes."""
         self.when_held: Callable[[], None] = lambda: None
         """Called at each such read."""
         self.is_suspended = False
         """Modules' hooks gather nothing, since the user has removed them for now."""
-        self._set_pace: Callable[[GatherSchedule | None], None] = lambda _pace: None
 
     @property
     def active(self) -> GatherSchedule | None:
         """Gathers layers as passes use them; None where no layer is gathered so."""
-        return None if self._explicit or self.is_suspended else self.schedule
+        return None if self.is_suspended else self.schedule
 
-    def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule | None], None]) -> None:
+    def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule], None]) -> None:
         """Reductions of gradients take their places among the gathers.
 
         Args:
             reducer: who reduces.
-            set_pace: called with what says when; None: as soon as gradients are final.
+            set_pace: called with what says when.
         """
         if self.schedule is not None:
             self.schedule.set_reducer(reducer)
-            self._set_pace = set_pace
             set_pace(self.schedule)
 
     def forbid_reads(self) -> None:
@@ -88,22 +85,6 @@ class WeightPasses:
 
     # -- one layer at a time, gathered explicitly -----------------------------------------------
 
-    @contextmanager
-    def explicit(self) -> Generator[None]:
-        """While it lasts, modules' hooks gather nothing: the caller does.
-
-        It must do so in one order on all ranks. Gradients are then reduced as they become final.
-        """
-        self.settle()
-        self._explicit = True
-        self._set_pace(None)
-        try:
-            yield
-        finally:
-            self._explicit = False
-            self._set_pace(self.schedule)
-            self.gatherer.release_all()
-
     def gather_layer(self, layer: LayerWeights) -> None:
         """Makes a layer's whole newest training copy readable on the compute stream; a collective.
 
@@ -111,15 +92,11 @@ class WeightPasses:
         """
         self.gatherer.wait_resident(layer)
         if layer.sharded:
-            self.prefetch_layer(layer)
+            if not self.gatherer.is_live(layer):
+                self.gatherer.gather(layer)
             self.gatherer.use(layer)
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
-
-    def prefetch_layer(self, layer: LayerWeights) -> None:
-        """Starts to gather a layer that :meth:`gather_layer` will ask for later; a collective."""
-        if layer.sharded and not self.gatherer.is_live(layer):
-            self.gatherer.gather(layer)
 
     def release_layer(self, layer: LayerWeights) -> None:
         """Gives a layer's whole copy up after all compute so far; nothing for a resident layer."""
@@ -136,6 +113,7 @@ class WeightPasses:
         mine = [x for x in self.layers if x.sharded and not self.gatherer.is_pinned(x)]
         for layer in self.layers:
             self.gather_layer(layer)
+            self.gatherer.lend(layer)
         for layer in mine:  # through whatever is called in the block
             self.gatherer.pin(layer)
         try:
@@ -163,16 +141,10 @@ class WeightPasses:
             ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
         """
         copies: dict[int, torch.Tensor] = {}
-        self.settle()
-        for layer in self.layers:
-            parts = [part for part in layer.sharded if with_frozen or part is not layer.frozen]
-            if not parts:
-                continue
-            self.gather_layer(layer)
-            if first:
-                for slot in (slot for part in parts for slot in part.layout.slots):
-                    copies[id(slot.parameter)] = slot.parameter.detach().cpu().clone()
-            self.release_layer(layer)
+        for of_layer in self._copies(
+            first, lambda x: [part for part in x.sharded if with_frozen or part is not x.frozen]
+        ):
+            copies.update(of_layer)
         return copies
 
     def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
@@ -181,15 +153,21 @@ class WeightPasses:
         Args:
             first: whether this is the rank that gets them.
 
-        Yields:
-            One layer's ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
+        Returns:
+            Of one layer after another ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
         """
+        return self._copies(first, lambda x: [part for part in x.sharded if part is x.frozen])
+
+    def _copies(
+        self, first: bool, wanted: Callable[[LayerWeights], list[ShardedWeights]]
+    ) -> Iterator[dict[int, torch.Tensor]]:
         self.settle()
         for layer in self.layers:
-            if layer.frozen is None or layer.frozen not in layer.sharded:
+            parts = wanted(layer)
+            if not parts:
                 continue
             self.gather_layer(layer)
-            slots = layer.frozen.layout.slots if first else ()
+            slots = [slot for part in parts for slot in part.layout.slots] if first else []
             copies = {id(s.parameter): s.parameter.detach().cpu().clone() for s in slots}
             self.release_layer(layer)
             yield copies

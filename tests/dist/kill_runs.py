@@ -22,7 +22,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -110,12 +109,7 @@ class Nursery:
     def __enter__(self) -> Nursery:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)

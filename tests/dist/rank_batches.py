@@ -37,10 +37,10 @@ class Shares:
     gathers: str = "each"
 
     def __str__(self) -> str:
-        manner = f"-{self.accumulation}" if self.accumulation == "layer_major" else ""
+        mode = f"-{self.accumulation}" if self.accumulation == "layer_major" else ""
         return (
             f"{self.sizes}-{self.micro_sizes}-{self.fractions}-z{self.stage}-c{self.clipping}"
-            f"-{self.gathers}{manner}"
+            f"-{self.gathers}{mode}"
         )
 
     def section(self) -> dict[str, Any]:

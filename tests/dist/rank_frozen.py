@@ -249,7 +249,7 @@ def a_block_is_left_out(kind: str, keys: dict[str, int], at_first: bool) -> None
     _assert_same_state(outcomes[0][1], outcomes[1][1])
 
 
-def train_batches(kind: str, sizes: tuple[int, ...], manner: str, on_host: bool) -> None:
+def train_batches(kind: str, sizes: tuple[int, ...], mode: str, on_host: bool) -> None:
     """ZeRO-3 is ZeRO-2 one micro-batch after another, bit by bit.
 
     But one micro-batch after another ZeRO-3 reduces in every backward, which rounds otherwise where
@@ -258,14 +258,14 @@ def train_batches(kind: str, sizes: tuple[int, ...], manner: str, on_host: bool)
     Args:
         kind: the model.
         sizes: samples of each rank, one a micro-batch.
-        manner: ZeRO-3's accumulation; "persistent": as ZeRO-2's, with all weights on every rank.
+        mode: ZeRO-3's accumulation; "persistent": as ZeRO-2's, with all weights on every rank.
         on_host: whether ZeRO-3's shards are.
     """
     rank, rate, eps = dist.get_rank(), 1e-2, 1e-2
-    is_persistent = manner == "persistent"
+    is_persistent = mode == "persistent"
     outcomes: list[Any] = []
     for stage in (3, 2):
-        accumulation = manner if stage == 3 and not is_persistent else "micro_batch_major"
+        accumulation = mode if stage == 3 and not is_persistent else "micro_batch_major"
         section = {
             "accumulation": accumulation,
             "batch_sizes": list(sizes),
@@ -293,7 +293,7 @@ def train_batches(kind: str, sizes: tuple[int, ...], manner: str, on_host: bool)
             assert engine.optimizer.weights.is_sharded is (stage == 3 and not is_persistent)
             outcomes.append((losses, engine.fp32_state_dict()))
     (losses, ours), (expected_losses, theirs) = outcomes
-    if manner != "micro_batch_major" or min(sizes) == 0:
+    if mode != "micro_batch_major" or min(sizes) == 0:
         assert losses == expected_losses
         _assert_same_state(ours, theirs)
         return

@@ -304,7 +304,9 @@ def deepspeed_gathers_parameters() -> None:
             assert_same_bits("read", some[0].detach(), whole["blocks.1.up.weight"])
             assert_same_bits("read", some[1].detach(), whole["head.bias"])
             assert _is_nan(named["embed.weight"])
+            kept = some[0].detach().cpu()  # on a CPU its own memory
         assert _is_nan(some[0])
+        assert_same_bits("kept", kept, whole["blocks.1.up.weight"])
         with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
             if dist.get_rank() == 0:
                 for parameter in some:
@@ -322,6 +324,7 @@ def deepspeed_gathers_parameters() -> None:
             backward(engine, number)
             shadow.step()
         shadow.check()
+        assert_same_bits("kept", kept, whole["blocks.1.up.weight"])
     assert not any(hasattr(p, "ds_id") for p in named.values())
 
 

@@ -138,22 +138,22 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "sizes", "manner", "on_host"), BATCHES, ids=str)
+@pytest.mark.parametrize(("kind", "sizes", "mode", "on_host"), BATCHES, ids=str)
 def test_global_batches(
-    ranks: RankPools, kind: str, sizes: tuple[int, ...], manner: str, on_host: bool
+    ranks: RankPools, kind: str, sizes: tuple[int, ...], mode: str, on_host: bool
 ) -> None:
-    ranks(2).run(cases.train_batches, kind, sizes, manner, on_host)
+    ranks(2).run(cases.train_batches, kind, sizes, mode, on_host)
 
 
 @pytest.mark.parity_full
-@pytest.mark.parametrize("manner", ["layer_major", "micro_batch_major"])
+@pytest.mark.parametrize("mode", ["layer_major", "micro_batch_major"])
 @pytest.mark.parametrize("sizes", [(4, 2), (3, 0), (0, 2)], ids=str)
 @pytest.mark.parametrize("frozen", sharded.FROZEN)
 @pytest.mark.parametrize("kind", ["llama", "vit", "mlp"])
 def test_global_batches_in_all_combinations(
-    ranks: RankPools, kind: str, frozen: str, sizes: tuple[int, ...], manner: str
+    ranks: RankPools, kind: str, frozen: str, sizes: tuple[int, ...], mode: str
 ) -> None:
-    ranks(2).run(cases.train_batches, f"{kind}+{frozen}", sizes, manner, sizes == (4, 2))
+    ranks(2).run(cases.train_batches, f"{kind}+{frozen}", sizes, mode, sizes == (4, 2))
 
 
 # The last: another number of ranks takes new processes.

@@ -22,10 +22,13 @@ TOLERANCE = 2e-5
 """Of a loss of about 4 after six fp32 steps: sums over ranks have another order."""
 
 CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
-    *(("sft", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
-    *(("dpo", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
-    *((kind, stage, 2, ("--lora",)) for kind in ("sft", "dpo") for stage in (2, 3)),
-    *(("grpo", stage, 2, ()) for stage in (2, 3)),
+    *(
+        (kind, stage, ranks, more)
+        for kind in ("sft", "dpo", "grpo")
+        for more in ((), ("--lora",))
+        for stage in (2, 3)
+        for ranks in (1, 2)
+    ),
     *(("accelerate", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
     *(("lightning", stage, 1, ()) for stage in (2, 3)),
 ]

@@ -77,12 +77,8 @@ def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]
         data_collator=collator,
     )  # fmt: skip
     found: Result = {}
-    if options.engine == "hytrain" and options.stage == 3:
+    if options.engine == "hytrain":
         found["before"] = trainer.evaluate()["eval_loss"]  # plain DeepSpeed's fails
-        trainer = Trainer(
-            model, TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:8],
-            data_collator=collator,
-        )  # fmt: skip
     resumed = str(options.folder / "out" / "checkpoint-4") if options.resume else None
     trainer.train(resume_from_checkpoint=resumed)
     history = trainer.state.log_history
@@ -144,7 +140,7 @@ def _grpo(options: argparse.Namespace) -> Result:
         samples.llama(), reward,
         GRPOConfig(**arguments, num_generations=2, max_completion_length=6),
         train_dataset=Dataset.from_dict({"prompt": samples.texts(32, 4)}),
-        processing_class=samples.tokenizer(),
+        processing_class=samples.tokenizer(), peft_config=_lora(options),
     )  # fmt: skip
     trainer.train()
     rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]

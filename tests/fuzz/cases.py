@@ -153,12 +153,13 @@ class Case:
     Attributes:
         micro_samples: samples of each micro-batch of each rank.
         batch_keys: "deepspeed" (a number of equal micro-batches) or "hytrain" ("batch_sizes").
-        manner: "hand" (forward, backward, step) or "train_batch".
+        mode: "hand" (forward, backward, step) or "train_batch".
         delays: HYTRAIN_DELAYS; "": none.
         refusal: (path of a key, value, what the message says): refused by design.
         then: the training goes on from its end in another job, of other ranks.
         follows: this is such a job.
         moments: "hytrain.moments".
+        precision: of a case that is not in bf16, see `precision.py`.
     """
 
     seed: int
@@ -169,7 +170,7 @@ class Case:
     check_overflow: bool | None
     op: str | None
     accum_dtype: str | None
-    manner: str
+    mode: str
     batch_keys: str
     micro_samples: tuple[tuple[int, ...], ...]
     micro_sizes: tuple[int, ...]
@@ -181,6 +182,7 @@ class Case:
     then: Case | None = None
     follows: bool = False
     moments: str = "fp32"
+    precision: str = ""
 
     @property
     def checks_overflow(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.cases import Build, Case, Event, ModelSpec, OptimizerSpec, Pairs, Step
+from fuzz.precision import PRECISIONS
 from fuzz.refusals import REFUSALS, Refusal
 
 Micros = tuple[tuple[int, ...], ...]
@@ -18,11 +19,11 @@ def draw(seed: int, ranks: int | None = None) -> Case:
     drawn_ranks = rng.choice((1, 1, 2, 2, 2, 3))
     ranks = ranks or drawn_ranks
     stage = rng.choice((1, 2, 2, 3, 3, 3))
-    manner = rng.choice(("hand", "hand", "train_batch"))
+    mode = rng.choice(("hand", "hand", "train_batch"))
     bf16 = rng.random() < 0.5
-    model = _model(rng, stage, manner)
-    keys, micros, sizes = _batches(rng, ranks, manner)
-    build = _build(rng, ranks, stage, manner, bf16)
+    model = _model(rng, stage, mode)
+    keys, micros, sizes = _batches(rng, ranks, mode)
+    build = _build(rng, ranks, stage, mode, bf16)
     case = Case(
         seed=seed,
         ranks=ranks,
@@ -33,7 +34,7 @@ def draw(seed: int, ranks: int | None = None) -> Case:
         # DeepSpeed has no sum over ranks with ZeRO-3.
         op=rng.choice((None, None, "mean", "mean" if stage == 3 else "sum")) if ranks > 1 else None,
         accum_dtype=rng.choice((None, None, "fp32")) if bf16 else None,
-        manner=manner,
+        mode=mode,
         batch_keys=keys,
         micro_samples=micros,
         micro_sizes=sizes,
@@ -45,6 +46,7 @@ def draw(seed: int, ranks: int | None = None) -> Case:
         else "",
         # Of another stream: cases of a seed are otherwise what they were before there was a choice.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
+        precision="" if bf16 else random.Random(f"precision {seed}").choice(PRECISIONS),
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:
@@ -59,8 +61,8 @@ def draw(seed: int, ranks: int | None = None) -> Case:
 def _following(rng: random.Random, case: Case) -> Case:
     """Another job, which goes on from the checkpoint of a case."""
     ranks = rng.choice((1, 2, 3))
-    keys, micros, sizes = _batches(rng, ranks, case.manner)
-    build = _build(rng, ranks, _any_stage(rng, case), case.manner, case.bf16)
+    keys, micros, sizes = _batches(rng, ranks, case.mode)
+    build = _build(rng, ranks, _any_stage(rng, case), case.mode, case.bf16)
     build = replace(build, zero_init=_zero_init(rng, case, build))
     then = replace(
         case,
@@ -108,7 +110,7 @@ def _refused(case: Case, refusal: Refusal) -> Case:
     own = tuple((1,) for _ in range(case.ranks))
     return replace(
         case,
-        manner="hand",
+        mode="hand",
         batch_keys="deepspeed",
         micro_samples=own,
         micro_sizes=(),
@@ -120,7 +122,7 @@ def _refused(case: Case, refusal: Refusal) -> Case:
 # -- the model -----------------------------------------------------------------------------------
 
 
-def _model(rng: random.Random, stage: int, manner: str) -> ModelSpec:
+def _model(rng: random.Random, stage: int, mode: str) -> ModelSpec:
     count = rng.choice((1, 2, 2, 3, 3, 4, 5))
     embed = rng.choice(("linear", "linear", "linear", "table", "table", "none", "sparse"))
     head = rng.choice(("linear", "linear", "none", "tied"))
@@ -163,18 +165,18 @@ def _model(rng: random.Random, stage: int, manner: str) -> ModelSpec:
         outside_of=outside_of if outside != "none" else "none",
         shared=count > 2 and rng.random() < 0.1,
         strided=rng.random() < 0.1,
-        dropout=manner == "hand" and rng.random() < 0.15,
+        dropout=mode == "hand" and rng.random() < 0.15,
     )
 
 
 # -- batches -------------------------------------------------------------------------------------
 
 
-def _batches(rng: random.Random, ranks: int, manner: str) -> tuple[str, Micros, tuple[int, ...]]:
+def _batches(rng: random.Random, ranks: int, mode: str) -> tuple[str, Micros, tuple[int, ...]]:
     """Whose keys say it, the samples of each rank's micro-batches, and the most of them."""
-    if manner == "hand" or rng.random() < 0.4:
+    if mode == "hand" or rng.random() < 0.4:
         count, size = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3))
-        if manner == "hand":
+        if mode == "hand":
             own = tuple(tuple(rng.randint(1, 3) for _ in range(count)) for _ in range(ranks))
             return "deepspeed", own, ()
         return "deepspeed", ((size,) * count,) * ranks, ()
@@ -195,7 +197,7 @@ def _batches(rng: random.Random, ranks: int, manner: str) -> tuple[str, Micros, 
 # -- the engine ----------------------------------------------------------------------------------
 
 
-def _build(rng: random.Random, ranks: int, stage: int, manner: str, bf16: bool) -> Build:
+def _build(rng: random.Random, ranks: int, stage: int, mode: str, bf16: bool) -> Build:
     kinds = (0.0, 1.0, 0.5, 0.3, round(rng.random(), 3), "solve")
     gpu = tuple(rng.choice(kinds) for _ in range(ranks))
     fractions = None
@@ -207,7 +209,7 @@ def _build(rng: random.Random, ranks: int, stage: int, manner: str, bf16: bool) 
         gpu=gpu if rng.random() < 0.6 else (gpu[0],) * ranks,
         fractions=fractions,
         zero=_zero_keys(rng, stage),
-        section=_section(rng, ranks, manner),
+        section=_section(rng, ranks, mode),
         offload=_some(
             rng,
             0.6,
@@ -261,7 +263,7 @@ def _zero_keys(rng: random.Random, stage: int) -> Pairs:
     )
 
 
-def _section(rng: random.Random, ranks: int, manner: str) -> Pairs:
+def _section(rng: random.Random, ranks: int, mode: str) -> Pairs:
     keys = _some(
         rng, 0.2, wait_in_stream=(True, False), layers=({"class": "Block"}, {"class": None})
     )
@@ -279,7 +281,7 @@ def _section(rng: random.Random, ranks: int, manner: str) -> Pairs:
     )
     if solver:
         keys += (("solver", solver),)
-    if rng.random() < (0.5 if manner == "train_batch" else 0.1):
+    if rng.random() < (0.5 if mode == "train_batch" else 0.1):
         keys += (("accumulation", "layer_major"),)
         keys += _some(rng, 0.6, activations=("keep", "offload"))
     return keys
@@ -331,7 +333,7 @@ def _step(
 ) -> Step:
     skip = _skips(rng, case, is_fresh)
     style, idle, fault = "plain", (), None
-    by_hand = case.manner == "hand"
+    by_hand = case.mode == "hand"
     stage = case.build.stage
     if by_hand and case.num_micro_batches == 1:
         if rng.random() < 0.25:
@@ -383,7 +385,7 @@ def _skips(rng: random.Random, case: Case, is_fresh: bool) -> Any:
     is_by_layer = dict(case.build.section).get("accumulation") == "layer_major"
     if rng.random() > 0.3 or blocks < 2:
         return nothing
-    if case.build.stage == 3 and (is_fresh or (is_by_layer and case.manner == "train_batch")):
+    if case.build.stage == 3 and (is_fresh or (is_by_layer and case.mode == "train_batch")):
         return nothing
     if model.recompute == "reentrant" and is_fresh:
         return nothing  # its hooks fire once a call: the first backward must be one with the most
@@ -407,7 +409,7 @@ def _fault(rng: random.Random, case: Case) -> tuple[str, bool] | None:
     has_gradient = model.embed != "none" and model.frozen in ("none", "head")
     if case.is_direct or not has_gradient or case.ranks > 1:
         return None
-    return kind, case.manner == "hand" and rng.random() < 0.5
+    return kind, case.mode == "hand" and rng.random() < 0.5
 
 
 def _inside_event(rng: random.Random, case: Case, *, is_poisoned: bool) -> Event:
@@ -431,7 +433,7 @@ def _after(rng: random.Random, case: Case, saved: bool) -> tuple[Event, ...]:
         build = None
         if kind == "reload":
             stage = _any_stage(rng, case)
-            build = _build(rng, case.ranks, stage, case.manner, case.bf16)
+            build = _build(rng, case.ranks, stage, case.mode, case.bf16)
             build = replace(build, zero_init=_zero_init(rng, case, build))
         events.append(Event(kind, rng.randrange(1000), round(rng.random(), 3), build))
     return tuple(events)

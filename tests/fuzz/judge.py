@@ -26,6 +26,7 @@ from fuzz.player import (
     set_gradient,
     set_values,
 )
+from fuzz.precision import autocasting, compute_dtype, copy_dtype
 from fuzz.reference import KINDS, Reference, Sums
 
 
@@ -43,7 +44,7 @@ class Judge:
         self.traces = traces
         self.reference = Reference(case)
         if kept is not None:
-            self.reference.state, self.reference.steps = kept
+            self.reference.state, self.reference.steps, self.reference.scale.state = kept
         self._position = 0
         self._where = "at the beginning"
         self._sums: dict[str, Sums] = {}
@@ -54,8 +55,8 @@ class Judge:
 
     @property
     def kept(self) -> Any:
-        """State and number of steps, for the job that follows this one."""
-        return self.reference.state, self.reference.steps
+        """State, number of steps and loss scale, for the job that follows this one."""
+        return self.reference.state, self.reference.steps, self.reference.scale.state
 
     def check(self) -> None:
         """All of it."""
@@ -128,7 +129,9 @@ class Judge:
         reference.take_weights()
         self._reset()
         traces = [trace.steps[number] for trace in self.traces]
-        if self.case.manner == "train_batch":
+        scales = {trace.loss_scale for trace in traces}
+        assert scales == {reference.scale.value}, f"{self._where}: loss scales {scales}"
+        if self.case.mode == "train_batch":
             self._global_batch(number, step, traces)
         else:
             self._by_hand(number, step, traces)
@@ -168,8 +171,9 @@ class Judge:
             self._add(loss / self.case.num_micro_batches)
 
     def _add(self, loss: torch.Tensor) -> None:
+        first = self._over_ranks if self._is_divided_first else 1.0
         for name, gradient in self.reference.gradients(loss).items():
-            self._sums[name].add(gradient)
+            self._sums[name].add(gradient * first)
 
     def _same_loss(self, what: str, actual: float, expected: torch.Tensor | float) -> None:
         value = float(expected.detach() if isinstance(expected, torch.Tensor) else expected)
@@ -215,20 +219,39 @@ class Judge:
         squares = sum(float(g.double().pow(2).sum()) for g in found.values())
         norm = math.sqrt(squares) * self._unscale if math.isfinite(squares) else squares
         is_finite = math.isfinite(norm)
-        assert is_finite is not self._is_poisoned, f"{self._where}: norm {norm}"
+        is_poisoned = self._is_poisoned or not all(s.is_finite for s in self._sums.values())
+        assert is_finite is not is_poisoned or self._may_overflow(), f"{self._where}: norm {norm}"
         skip = self.case.checks_overflow and not is_finite
         assert skips == [skip] * len(skips), f"{self._where}: skipped {skips}, norm {norm}"
-        if not self._is_poisoned:
+        if is_finite:
             for name, sums in self._sums.items():
                 self._same_gradient(name, found[name].float(), sums)
-        if skip:
-            return
-        self.reference.update(found, self._scale(traces, norm), traces[0])
+        if not skip:
+            self.reference.update(found, self._scale(traces, norm), traces[0])
+        self.reference.scale.end_step(skipped=skip)
+
+    def _may_overflow(self) -> bool:
+        """Whether sums of finite gradients may be more than fp16 holds, in one order or another."""
+        most = torch.finfo(torch.float16).max
+        is_fp16 = compute_dtype(self.case) == torch.float16
+        return is_fp16 and any(float(s.size.max()) > most / 4 for s in self._sums.values())
+
+    @property
+    def _over_ranks(self) -> float:
+        """What makes a mean over ranks of a sum."""
+        is_sum = self.case.mode == "train_batch" or self.case.op == "sum"
+        return 1.0 if is_sum else 1.0 / self.case.ranks
+
+    @property
+    def _is_divided_first(self) -> bool:
+        """In fp16 a mean is one before it is reduced: the sum might be infinite."""
+        return copy_dtype(self.case) == torch.float16
 
     @property
     def _unscale(self) -> float:
-        is_sum = self.case.manner == "train_batch" or self.case.op == "sum"
-        return 1.0 if is_sum else 1.0 / self.case.ranks
+        """By what reduced gradients are multiplied in the update."""
+        rest = 1.0 if self._is_divided_first else self._over_ranks
+        return rest / self.reference.scale.value
 
     def _reduced(self, traces: Sequence[StepTrace]) -> dict[str, torch.Tensor]:
         """The whole reduced gradients, of the ranks' shards, by name."""
@@ -318,7 +341,7 @@ class Judge:
             if loss is None:
                 continue
             torch.manual_seed(number)
-            with torch.no_grad():
+            with torch.no_grad(), autocasting(self.case):
                 expected = model(**batch_of(self.case, 900 + number, rank, 0, None))
             self._same_loss(f"of an evaluation on rank {rank}", loss, expected)
         model.train()
@@ -349,7 +372,8 @@ class Judge:
 
     def _judge_gradient(self, _event: Event) -> None:
         for name, value in self._next("gradient"):
-            self._same_gradient(name, value.flatten() / self._unscale, self._sums[name])
+            if self._sums[name].is_finite:
+                self._same_gradient(name, value.flatten() / self._unscale, self._sums[name])
 
     def _judge_safe_set(self, event: Event) -> None:
         name = self._next("safe_set")[0]

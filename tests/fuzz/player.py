@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.engines import built, device, environment
 from torch import nn
 
+from fuzz import precision
 from fuzz.cases import Build, Case, Event, OptimizerSpec, Step
 from fuzz.models import FuzzModel, UserError, make_inputs
 from hytrain.errors import AbortedBackwardError, HyTrainError, UnsupportedError
@@ -45,6 +46,7 @@ class StepTrace:
         outcome: (scale, norm, coefficient) or None: not decided on the host.
         skipped: step() has updated nothing.
         losses: of each micro-batch (or the global batch's).
+        loss_scale: before the step.
     """
 
     layout: int
@@ -53,6 +55,7 @@ class StepTrace:
     outcome: tuple[float, float, float] | None = None
     skipped: bool = False
     losses: list[Any] = field(default_factory=list)
+    loss_scale: float = 1.0
 
     def settle(self) -> None:
         """What is on the device comes to the host: at the end, since it waits."""
@@ -109,10 +112,7 @@ def config_of(case: Case, build: Build, rank: int) -> dict[str, Any]:
         "hytrain": section,
         **dict(build.top),
     }
-    if case.bf16:
-        config["bf16"] = {"enabled": True}
-        if case.check_overflow is not None:
-            config["bf16"]["check_grad_overflow"] = case.check_overflow
+    config.update(precision.sections(case))
     if case.accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": case.accum_dtype}
     if case.op is not None:
@@ -132,6 +132,8 @@ def _add_optimizer(config: dict[str, Any], spec: OptimizerSpec) -> None:
         keys = {"warmup_num_steps": 3, "warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2}
         config["scheduler"] = {"type": "WarmupLR", "params": keys}
     if spec.client:
+        if config.get("zero_force_ds_cpu_optimizer"):  # of torch's there is an error, as it says
+            del config["zero_force_ds_cpu_optimizer"]
         return
     lr, beta1, beta2, eps, decay = spec.groups[0]
     params = {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": decay}
@@ -182,7 +184,8 @@ class Player:
 
     def play(self) -> Trace:
         """All of it."""
-        with environment("HYTRAIN_DELAYS", self.case.delays), self._stack:
+        delays = environment("HYTRAIN_DELAYS", self.case.delays)
+        with precision.allowed(), delays, self._stack:
             try:
                 self._build(self.case.build, seed=9 if self.case.follows else 0)
             except HyTrainError as error:
@@ -280,7 +283,8 @@ class Player:
         if step.fault is not None:
             self._fail(*step.fault)
         self._recorded.clear()
-        if self.case.manner == "train_batch":
+        trace.loss_scale = self.engine.optimizer.loss_scale
+        if self.case.mode == "train_batch":
             self._train_batch(number, step, trace)
         else:
             self._by_hand(number, step, trace)
@@ -331,7 +335,9 @@ class Player:
             loss = model(**self.batch(number, micro, step))
             self._disturb(engine)
             if step.style in ("past", "module"):
-                loss.backward()
+                # As it is where nothing is scaled: refused else.
+                is_scaled = engine.optimizer.scaling.is_used
+                (engine.scale(loss) if is_scaled else loss).backward()
             else:
                 engine.backward(loss, retain_graph=step.style == "retain")
             return [loss]
@@ -378,7 +384,7 @@ class Player:
         self.model.fault = kind
         batch = batch_of(self.case, 77, self.rank, 0, None)
         try:
-            if self.case.manner == "train_batch":
+            if self.case.mode == "train_batch":
                 self.engine.train_batch(iter([batch] * 9), num_valid=lambda _batch: 1)
             self.engine.backward(self.engine(**batch))
         except UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Mapping
@@ -10,15 +11,16 @@ from typing import Any
 
 import torch
 from support.engines import device
+from support.reference_adam import read_moments, stored_moments
 from support.rounded_moments import rounding_of
 
+from fuzz import precision
 from fuzz.cases import Case, Step
 from fuzz.models import FuzzModel
 from fuzz.player import SINGLE, StepTrace, batch_of, dropout_seed, parameter_groups
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.moment_codes import read_moment, write_moment
 from hytrain.kernels.moments import zero_moment
-from hytrain.kernels.reference import read_moments, stored_moments
 from hytrain.model.moment_format import MomentFormat
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -32,18 +34,22 @@ class Sums:
         size: elementwise sum of absolute values.
         largest: of any element of any summand.
         summands: how many there are.
+        is_finite: no element of a summand is infinite or NaN.
     """
 
     total: torch.Tensor
     size: torch.Tensor
     largest: float = 0.0
     summands: int = 0
+    is_finite: bool = True
 
     def add(self, gradient: torch.Tensor) -> None:
         """One micro-batch's, fp32."""
         self.total += gradient
         self.size += gradient.abs()
-        self.largest = max(self.largest, float(gradient.abs().max()))
+        largest = float(gradient.abs().max())
+        self.is_finite = self.is_finite and math.isfinite(largest)
+        self.largest = max(self.largest, largest)
         self.summands += 1
 
 
@@ -52,7 +58,8 @@ class Reference:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.dtype = torch.bfloat16 if case.bf16 else torch.float32
+        self.dtype = precision.copy_dtype(case)
+        self.scale = precision.Scale(case)
         self._kind = MomentFormat(case.moments).kind
         self.model = FuzzModel(case.model, seed=0).to(device(), self.dtype)
         groups = parameter_groups(self.model, case.optimizer)
@@ -75,11 +82,11 @@ class Reference:
 
     def save(self) -> None:
         """A checkpoint."""
-        self._saved = copy.deepcopy((self.state, self.steps))
+        self._saved = copy.deepcopy((self.state, self.steps, self.scale.state))
 
     def load(self) -> None:
         """The last one."""
-        self.state, self.steps = copy.deepcopy(self._saved)
+        self.state, self.steps, self.scale.state = copy.deepcopy(self._saved)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -95,14 +102,17 @@ class Reference:
         found: list[torch.Tensor] = []
         for part in range(1 if step.style in SINGLE else 2):
             torch.manual_seed(dropout_seed(number, rank, micro, part))
-            found.append(self.model(**batch_of(self.case, number, rank, micro, step, part)))
+            # Autocast is the engine's; "module" goes past it.
+            is_past = step.style == "module"
+            with contextlib.nullcontext() if is_past else precision.autocasting(self.case):
+                found.append(self.model(**batch_of(self.case, number, rank, micro, step, part)))
         return found
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of one loss, fp32, flat, on the host; zeros where there is none."""
+        """Of one loss, scaled, fp32, flat, on the host; zeros where there is none."""
         self.model.zero_grad(set_to_none=True)
         if loss.requires_grad:
-            loss.backward()
+            (loss * self.scale.value).backward()
         return {
             name: torch.zeros_like(self.state[name][0])
             if parameter.grad is None
@@ -121,7 +131,7 @@ class Reference:
     @property
     def rounding(self) -> float:
         """Of the dtype in which gradients are summed."""
-        return torch.finfo(self.dtype).eps
+        return torch.finfo(precision.compute_dtype(self.case)).eps
 
     @property
     def noise(self) -> float:
@@ -132,7 +142,9 @@ class Reference:
         """
         if device().type == "cpu":
             return 2e-6
-        return 0.05 if self.case.bf16 else 1e-4
+        return {torch.float32: 1e-4, torch.float16: 0.01}.get(
+            precision.compute_dtype(self.case), 0.05
+        )
 
     def bound(self, sums: Sums) -> torch.Tensor:
         """How far a sum of gradients may be from this one, elementwise.
@@ -146,15 +158,19 @@ class Reference:
             uses = 4
         if model.shared or model.embed == "sparse":
             uses = 8
-        additions = sums.summands * uses - 1
+        # A division before the sum over ranks is one rounding more.
+        is_divided = precision.copy_dtype(self.case) == torch.float16 and self.case.ranks > 1
+        additions = sums.summands * uses - 1 + is_divided
         noise = self.noise * sums.largest
         spread = sums.size + (sums.largest if uses > 1 else 0.0)
-        return additions * self.rounding * spread + noise + 1e-30
+        # Below its smallest normal number fp16 rounds to multiples of its smallest.
+        least = torch.finfo(precision.compute_dtype(self.case)).smallest_normal * self.rounding
+        return additions * (self.rounding * spread + least) + noise + 1e-30
 
     def set_gradient(self, sums: Sums, value: torch.Tensor) -> None:
         """It has been replaced."""
         sums.total, sums.size = value.clone(), value.abs()
-        sums.largest, sums.summands = float(value.abs().max()), 1
+        sums.largest, sums.summands, sums.is_finite = float(value.abs().max()), 1, True
 
     # -- the update ------------------------------------------------------------------------------
 

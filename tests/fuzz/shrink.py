@@ -35,6 +35,7 @@ CASE = {
     "accum_dtype": None,
     "bf16": False,
     "moments": "fp32",
+    "precision": "",
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
 STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}

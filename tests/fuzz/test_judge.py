@@ -29,9 +29,9 @@ def _case() -> Case:
     case = next(
         case
         for case in (draw(seed, 1) for seed in range(1000))
-        if case.manner == "hand" and case.refusal is None and not case.is_direct
+        if case.mode == "hand" and case.refusal is None and not case.is_direct
         and case.model.frozen == "none" and case.clipping == 0.3 and not case.bf16
-        and case.build.stage == 2
+        and case.build.stage == 2 and not case.precision
     )  # fmt: skip
     own = (tuple(() for _ in case.micro_samples[0]),)
     steps = [Step(1.0, own, inside=((0, Event("gradient", 1)),)) for _ in range(2)]
@@ -83,6 +83,10 @@ def _change_scale(trace: Trace) -> None:
     trace.steps[1].outcome = (scale * 1.0001, norm, coefficient)
 
 
+def _change_loss_scale(trace: Trace) -> None:
+    trace.steps[1].loss_scale *= 2
+
+
 def _change_rate(trace: Trace) -> None:
     trace.steps[1].groups[0]["weight_decay"] += 0.1
 
@@ -103,6 +107,7 @@ CHANGES: dict[str, Callable[[Trace], None]] = {
     "loss": _change_loss,
     "norm": _change_norm,
     "scale": _change_scale,
+    "loss scale": _change_loss_scale,
     "hyper-parameter": _change_rate,
     "skip": _change_skip,
     "evaluation": _change_evaluation,
@@ -174,7 +179,7 @@ def test_everything_is_drawn() -> None:
     drawn = [draw(seed) for seed in range(6000)]
     assert {case.ranks for case in drawn} == {1, 2, 3}
     assert {case.build.stage for case in drawn} == {1, 2, 3}
-    assert {case.manner for case in drawn} == {"hand", "train_batch"}
+    assert {case.mode for case in drawn} == {"hand", "train_batch"}
     steps = [step for case in drawn for step in case.steps]
     assert {step.style for step in steps} == {*SINGLE, "two", "sum", "no_sync"}
     assert any(case.then is not None for case in drawn)

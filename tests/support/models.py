@@ -17,7 +17,7 @@ TRANSFORMERS = ("llama", "gpt2", "vit")
 
 
 def make_model(kind: str, *, seed: int = 0) -> nn.Module:
-    """A randomly initialized model: one of TRANSFORMERS, "t5", "mlp" or "borrowing"."""
+    """A randomly initialized model: one of TRANSFORMERS, "t5", "mlp", ..."""
     torch.manual_seed(seed)
     builders = {
         "llama": _llama,
@@ -27,6 +27,7 @@ def make_model(kind: str, *, seed: int = 0) -> nn.Module:
         "t5": _t5,
         "mlp": Mlp,
         "borrowing": Borrowing,
+        "partly_used": PartlyUsed,
     }
     return builders[kind]()
 
@@ -38,7 +39,7 @@ def make_batch(kind: str, number: int, device: torch.device | str = "cpu") -> di
         images = torch.randn(BATCH, 3, 16, 16, generator=generator)
         labels = torch.randint(0, 10, (BATCH,), generator=generator)
         return {"pixel_values": images.to(device), "labels": labels.to(device)}
-    if kind in ("mlp", "borrowing"):
+    if kind in ("mlp", "borrowing", "partly_used"):
         return {"inputs": torch.randn(BATCH, HIDDEN, generator=generator).to(device)}
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens}
@@ -158,6 +159,14 @@ class Mlp(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).float().pow(2).mean()
+
+
+class PartlyUsed(Mlp):
+    """Block 1 has a parameter that no forward uses: its layer never has all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_parameter("unused", nn.Parameter(torch.ones(HIDDEN)))
 
 
 class Borrowing(Mlp):

@@ -24,6 +24,7 @@ def random_problem(seed: int, *, layers: int = 4, gpus: tuple[int, ...] = (4, 4)
         for tp, size in product(DEGREES, (1, 2)):
             factor = size**0.9 / tp ** draw.uniform(0.5, 0.9)
             profiles[name, tp, size] = Times(
+                tuple(one * factor / 3 for one in base),
                 tuple(one * factor for one in base),
                 tuple(draw.uniform(0.1, 0.3) for _ in range(layers)),
             )

@@ -1,4 +1,4 @@
-"""For comparisons of fp16 with plain DeepSpeed, on a CPU."""
+"""fp16 and autocast: trainings whose gradients overflow, and plain DeepSpeed's beside them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+
+from support.engines import device
+from support.models import loss_of, make_batch, make_model
 
 
 @contextmanager
@@ -52,3 +56,52 @@ def scale_moves_after_the_step() -> Iterator[None]:
         patch.setattr(DeepSpeedZeroOptimizer, "_update_scale", lambda _s, o: overflows.append(o))
         patch.setattr(DeepSpeedZeroOptimizer, "step", late)
         yield
+
+
+def section_of(**keys: Any) -> dict[str, Any]:
+    """Of a configuration: fp16 with these keys of its section."""
+    return {"bf16": False, "fp16": {"enabled": True, **keys}}
+
+
+def scaled_loss(engine: Any, number: int, factor: float = 1.0) -> torch.Tensor:
+    """fp32, as libraries compute it; ``factor`` makes gradients overflow."""
+    return loss_of(engine(**make_batch("llama", number, device()))).float() * factor
+
+
+DYNAMIC = [
+    {"initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1},
+    {"initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 2},
+    {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 3,
+     "consecutive_hysteresis": True},
+]  # fmt: skip
+STATIC = {"loss_scale": 128.0}
+LR = 1e-3
+
+
+@contextmanager
+def plain_zero2(config: dict[str, Any]) -> Iterator[Any]:
+    """DeepSpeed's ZeRO-2 of its own, with torch's AdamW on the device."""
+    import deepspeed
+
+    config = {key: value for key, value in config.items() if key not in ("hytrain", "optimizer")}
+    config["zero_optimization"] = {"stage": 2}
+    model = make_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Any, steps: int, accumulation: int = 1) -> list[tuple[float, int, float]]:
+    """Scale, skipped steps and loss after each step; every seventh one's gradient overflows."""
+    found: list[tuple[float, int, float]] = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            overflows = step % 7 == 5 and micro == 0
+            loss = scaled_loss(engine, step * accumulation + micro, 1e9 if overflows else 1.0)
+            engine.backward(loss)
+            engine.step()
+        found.append((float(engine.optimizer.cur_scale), engine.skipped_steps, loss.item()))
+    return found

@@ -13,7 +13,7 @@ import torch
 from hytrain.kernels.cpu_adam import Gradient, commit
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import EightBit, Moment, Rounding
-from hytrain.kernels.reference import read_moments, stored_moments
+from support.reference_adam import read_moments, stored_moments
 
 
 def rounding_of(name: str, first_index: int, seed: int = 0) -> Rounding:

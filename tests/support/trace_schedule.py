@@ -51,6 +51,8 @@ class Schedule:
     """A line of user code that synchronizes at the end of each step."""
     user_function: str = "log (train.py:12)"
     with_launches: bool = True
+    slots: int = 0
+    """Pinned memory for so many gradients, each kept until the layer's next update; 0: enough."""
     peaks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     power: float | None = None
 
@@ -82,6 +84,9 @@ class Rank:
         self.issued: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.step_ends: dict[int, int] = {}
+        self.free = [(START, slot) for slot in range(schedule.slots)]
+        self.pending: dict[int, int] = {}
+        """Layer -> slot of its last gradient."""
 
     def span(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None:
         args = {key: value for key, value in args.items() if value is not None}
@@ -125,11 +130,20 @@ class Rank:
 
     def gradient(self, step: int, layer: int, ready: int) -> None:
         """Copies a layer's gradient and updates the layer."""
+        slot = None
+        if self.free:
+            free, slot = min(self.free)
+            self.free.remove((free, slot))
+            ready = max(ready, free)
         begin = max(self.d2h, ready) + self.takes(LATE_D2H, step, layer)
         self.d2h = self.gradients[layer] = begin + self.takes(D2H, step, layer)
-        args = {"layer": layer, "step": step, "bytes": 2_000_000}
+        args = {"layer": layer, "step": step, "bytes": 2_000_000, "slot": slot}
         self.span(names.D2H, f"gradient layer {layer}", begin, self.d2h, **args)
         self.update(step, layer, self.d2h, "commit_then_preview")
+        if slot is not None:
+            if layer in self.pending:
+                self.free.append((self.cpu, self.pending[layer]))
+            self.pending[layer] = slot
 
     def update(self, step: int, layer: int, ready: int, task: str) -> None:
         begin = max(self.cpu, ready) + self.takes(STARVED, step, layer)

@@ -14,9 +14,11 @@ from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_
 from hytrain.tools import cli
 from hytrain.tools.doctor.findings import (
     Finding,
+    NumaFacts,
     Rates,
     core_findings,
     memory_findings,
+    numa_findings,
     rate_findings,
     version_findings,
 )
@@ -67,6 +69,7 @@ def test_a_server_is_as_it_should_be(tmp_path: Path) -> None:
     findings = [
         *version_findings(VERSIONS, "avx512"),
         *core_findings(tree, FREE, 8),
+        *numa_findings(tree, FREE, NumaFacts()),
         *memory_findings(tree, FREE, 8),
         *rate_findings(RATES),
     ]
@@ -94,10 +97,20 @@ def test_cpusets_and_ranks(cores: int, ranks: int, verdict: str, tmp_path: Path)
 def test_numa(tmp_path: Path) -> None:
     tree = _machine(tmp_path, nodes=2)
     assert tree.numa_nodes()[1] == NumaNode(1, list(range(32, 64)), 256 * GIB)
-    assert _by_name(list(core_findings(tree, FREE, 1)))["NUMA"].verdict == "note"
     bound = replace(FREE, usable_cores=frozenset(range(32, 40)))
-    finding = _by_name(list(core_findings(tree, bound, 1)))["NUMA"]
-    assert (finding.verdict, finding.seen) == ("good", "2 nodes, this process on 1")
+    seen = [
+        (FREE, NumaFacts((0, 1), {0: 1.0, 1: 0.99}), "good", "go to a node"),
+        (FREE, NumaFacts((0, 1), {0: 1.0, 1: 0.2}), "note", "touched on node 1 lies elsewhere"),
+        (FREE, NumaFacts((0, None)), "note", "not told"),
+        (bound, NumaFacts((1, 1)), "good", ""),
+        (bound, NumaFacts((0, 0)), "note", "none of the GPUs"),
+        (bound, NumaFacts(), "good", ""),
+    ]
+    for limits, facts, verdict, words in seen:
+        (finding,) = numa_findings(tree, limits, facts)
+        assert finding.verdict == verdict
+        assert words in finding.advice
+    assert finding.seen == "2 nodes, this process on 1"
 
 
 def test_limits_of_memory(tmp_path: Path) -> None:
@@ -121,7 +134,7 @@ def test_limits_of_memory(tmp_path: Path) -> None:
 
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
-    findings = _by_name([*core_findings(tree, FREE, 1), *memory_findings(tree, FREE, 1)])
+    findings = _by_name([*numa_findings(tree, FREE, NumaFacts()), *memory_findings(tree, FREE, 1)])
     assert findings["NUMA"].seen == "one node"
     assert findings["huge pages"].verdict == "note"
 
@@ -161,6 +174,7 @@ def test_the_table_fits(tmp_path: Path) -> None:
         [
             *version_findings({}, "scalar"),
             *core_findings(tree, limits, 8),
+            *numa_findings(tree, limits, NumaFacts((0,) * 8, {0: 0.1})),
             *memory_findings(tree, limits, 8),
             *rate_findings(bad),
         ]

@@ -36,6 +36,7 @@ struct Span {
     std::int64_t end_ns = 0;
     std::int64_t bytes = 0;     // copied; of a pass, read from and written to memory
     std::int64_t elements = 0;  // of a pass
+    std::int32_t slot = -1;     // that a gradient is copied into; no two at a time share a number
 };
 
 class SpanRing {
@@ -69,6 +70,7 @@ class SpanRing {
             pack(span.layer, span.chunk),
             pack(span.step, static_cast<std::int32_t>(static_cast<std::uint32_t>(span.kind) << 16U |
                                                       span.thread)),
+            pack(span.slot, 0),
         };
         for (std::size_t i = 0; i < kWords; ++i) {
             // Released: who sees the word must see the odd number that says it is being written.
@@ -108,7 +110,7 @@ class SpanRing {
     }
 
    private:
-    static constexpr std::size_t kWords = 6;
+    static constexpr std::size_t kWords = 7;
     // Words are atomic as a reader may look at them while they are overwritten; it then sees by
     // `turn` that what it has read is none.
     struct Cell {
@@ -146,6 +148,7 @@ class SpanRing {
         span.step = high(words[5]);
         span.kind = static_cast<SpanKind>(low(words[5]) >> 16U);
         span.thread = static_cast<std::uint16_t>(low(words[5]) & 0xFFFFU);
+        span.slot = high(words[6]);
         return Found::kWhole;
     }
 

@@ -301,7 +301,7 @@ class UpdateWorker {
     void trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk, bool sends,
                     std::int64_t begin_ns, std::int64_t end_ns);
     void trace_copy(SpanKind kind, const Place& place, EventHandle begin, EventHandle end,
-                    std::int64_t bytes);
+                    std::int64_t bytes, std::int32_t slot = -1);
     GradientStep gradient_step(const Layer& layer, const Chunk& chunk, int slot,
                                const StepRecord& record) const;
     template <typename Function>

@@ -57,6 +57,10 @@ class HyTrain(System):
         statistics = self._engine.step_statistics()
         return None if statistics is None else dataclasses.asdict(statistics)
 
+    def set_gpu_fraction(self, fraction: float) -> None:
+        """From the next step on."""
+        self._engine.set_gpu_fraction(fraction)
+
     def drain(self) -> None:
         self._engine.synchronize()
 

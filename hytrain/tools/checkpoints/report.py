@@ -60,9 +60,9 @@ def _advice(folder: Path, kinds: set[Kind]) -> list[str]:
         ]
     if "deepspeed" in kinds:
         lines.append(
-            f"Resume plain DeepSpeed's here after: python -m deepspeed.checkpoint.ds_to_universal "
-            f"--input_folder {folder}/TAG --output_folder {folder}/TAG_universal "
-            "--inject_missing_state"
+            "Plain DeepSpeed's load here as they are, and are converted then; large ones before: "
+            f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder}/TAG "
+            f"--output_folder {folder}/TAG_universal --inject_missing_state"
         )
     if "unfinished" in kinds:
         lines.append("What broken-off saves have left is removed by the next save.")

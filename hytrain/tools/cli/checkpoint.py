@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 
@@ -35,7 +36,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     )
     verdicts = [verify(folder) for folder in folders]
     if arguments.json:
-        print(json.dumps([verdict.to_json() for verdict in verdicts], indent=2))
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     else:
         print("\n".join(verdict_text(verdict) for verdict in verdicts))
     return 0 if verdicts and all(verdict.problem is None for verdict in verdicts) else 1
@@ -51,7 +52,7 @@ def _info(arguments: argparse.Namespace) -> int:
         one = locate(given, None)  # a checkpoint's own folder, or the error that there is none
         facts = [fact for fact in describe_folder(one.parent) if fact.tag == one.name]
     if arguments.json:
-        print(json.dumps([fact.to_json() for fact in facts], indent=2))
+        print(json.dumps([asdict(fact) for fact in facts], indent=2))
     else:
         print(folder_text(given, facts))
     return 0

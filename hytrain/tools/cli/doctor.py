@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from hytrain.tools.cli.arguments import positive_int
@@ -37,7 +38,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             "folder for checkpoints as --folder"
         ) from error
     if arguments.json:
-        print(json.dumps([finding.to_json() for finding in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         print(report_text(findings))
     return 1 if any(finding.verdict == "bad" for finding in findings) else 0

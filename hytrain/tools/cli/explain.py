@@ -174,6 +174,7 @@ def _draw(arguments: argparse.Namespace, rows: Any, costs: Any, title: str) -> N
 def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) -> int:
     from hytrain.config import SECTION, HyTrainConfig
     from hytrain.tools.explain import config_estimate as outlook
+    from hytrain.tools.explain.candidates import candidate_rows
     from hytrain.tools.explain.config_words import config_words
     from hytrain.tools.explain.training_form import read_form
 
@@ -215,7 +216,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
     else:
         print(fold(f"{words}\n\n{outlook.explain_model(decision, sizes, rates)}"))
     if arguments.png is not None:
-        _draw(arguments, outlook.estimated_rows(decision), costs, "estimated step time over k")
+        _draw(arguments, candidate_rows(decision), costs, "estimated step time over k")
     return 0
 
 

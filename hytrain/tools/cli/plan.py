@@ -14,7 +14,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 from hytrain.formats.text_table import fold
-from hytrain.tools.cli import plan_hybrid
+from hytrain.tools.cli import plan_hybrid, plan_pools
 from hytrain.tools.cli.arguments import (
     DTYPES,
     add_library,
@@ -53,10 +53,12 @@ def add(plan: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
-    subjects = plan.add_subparsers(metavar="[uneven | hybrid]")
+    subjects = plan.add_subparsers(metavar="[uneven | hybrid | pools]")
     _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
     words = "pipeline x data x tensor parallel over GPUs of several types"
     plan_hybrid.add(subjects.add_parser("hybrid", help=words), own)
+    words = "a pipeline over pools of GPUs in several zones, some of which may stay unused"
+    plan_pools.add(subjects.add_parser("pools", help=words), own)
 
 
 def _add_subject(group: Any) -> None:

@@ -143,11 +143,11 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuses arguments that mean nothing here, and files that cannot be written.
+def refuse_others(defaults: Mapping[str, Any], arguments: argparse.Namespace, subject: str) -> None:
+    """Refuses arguments of `hytrain plan` before its subject, which mean nothing to that.
 
     Raises:
-        ConfigError: such an argument or file.
+        ConfigError: there is one.
     """
     own = ("run", "json", "out")
     given = [
@@ -156,7 +156,16 @@ def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
         if name not in own and getattr(arguments, name) != value
     ]
     if given:
-        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan hybrid`: leave it out")
+        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan {subject}`: leave it out")
+
+
+def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Refuses arguments that mean nothing here, and files that cannot be written.
+
+    Raises:
+        ConfigError: such an argument or file.
+    """
+    refuse_others(defaults, arguments, "hybrid")
     if arguments.method != "exact" and (arguments.gap or arguments.seconds is not None):
         raise ConfigError(f"--gap and --seconds are of the exact search, not of {arguments.method}")
     if arguments.case is not None and (arguments.gbs or arguments.bandwidth):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hytrain.formats.moment_kinds import FP32, MOMENTS, state_bytes_each
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
@@ -18,6 +18,7 @@ _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
 """Of reads and writes by all cores: a laptop's memory has twice that."""
 _LEAST_OF_SWEEP = 0.6
+_MOST_IN_PLACE = 0.9
 _SLOW_PINNED = 8.0
 """GB/s: half of what PCIe 3.0 carries."""
 
@@ -37,9 +38,6 @@ class Finding:
     seen: str
     verdict: Verdict
     advice: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[Finding]:
@@ -61,7 +59,7 @@ def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[F
 
 
 def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:
-    """Cores, threads and NUMA.
+    """Cores and threads.
 
     Args:
         tree: the host's.
@@ -87,23 +85,51 @@ def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator
         advice = "launchers set it for torch's own threads; hytrain's updates choose theirs "
         advice += "(offload.cpu_threads)"
         yield Finding("OMP_NUM_THREADS", text, "good", advice if text == "1" else "")
-    yield from _numa(tree, limits)
 
 
-def _numa(tree: HostTree, limits: ProcessLimits) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class NumaFacts:
+    """What was found out of a host's nodes.
+
+    Attributes:
+        gpu_nodes: each GPU's; None: the kernel does not tell.
+        placed: for each node that this process can run on, the share of the memory touched there
+            that lies there; empty: not known.
+    """
+
+    gpu_nodes: Sequence[int | None] = ()
+    placed: Mapping[int, float] = field(default_factory=dict[int, float])
+
+
+def numa_findings(tree: HostTree, limits: ProcessLimits, facts: NumaFacts) -> Iterator[Finding]:
+    """Whether updates run, and have their memory, near the GPUs."""
     nodes = tree.numa_nodes()
     if len(nodes) < 2:
         yield Finding("NUMA", "one node", "good")
         return
-    mine = [node for node in nodes if limits.usable_cores & set(node.cores)]
-    seen = f"{len(nodes)} nodes, this process on " + ", ".join(str(node.number) for node in mine)
-    if len(mine) == 1:
-        yield Finding("NUMA", seen, "good")
-    else:
-        advice = "memory is placed where it is first touched, and half of an update's may be far: "
-        advice += "bind each rank to its GPU's node (deepspeed --bind_cores_to_rank, or numactl "
-        advice += "--cpunodebind=N --membind=N)"
+    mine = [node.number for node in nodes if limits.usable_cores & set(node.cores)]
+    seen = f"{len(nodes)} nodes, this process on {', '.join(map(str, mine))}"
+    known = [str(node) for node in facts.gpu_nodes if node is not None]
+    if known:
+        seen += f", GPUs on {', '.join(known)}"
+    astray = [node for node, share in facts.placed.items() if share < _MOST_IN_PLACE]
+    if astray:
+        advice = f"memory touched on node {astray[0]} lies elsewhere: a policy of the process "
+        advice += "(numactl --membind, --interleave) holds, or the node is full"
         yield Finding("NUMA", seen, "note", advice)
+    elif len(mine) > 1 and len(known) == len(facts.gpu_nodes):
+        advice = "each rank's updates and their memory go to a node, its GPU's if it can be "
+        yield Finding("NUMA", seen, "good", advice + "(offload.numa)")
+    elif len(mine) > 1:
+        advice = "the GPUs' nodes are not told: ranks are dealt out to the nodes; who knows better "
+        advice += "binds them (numactl --cpunodebind=N)"
+        yield Finding("NUMA", seen, "note", advice)
+    elif known and str(mine[0]) not in known:
+        advice = "this process is bound to a node that has none of the GPUs: copies and updates "
+        advice += "cross the nodes' link; bind it to its GPU's, or not at all"
+        yield Finding("NUMA", seen, "note", advice)
+    else:
+        yield Finding("NUMA", seen, "good")
 
 
 def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:

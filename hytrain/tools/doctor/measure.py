@@ -12,14 +12,19 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.sync import sync_files
+from hytrain.hardware.host_tree import HostTree
+from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address
+from hytrain.kernels.host_memory import host_zeros
 from hytrain.offload.threads import choose_threads
-from hytrain.tools.doctor.findings import Rates
+from hytrain.tools.doctor.findings import NumaFacts, Rates
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.rates import copy_rates, cpu_rates
 
 _SECONDS = 0.3
 _FILE_BYTES = 64 * 2**20
 _FSYNCS = 7
+_PLACED_ELEMENTS = 2**22
+"""16 MiB, touched on each node."""
 
 
 def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
@@ -60,6 +65,22 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
         folder=str(folder),
         free_bytes=shutil.disk_usage(folder).free,
     )
+
+
+def numa_facts(tree: HostTree, usable: frozenset[int]) -> NumaFacts:
+    """Where the GPUs are, and where memory comes to lie that is touched on each node."""
+    gpu_nodes: list[int | None] = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        address = pci_address(torch.device("cuda", number))
+        gpu_nodes.append(None if address is None else tree.pci_node(address))
+    placed: dict[int, float] = {}
+    nodes = node_cores(None, usable, tree).nodes
+    for number, cores in nodes.items() if len(nodes) > 1 else ():
+        memory = call_on(cores, lambda: host_zeros(_PLACED_ELEMENTS, touch_threads=2))
+        pages = nodes_of_memory(memory.data_ptr())
+        if pages:
+            placed[number] = pages.get(number, 0) / sum(pages.values())
+    return NumaFacts(gpu_nodes, placed)
 
 
 def _disk_rates(folder: Path) -> tuple[float, float]:

@@ -13,10 +13,11 @@ from hytrain.tools.doctor.findings import (
     Finding,
     core_findings,
     memory_findings,
+    numa_findings,
     rate_findings,
     version_findings,
 )
-from hytrain.tools.doctor.measure import measure_rates
+from hytrain.tools.doctor.measure import measure_rates, numa_facts
 
 _WORDS = {"good": "", "note": "note", "bad": "BAD"}
 
@@ -39,6 +40,7 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
     return [
         *version_findings(versions, _C.active_isa()),
         *core_findings(tree, limits, ranks),
+        *numa_findings(tree, limits, numa_facts(tree, limits.usable_cores)),
         *memory_findings(tree, limits, ranks),
         *rate_findings(rates),
     ]

@@ -15,6 +15,11 @@ MeasuredAt = Callable[[int], "Median | None"]
 """What was measured with a number of GPU layers."""
 
 
+def not_measured(gpu_layers: int) -> Median | None:
+    """Of an estimate: no step was made."""
+    del gpu_layers
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateRow:
     """One number of GPU layers: predicted, measured, and whether it fits.
@@ -52,7 +57,9 @@ class CandidateRow:
     is_closed_form: bool
 
 
-def candidate_rows(decision: Decision, measured_at: MeasuredAt) -> list[CandidateRow]:
+def candidate_rows(
+    decision: Decision, measured_at: MeasuredAt = not_measured
+) -> list[CandidateRow]:
     """A row for each number of GPU layers, 0..L."""
     num_layers = decision.num_layers
     candidates = _predicted(decision)

@@ -13,14 +13,13 @@ from hytrain.placement.memory import bounds, check_fits, gpu_reserve, host_reser
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.solve import solve
-from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
+from hytrain.tools.explain.candidates import candidate_rows, not_measured
 from hytrain.tools.explain.decision_report import (
     candidates_text,
     costs_text,
     decision_json,
     memory_text,
 )
-from hytrain.tools.explain.history import Median
 from hytrain.tools.explain.rates import Rates
 
 _GIB = 1024**3
@@ -169,11 +168,6 @@ def expected_decision(
     )
 
 
-def _not_measured(gpu_layers: int) -> Median | None:
-    del gpu_layers
-    return None
-
-
 def explain_model(decision: Decision, sizes: ModelSizes, rates: Rates) -> str:
     """Sizes, memory and the estimate, for people."""
     total = sum(sizes.parameters)
@@ -205,7 +199,7 @@ def explain_model(decision: Decision, sizes: ModelSizes, rates: Rates) -> str:
     choice = (
         f"{target} of {num_layers} layers on the GPU, {decision.predicted_seconds:.3f} s a step"
     )
-    rows = candidates_text(estimated_rows(decision))
+    rows = candidates_text(candidate_rows(decision))
     assert decision.costs is not None
     parts = [
         f"Model: {sizes.source}: {total / 1e6:,.1f} M parameters in {num_layers} layers{of_rank}.",
@@ -240,10 +234,5 @@ def model_json(decision: Decision, sizes: ModelSizes, rates: Rates) -> dict[str,
         "is_estimate": True,
         "rates": {**asdict(rates), "gpu_updates_per_s": GPU_UPDATES_PER_SECOND},
         "predicted_seconds": decision.predicted_seconds,
-        **decision_json(decision, _not_measured, _columns_of(decision)),
+        **decision_json(decision, not_measured, _columns_of(decision)),
     }
-
-
-def estimated_rows(decision: Decision) -> list[CandidateRow]:
-    """The candidates of an estimate."""
-    return candidate_rows(decision, _not_measured)

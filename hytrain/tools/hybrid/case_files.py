@@ -71,6 +71,22 @@ class Fields:
         where = f"{self.where}.{name}" if self.where else name
         return Fields(self.path, self._value(name), where)
 
+    def parts(self, name: str) -> list[Fields]:
+        """A list of objects, one or more."""
+        values = self._list(name)
+        where = f"{self.where}.{name}" if self.where else name
+        return [Fields(self.path, one, f"{where}[{i}]") for i, one in enumerate(values)]
+
+    def length(self, name: str) -> int:
+        """Of a list, 1 or more."""
+        return len(self._list(name))
+
+    def _list(self, name: str) -> list[Any]:
+        values = self._value(name)
+        if not isinstance(values, list) or not values:
+            raise self.refuse(name, f"must be a list of one or more, not {values!r}")
+        return values
+
     def number(self, name: str, *, least: float = 0.0, above: bool = False) -> float:
         """A finite number of at least ``least``, or above it."""
         return self._number(name, self._value(name), least, above)

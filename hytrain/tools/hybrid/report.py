@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def result_text(problem: Problem, result: Result, method: str) -> str:
         proof = "nothing is known about better plans: this search has no bound"
     lines = [
         f"{result.cost:.3f} ms a step of {problem.gbs} samples, simulated from profiles; {proof}",
-        f"{record.micro_batches} micro-batches; nodes in the order {', '.join(record.order)}; "
+        f"{record.micro_batches} micro-batches; nodes in the order {_listed(record.order)}; "
         f"tensor parallel groups as fast as their {record.tp_speed} GPU",
         "",
         *align(_rows(record), left=(1, 5)),
@@ -79,7 +80,7 @@ def _rows(record: HybridPlanFile) -> list[list[str]]:
         rows.append(
             [
                 str(number),
-                ", ".join(f"{count} {name}" for name, count in stage.devices.items()),
+                _listed(f"{count} {name}" for name, count in stage.devices.items()),
                 f"{stage.first_layer} to {stage.stop_layer - 1}",
                 str(stage.dp),
                 str(stage.tp),
@@ -90,6 +91,12 @@ def _rows(record: HybridPlanFile) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names of types may have commas of their own."""
+    listed = list(names)
+    return ("; " if any("," in name for name in listed) else ", ").join(listed)
 
 
 def _samples(split: tuple[int, ...]) -> str:
@@ -111,7 +118,7 @@ def _ranking(problem: Problem, result: Result) -> list[list[str]]:
             [
                 str(number),
                 f"{one.cost:.3f}",
-                ", ".join(plan.order),
+                _listed(plan.order),
                 ", ".join(map(str, plan.groups)),
                 str(plan.micro_batches),
                 ", ".join(f"{dp} x {tp}" for dp, tp in plan.strategies),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TypeVar, cast
 
@@ -40,7 +40,7 @@ _PREFETCH_VARIANTS = (0, 128, 256, 512, 1024)
 _BLOCK_VARIANTS = (4096, 16384, 65536)
 
 
-_Item = TypeVar("_Item")
+_Subject = TypeVar("_Subject")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,26 +78,29 @@ class BenchOptions:
         return tuple(sorted({max(1, -(-cores * quarter // 4)) for quarter in (1, 2, 3, 4)}))
 
 
-def _time_once(run: Run, num_threads: int) -> float:
-    begin = time.perf_counter()
-    run(num_threads)
-    return time.perf_counter() - begin
-
-
-def _shuffled(items: Iterable[_Item], seed: int) -> list[_Item]:
-    """In another order each round: who runs first after a larger team of threads, or finds its
-    arrays partly cached, must not always be the same subject.
-    """
-    ordered = list(items)
-    random.Random(seed).shuffle(ordered)
-    return ordered
-
-
-def _best_threads(seconds: dict[int, list[float]]) -> tuple[int, float]:
-    """The thread count with the smallest median, and that median."""
-    medians = {threads: statistics.median(values) for threads, values in seconds.items()}
-    best = min(medians, key=lambda threads: medians[threads])
-    return best, medians[best]
+def _measure(
+    options: BenchOptions, subjects: Iterable[_Subject], prepare: Callable[[_Subject], Run]
+) -> dict[_Subject, tuple[int, float]]:
+    """For each subject the thread count with the smallest median, and that median."""
+    seconds = {subject: {t: list[float]() for t in options.threads()} for subject in subjects}
+    for round_index in range(options.num_rounds + 1):
+        turns = list(product(options.threads(), seconds))
+        # In another order each round: who runs first after a larger team of threads, or finds its
+        # arrays partly cached, must not always be the same subject.
+        random.Random(round_index).shuffle(turns)
+        for threads, subject in turns:
+            run = prepare(subject)
+            begin = time.perf_counter()
+            run(threads)
+            elapsed = time.perf_counter() - begin
+            if round_index > 0:
+                seconds[subject][threads].append(elapsed)
+    best: dict[_Subject, tuple[int, float]] = {}
+    for subject, by_threads in seconds.items():
+        medians = {threads: statistics.median(values) for threads, values in by_threads.items()}
+        threads = min(medians, key=lambda threads: medians[threads])
+        best[subject] = threads, medians[threads]
+    return best
 
 
 def _figures(name: str, num_elements: int, num_threads: int, seconds: float) -> dict[str, float]:
@@ -123,18 +126,9 @@ def run_bench(options: BenchOptions) -> dict[str, object]:
         with_others=options.with_others,
     )
     present = {name: run for name, run in subjects.items() if run is not None}
-    seconds = {name: {t: list[float]() for t in options.threads()} for name in present}
-    for round_index in range(options.num_rounds + 1):
-        for threads, (name, run) in _shuffled(
-            product(options.threads(), present.items()), round_index
-        ):
-            elapsed = _time_once(run, threads)
-            if round_index > 0:
-                seconds[name][threads].append(elapsed)
+    best = _measure(options, present, lambda name: present[name])
     result: dict[str, object] = {
-        name: _figures(name, num_elements, *_best_threads(seconds[name]))
-        if name in present
-        else None
+        name: _figures(name, num_elements, *best[name]) if name in best else None
         for name in subjects
     }
     result["machine"] = {
@@ -193,34 +187,20 @@ def run_variants(options: BenchOptions) -> dict[str, object]:
     arrays = Arrays.random(num_elements)
     runs = {flag: our_subjects(arrays, non_temporal=flag) for flag in (False, True)}
     isa, tuning = _C.active_isa(), _C.tuning()
-    variants = _variants([isa])
-    seconds = {
-        (variant, name): {t: list[float]() for t in options.threads()}
-        for variant, name in product(variants, OURS)
-    }
+
+    def prepare(subject: tuple[Variant, str]) -> Run:
+        variant, name = subject
+        variant.apply()
+        return runs[variant.non_temporal][name]
+
     try:
-        for round_index in range(options.num_rounds + 1):
-            for threads, variant, name in _shuffled(
-                product(options.threads(), variants, OURS), round_index
-            ):
-                variant.apply()
-                elapsed = _time_once(runs[variant.non_temporal][name], threads)
-                if round_index > 0:
-                    seconds[variant, name][threads].append(elapsed)
+        best = _measure(options, product(_variants([isa]), OURS), prepare)
     finally:
         _C.set_isa(isa)
         _C.set_tuning(tuning)
     rows = [
-        {
-            "subject": name,
-            "isa": variant.isa,
-            "prefetch_elements": variant.prefetch_elements,
-            "block_elements": variant.block_elements,
-            "dynamic_schedule": variant.dynamic_schedule,
-            "non_temporal": variant.non_temporal,
-            **_figures(name, num_elements, *_best_threads(by_threads)),
-        }
-        for (variant, name), by_threads in seconds.items()
+        {"subject": name, **asdict(variant), **_figures(name, num_elements, *found)}
+        for (variant, name), found in best.items()
     ]
     described = {**machine.describe(), "num_elements": num_elements}
     return {"variants": rows, "machine": described}

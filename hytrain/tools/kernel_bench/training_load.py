@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 
@@ -44,12 +43,7 @@ class TrainingLoad:
         self._launcher.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._over.set()
         if self._launcher is not None:
             self._launcher.join()

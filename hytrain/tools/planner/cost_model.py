@@ -56,7 +56,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -260,40 +260,7 @@ class Columns:
 
     def take(self, rows: Ints) -> Columns:
         """Of some of the loads."""
-        return Columns(
-            compute=self.compute[rows],
-            edge=self.edge[rows],
-            room=self.room[rows],
-            end_room=self.end_room[rows],
-            offloaded=self.offloaded[rows],
-            slope=self.slope[rows],
-            hidden=self.hidden[rows],
-        )
-
-
-def gpu_capacity(
-    problem: PlanProblem,
-    gpu: GpuProfile,
-    columns: Columns,
-    step: float,
-    on_cpu: Floats | float = 0.0,
-) -> Floats:
-    """Parameters of state that a GPU can keep and update in a step of so many seconds.
-
-    The CPU-placed part of the shard takes room, too. Negative where nothing fits.
-    """
-    sharded = problem.sharded_bytes
-    each = problem.gpu_state_bytes + sharded
-    room = np.minimum(
-        (columns.room - sharded * on_cpu) / each,
-        (columns.end_room - sharded * on_cpu) / (each + problem.waiting_bytes),
-    )
-    time = step - columns.compute
-    most = np.minimum(room, time * gpu.update_rate)
-    if problem.offload_param:
-        left = time[:, None] + columns.hidden - columns.slope * np.reshape(on_cpu, (-1, 1))
-        most = np.minimum(most, (left / (columns.slope + 1.0 / gpu.update_rate)).min(axis=1))
-    return most
+        return Columns(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 def cpu_capacity(

@@ -51,6 +51,8 @@ def plan_text(
     parts = [_devices(problem), "", "plan", _ranks(problem, plan), _summary(problem, plan, own)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
+        if plan.gap > plan.limits_gap + 1e-3:
+            parts[-1] += f" (by the limits alone {max(0.0, plan.limits_gap):.1%})"
     parts += _clipped_words(plan) + _mode_words(plan) + _unfilled_words(problem, plan)
     if without_offload is not None:
         parts.append(

@@ -118,13 +118,19 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By what share the step may be longer than the best, by the lines."""
-        return self.step_seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+        """By what share the predicted step may be longer than that of any other plan.
+
+        A plan's prediction is never shorter than its step by the lines, nor that than the bound.
+        """
+        return self._above_bound(self.predicted_seconds)
 
     @property
-    def search_gap(self) -> float:
-        """Likewise the shortest step that was found: how well the lines were searched."""
-        return self.shortest_step / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+    def limits_gap(self) -> float:
+        """Likewise by the lines alone."""
+        return self._above_bound(self.step_seconds)
+
+    def _above_bound(self, seconds: float) -> float:
+        return seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)

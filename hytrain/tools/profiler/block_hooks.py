@@ -36,7 +36,7 @@ class BlockHooks:
         Args:
             blocks: in the order of their forwards.
         """
-        self.tell: Callable[[Point], None] = _ignore
+        self.tell: Callable[[Point], None] = ignore
         """Called at each point but BEGIN, LOSS and END, on whatever thread comes there."""
         self.boundary_bytes = 0
         """Of the last block's input, as far as it needs a gradient; known after a pass."""
@@ -53,7 +53,7 @@ class BlockHooks:
             handle.remove()
         self._handles.clear()
         # Whoever is told holds these hooks, as a rule: a cycle that would keep the model.
-        self.tell = _ignore
+        self.tell = ignore
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -81,8 +81,8 @@ class BlockHooks:
         tensor.register_hook(hook)
 
 
-def _ignore(point: Point) -> None:
-    pass
+def ignore(point: Point) -> None:
+    """Where nobody wants to be told."""
 
 
 def _with_gradient(value: object) -> Iterator[torch.Tensor]:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from hytrain.placement.step_timer import Clock
-from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, BlockHooks, Point, Recomputation
+from hytrain.tools.profiler.block_hooks import (
+    BEGIN,
+    END,
+    LOSS,
+    BlockHooks,
+    Point,
+    Recomputation,
+    ignore,
+)
 from hytrain.tools.profiler.gradient_sink import GradientSink
 from hytrain.tools.profiler.layer_samples import (
     TURNS,
@@ -75,12 +83,12 @@ class LayerBench:
             ConfigError: the blocks are not called one after another.
         """
         batch = self._batch(size)
-        self._pass(batch, TURNS[0], self._ignore)  # libraries choose and compile their kernels
+        self._pass(batch, TURNS[0], ignore)  # libraries choose and compile their kernels
         self._wait()
         memory = {turn: self._memory_of_pass(batch, turn) for turn in TURNS}
         self._wait()
         begin = time.perf_counter()
-        self._pass(batch, TURNS[0], self._ignore)
+        self._pass(batch, TURNS[0], ignore)
         self._wait()
         one = time.perf_counter() - begin
         number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
@@ -148,9 +156,6 @@ class LayerBench:
             return CudaMeter(self._device)
         model = self._model.model
         return CpuMeter([*model.parameters(), *model.buffers()])
-
-    def _ignore(self, point: Point) -> None:
-        pass
 
     def _wait(self) -> None:
         if self._is_cuda:

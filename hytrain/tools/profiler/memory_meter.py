@@ -5,27 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class MemoryMeter(Protocol):
-    """Reads a device's allocator."""
-
-    def allocated(self) -> int:
-        """Bytes in use now."""
-        ...
-
-    def take_peak(self) -> int:
-        """Most bytes in use since the last call."""
-        ...
-
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        """Allocations are counted while this lasts."""
-        ...
 
 
 class CudaMeter:
@@ -104,3 +88,7 @@ class CpuMeter(TorchDispatchMode):
     def _forget(self, address: int, size: int) -> None:
         self._seen.discard(address)
         self._bytes -= size
+
+
+MemoryMeter = CudaMeter | CpuMeter
+"""Reads a device's allocator."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -250,9 +250,9 @@ def _step_json(one: StepAccount) -> dict[str, Any]:
         "length_ns": one.step.length,
         "gpu_busy_ns": one.busy,
         "parts_ns": {part: length for part, length in one.parts.items() if length},
-        "activities_ns": {name: _overlap_json(o) for name, o in one.activities.items()},
+        "activities_ns": {name: asdict(o) for name, o in one.activities.items()},
         "layers": [
-            {"layer": layer, **{name: _overlap_json(o) for name, o in activities.items()}}
+            {"layer": layer, **{name: asdict(o) for name, o in activities.items()}}
             for layer, activities in one.layers.items()
             if activities
         ],
@@ -264,11 +264,4 @@ def _step_json(one: StepAccount) -> dict[str, Any]:
             )
             for b in one.idle
         ],
-    }
-
-
-def _overlap_json(overlap: accounts.Overlap) -> dict[str, int]:
-    return {
-        **{"total": overlap.total, "hidden": overlap.hidden},
-        **{"exposed": overlap.exposed, "blocking": overlap.blocking},
     }

@@ -20,6 +20,8 @@ _MARGIN: Final = 0.06
 _WIDTH: Final = 12.0
 _CHARACTER: Final = 0.006
 """Width of a character of a cause's words, as a share of the longest step's picture."""
+_LEAST_EDGED: Final = 0.004
+"""Share of the picture that a bar needs for edges."""
 _LEAST_LABEL: Final = 0.025
 """Share of the picture that a bar needs for words."""
 
@@ -112,6 +114,8 @@ def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float, theme
         begins, lengths, colours, alphas = _bins(row, step)
     else:
         colours, alphas = row.colour, None
+    # A narrow bar's edges would hide it: many of them beside a longer run would look empty.
+    widths = np.where(lengths > _LEAST_EDGED * longest, 0.0 if row.levels else 0.4, 0.0)
     for one in np.unique(colours):
         chosen = colours == one
         spans = list(zip(begins[chosen], lengths[chosen], strict=True))
@@ -119,7 +123,7 @@ def _draw_row(axes: Any, row: Row, number: int, step: Any, longest: float, theme
         axes.broken_barh(
             *(spans, (number - 0.4, 0.8)),
             **{"facecolors": COLOURS[LEGEND[one]], "alpha": alpha},
-            **{"edgecolors": theme.background, "linewidth": 0.0 if row.levels else 0.4},
+            **{"edgecolors": theme.background, "linewidths": widths[chosen]},
         )
     if row.label == IDLE:
         _name_causes(axes, row, step, longest, theme)

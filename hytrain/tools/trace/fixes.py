@@ -12,7 +12,7 @@ from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.accounts import StepAccount
-from hytrain.tools.trace.graph import Graph, Node
+from hytrain.tools.trace.graph import FUSED, Graph, Node
 from hytrain.tools.trace.replay import HOST_CAUSES, UNCHANGED, Change, Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 
@@ -62,14 +62,14 @@ def fixes(
         gain = min(max(0.0, 1.0 - seconds / base), 1.0)
         made.append(Fix(name, min(seconds, base), gain, words))
 
-    has_chain = any(len(rank[kinds.CPU_UPDATE]) for rank in graph.ranks.values())
-    if has_chain:
+    if any(node.resource == kinds.CPU_UPDATE and node.layer != NONE for node in graph.nodes):
         add(GPU_LAYERS, *_gpu_layers(graph, replay))
+    if any(len(rank[kinds.CPU_UPDATE]) for rank in graph.ranks.values()):
         add(CORES, *_cores(graph, replay))
     add(PCIE, replay.seconds_per_step(_faster(kinds.D2H, kinds.H2D)), "copies take no time")
     add(BATCH, *_batch(steps))
-    if has_chain:
-        add(NO_CLIPPING, *_no_clipping(replay))
+    if any(graph.clips(rank) for rank in graph.ranks):
+        add(NO_CLIPPING, *_no_clipping(graph, replay))
     if any(len(rank[kinds.COMMUNICATION]) for rank in graph.ranks.values()):
         network = replay.seconds_per_step(_faster(kinds.COMMUNICATION))
         add(NETWORK, network, "collectives take no time once every rank has come")
@@ -134,15 +134,30 @@ def _counted(steps: Sequence[StepAccount]) -> Sequence[StepAccount]:
     return steps[1:] or steps
 
 
-def _no_clipping(replay: Replay) -> tuple[float, str]:
+def _no_clipping(graph: Graph, replay: Replay) -> tuple[float, str]:
+    commit = min(map(_commit_share, graph.ranks.values()))
+
     def duration(node: Node) -> float:
         is_norm = node.resource == kinds.COMMUNICATION and node.layer == NONE
         is_again = node.is_barred and node.resource == kinds.CPU_UPDATE
-        return 0.0 if is_again or (is_norm and node.detail == "all_reduce") else 1.0
+        if is_again or (is_norm and node.detail == "all_reduce"):
+            return 0.0
+        return commit if node.detail == FUSED else 1.0
 
     gone = frozenset((causes.CLIPPING,))
     change = Change(duration=duration, without=gone, is_of_chain=True, without_barrier=True)
     return replay.seconds_per_step(change), "no layer is updated twice, nothing waits for the norm"
+
+
+def _commit_share(rank: RankTrace) -> float:
+    """Bytes of a commit over those of a commit with the next preview, which reads a second
+    gradient: as many bytes as were copied to the host."""
+    updates, copies = rank[kinds.CPU_UPDATE], rank[kinds.D2H]
+    fused = updates.size[updates.detail == FUSED]
+    gradients = copies.size[copies.slot != NONE]
+    if not len(fused) or not len(gradients) or not np.median(fused):
+        return 1.0
+    return float(1.0 - np.median(gradients) / np.median(fused))
 
 
 def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:

@@ -31,6 +31,8 @@ _ON_GRAPH: Final = (
     *(kinds.COMPUTE, kinds.GPU_UPDATE, kinds.COMMUNICATION),
     *(kinds.D2H, kinds.H2D, kinds.CPU_UPDATE),
 )
+FUSED: Final = "commit_then_preview"
+"""The task of an update that commits the step before, and previews its own."""
 _BACK: Final = 6
 """Earlier spans of a layer that are tried where the last one is of another step."""
 
@@ -51,6 +53,7 @@ class Node:
     lane: int
     detail: str
     launched: int
+    slot: int
     is_entry: bool = True
     """The first of its layer and pass on its stream."""
     is_barred: bool = False
@@ -84,6 +87,8 @@ class Graph:
         self._index = _LayerIndex(nodes)
         self._link_lanes()
         self._link_data()
+        for rank in self.ranks:
+            self._link_slots(rank)
         if len(ranks) > 1:
             self._link_ranks()
 
@@ -147,6 +152,22 @@ class Graph:
                     node.edges.append(edge)
                     found.add(edge.before)
 
+    def _link_slots(self, rank: int) -> None:
+        """A gradient is copied into a slot when the update that used the one before has read it."""
+        held: dict[int, Node] = {}  # by the gradient that was last copied there
+        readers: dict[tuple[int, int], list[Node]] = {}
+        for node in self.nodes:
+            if node.rank != rank:
+                continue
+            if node.resource == kinds.CPU_UPDATE:
+                readers.setdefault((node.layer, node.chunk), []).append(node)
+            elif node.resource == kinds.D2H and node.slot != NONE:
+                if (before := held.get(node.slot)) is not None:
+                    passes = readers.get((before.layer, before.chunk), [])
+                    if (last := _last_reader(before, passes)) is not None:
+                        node.edges.append(Edge(last.number, is_data=True))
+                held[node.slot] = node
+
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
         number = self._index.latest(node, key, or_step_before=or_step_before)
@@ -185,6 +206,20 @@ class Graph:
                         self.nodes[number].partners = tuple(partners)
 
 
+def _last_reader(gradient: Node, passes: Sequence[Node]) -> Node | None:
+    """The pass that commits a gradient, after which its slot is free.
+
+    A commit; or the second of two that commit the step before and preview their own. What was
+    published without has been dropped.
+    """
+    is_previewed = False
+    for one in passes[bisect_left(passes, gradient.number, key=lambda node: node.number) :]:
+        if one.detail in ("commit", "publish") or (one.detail == FUSED and is_previewed):
+            return one
+        is_previewed = True
+    return None
+
+
 # -- nodes -------------------------------------------------------------------------------------
 
 
@@ -219,6 +254,7 @@ def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node
         lane=int(spans.lane[first]),
         detail=spans.detail[first],
         launched=int(spans.launched[first]),
+        slot=int(spans.slot[first]),
     )
 
 

@@ -74,6 +74,7 @@ def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span
         lane=lane,
         detail=detail or (kinds.OTHER if resource == kinds.COMPUTE else ""),
         launched=NONE if launched is None else nanoseconds(_number(launched)) + offset,
+        slot=_whole(args.get(names.ARG_SLOT)),
     )
     return resource, span
 

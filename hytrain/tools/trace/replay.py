@@ -9,6 +9,7 @@ keep up with a faster GPU is not foreseen.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -65,20 +66,22 @@ class Replay:
         """Takes the graph, and each rank's idle time with its causes, in order."""
         self._graph = graph
         self._slack = [_slack(graph, node) for node in graph.nodes]
+        self._anchor = _anchors(graph)
         self._causes: list[dict[str, int]] = [{} for _ in graph.nodes]
         for rank, blames in idle.items():
             self._note_causes(rank, blames)
-        self._anchor = _anchors(graph)
         self.steps = self._steps()
 
     def _note_causes(self, rank: int, blames: Sequence[Blame]) -> None:
-        """Which causes the time has that a node began after all that it waited for."""
-        index = 0
-        for node in self._graph.computes(rank):
-            low = node.begin - self._slack[node.number]
-            while index < len(blames) and blames[index].end <= low:
-                index += 1
-            place = index
+        """Which causes the time has that a node began after all that it waited for, or after the
+        compute that it follows."""
+        nodes, ends = self._graph.nodes, [blame.end for blame in blames]
+        for node in nodes:
+            anchor = self._anchor[node.number]
+            if node.rank != rank or (node.resource not in _COMPUTES and anchor is None):
+                continue
+            low = node.begin - self._slack[node.number] if anchor is None else nodes[anchor[0]].end
+            place = bisect_right(ends, low)
             while place < len(blames) and blames[place].begin < node.begin:
                 if (part := blames[place].cut(low, node.begin)) is not None:
                     found = self._causes[node.number]
@@ -166,10 +169,9 @@ class Replay:
         return self._begin(before, change, run) + round(lag)
 
     def _slack_with(self, node: Node, change: Change) -> int:
-        if self._anchor[node.number] is not None:
-            return 0
-        slack = self._slack[node.number]
-        if change.duration(node) == 0.0 and node.resource not in _COMPUTES:
+        is_anchored = self._anchor[node.number] is not None
+        slack = 0 if is_anchored else self._slack[node.number]
+        if change.duration(node) == 0.0 and node.resource not in _COMPUTES and not is_anchored:
             return 0
         found = self._causes[node.number]
         gone = set(change.without)

@@ -68,6 +68,8 @@ class Span:
     """Pass of compute, task of an update, collective, Python line of a synchronization."""
     launched: int = NONE
     """When the host had launched it: its begin at the latest."""
+    slot: int = NONE
+    """Pinned memory that a gradient is copied into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Spans:
     lane: NDArray[np.int64]
     detail: NDArray[np.object_]
     launched: NDArray[np.int64]
+    slot: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -104,18 +107,14 @@ class Spans:
         return Spans(**(values | columns))
 
 
-_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("begin", "end", "layer", "chunk", "step"), np.int64),
-    **dict.fromkeys(("threads", "lane", "launched"), np.int64),
-    **dict.fromkeys(("size", "parameters"), np.float64),
-    **dict.fromkeys(("name", "detail"), object),
-}
+_KINDS: Mapping[Any, Any] = {"int": np.int64, "float": np.float64, "str": object}
 
 
 def table(rows: Sequence[Span]) -> Spans:
     """The rows as columns, sorted."""
     columns = {
-        name: np.array([getattr(row, name) for row in rows], kind) for name, kind in _TYPES.items()
+        each.name: np.array([getattr(row, each.name) for row in rows], _KINDS[each.type])
+        for each in fields(Span)
     }
     order = np.lexsort((columns["end"], columns["begin"]))
     return Spans(**{name: column[order] for name, column in columns.items()})

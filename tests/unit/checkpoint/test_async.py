@@ -15,8 +15,9 @@ import torch
 from support.engines import environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
-from hytrain.checkpoint import async_save, writer
+from hytrain.checkpoint import async_save, device_copies, writer
 from hytrain.checkpoint.snapshot import LayerSnapshot
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -58,8 +59,9 @@ def _assert_equal(actual: Any, expected: Any, where: str) -> None:
 def _assert_same_files(actual: Path, expected: Path) -> None:
     ours, theirs = _contents(actual), _contents(expected)
     for contents in (ours, theirs):
-        contents["mp_rank_00_model_states.pt"].pop("ds_config")
-        contents["mp_rank_00_model_states.pt"].pop("hytrain")
+        for name in ("mp_rank_00_model_states.pt", MODEL_STATES_OF_ZERO3):
+            contents[name].pop("ds_config")
+            contents[name].pop("hytrain")
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         _assert_equal(ours[name], value, name)
@@ -100,6 +102,71 @@ def test_it_is_that_of_a_synchronous_save(
         engine.wait_for_checkpoint()
         assert_same(snapshot(engine), end)
     _assert_same_files(tmp_path / "async/global_step3", tmp_path / "sync/global_step3")
+
+
+@pytest.mark.parametrize("room", [30_000, 10**9], ids=["a part of it", "all"])
+@pytest.mark.parametrize("run", [RUNS[2], RUNS[0]], ids=str)
+def test_copies_on_the_device(
+    run: Run, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands for the GPU has room here: no layer of it is copied to the host."""
+    end = _reference(run, tmp_path, 3, 7)
+    monkeypatch.setattr(device_copies, "spare_gpu_bytes", lambda device: room)
+    on_host: list[LayerSnapshot] = []
+    copy = LayerSnapshot.copy
+
+    def noted(self: LayerSnapshot, pool: Any) -> None:
+        on_host.append(self)
+        copy(self, pool)
+
+    monkeypatch.setattr(LayerSnapshot, "copy", noted)
+    with environment("HYTRAIN_DELAYS", "7:3000"), engine_of(run) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
+        train(engine, 3, 7)
+        engine.wait_for_checkpoint()
+        assert_same(snapshot(engine), end)
+    left = [layer for layer in on_host if not layer.is_on_host]
+    assert bool(left) == (room < 10**9)
+    _assert_same_files(tmp_path / "async/global_step3", tmp_path / "sync/global_step3")
+
+
+def test_copies_on_the_device_do_not_wait_for_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(RUN, gpu_fraction=1.0)
+    end = _reference(run, tmp_path, 2, 6)
+    monkeypatch.setattr(device_copies, "spare_gpu_bytes", lambda device: 10**9)
+    with engine_of(run) as engine:
+        train(engine, 0, 2)
+        gate = _Gate(monkeypatch, writer, "write_file")
+        engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
+        train(engine, 2, 6)
+        assert gate.reached.wait(30)
+        gate.open.set()
+        engine.wait_for_checkpoint()
+        assert_same(snapshot(engine), end)
+    _assert_same_files(tmp_path / "async/global_step2", tmp_path / "sync/global_step2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0.3, 1.0])
+def test_copies_on_a_gpu_are_given_back(k: float, tmp_path: Path) -> None:
+    run = replace(RUN, gpu_fraction=k)
+    end = _reference(run, tmp_path, 2, 6)
+    with engine_of(run) as engine:
+        train(engine, 0, 2)
+        for number in range(3):
+            before = torch.cuda.memory_reserved()
+            engine.save_checkpoint(tmp_path / "async", tag="t", client_state={"note": [1]})
+            if number == 0:
+                engine.wait_for_checkpoint()
+                _assert_same_files(tmp_path / "async/t", tmp_path / "sync/global_step2")
+            else:
+                train(engine, 2 * number, 2 * number + 2)
+                engine.wait_for_checkpoint()
+            assert torch.cuda.memory_reserved() <= before + (2 << 20)
+        assert_same(snapshot(engine), end)
 
 
 class _Gate:

@@ -16,10 +16,12 @@ from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, trai
 
 from hytrain.checkpoint import writer
 from hytrain.checkpoint.commit import begin_save, saved_tags
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 
 TAG = "last"
 SCRIPT = "zero_to_fp32.py"
+MODEL = "mp_rank_00_model_states.pt"
 
 
 class _Killed(BaseException):
@@ -200,7 +202,7 @@ def test_other_files_in_the_tags_folder_stay(engine: Any, tmp_path: Path) -> Non
     # DeepSpeed's own shards are another step's: with the new weights they would be a mix.
     (tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("old")
     engine.save_checkpoint(tmp_path, tag=TAG)
-    expected = {"mp_rank_00_model_states.pt", "zero", "trainer_state.json", "rng"}
+    expected = {MODEL, MODEL_STATES_OF_ZERO3, "zero", "trainer_state.json", "rng"}
     assert _entries(tmp_path / TAG) == expected
     assert (tmp_path / TAG / "trainer_state.json").read_text() == "mine"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -14,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.engines import built, device, make_config
 from torch import nn
 
+from hytrain.engine import foreign_checkpoints
 from hytrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -82,7 +85,7 @@ def _save_and_convert(stage: int, folder: Path) -> tuple[dict[str, Any], list[fl
     return state, losses
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_converted_one_is_found(
     stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,11 +123,58 @@ def test_an_own_checkpoint_set_back_by_hand_stays_the_latest(tmp_path: Path) -> 
         assert Path(path).parent.name == "old"
 
 
-def test_one_that_is_not_converted_is_refused_with_advice(tmp_path: Path) -> None:
+def _remove_converted(folder: Path) -> None:
+    shutil.rmtree(folder / "converted")
+    (folder / "latest_universal").unlink()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_that_is_not_converted_is_converted(
+    stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, losses = _save_and_convert(stage, tmp_path)
+    _remove_converted(tmp_path)
+    capsys.readouterr()
+    for tag in (None, "global_step3"):
+        with built(_Model(seed=1), make_config(bf16=False)) as engine:
+            path, _ = engine.load_checkpoint(tmp_path, tag=tag)
+            assert Path(path).parent.name == "global_step3_universal"
+            now = engine.fp32_state_dict()
+            for name, tensors in state.items():
+                for kind, tensor in tensors.items():
+                    assert torch.equal(now[name][kind], tensor), (name, kind)
+            assert engine.optimizer.steps == [3]
+            assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
+    assert caplog.text.count("DeepSpeed's own format") == 1  # the second time it is there
+    assert "Extracting" not in capsys.readouterr().out
+    assert not list(tmp_path.glob("hytrain-*"))
+    assert not (tmp_path / "latest_universal").exists()
+
+
+def test_weights_alone_need_no_conversion(tmp_path: Path) -> None:
+    state, _ = _save_and_convert(2, tmp_path)
+    _remove_converted(tmp_path)
+    with built(_Model(seed=1), make_config(bf16=False)) as engine:
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        now = engine.fp32_state_dict()
+        assert all(torch.equal(now[name]["fp32"], state[name]["fp32"]) for name in state)
+    assert not (tmp_path / "global_step3_universal").exists()
+
+
+def test_one_that_cannot_be_converted_is_refused_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save_and_convert(2, tmp_path)
-    (tmp_path / "latest_universal").unlink()
-    with (
-        built(_Model(seed=1), make_config(bf16=False)) as engine,
-        pytest.raises(CheckpointError, match=r"no universal checkpoint.*ds_to_universal"),
-    ):
-        engine.load_checkpoint(tmp_path)
+    _remove_converted(tmp_path)
+    before = {entry.name for entry in tmp_path.iterdir()}
+    with built(_Model(seed=1), make_config(bf16=False)) as engine:
+        full = SimpleNamespace(free=1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(foreign_checkpoints.shutil, "disk_usage", lambda _: full)
+            with pytest.raises(CheckpointError, match=r"are free.*--inject_missing_state"):
+                engine.load_checkpoint(tmp_path)
+        (shard,) = (tmp_path / "global_step3").glob("*_optim_states.pt")
+        shard.write_bytes(shard.read_bytes()[:1000])
+        with pytest.raises(CheckpointError, match=r"could not be converted.*ds_to_universal"):
+            engine.load_checkpoint(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == before

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.resume import WIDTH, Run, engine_of, snapshot, train
 
 from hytrain.checkpoint.rounds import assign_writers
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,11 @@ def test_tree(saved: dict[str, Any]) -> None:
     assert (folder / "latest").read_text() == "global_step2"
     assert (folder / "latest_universal").read_text() == "global_step2"
     tag = folder / "global_step2"
-    assert {p.name for p in tag.iterdir()} == {"mp_rank_00_model_states.pt", "zero"}
+    assert {p.name for p in tag.iterdir()} == {
+        "mp_rank_00_model_states.pt",
+        MODEL_STATES_OF_ZERO3,
+        "zero",
+    }
     zero = tag / "zero"
     others = {"optimizer_state.pt", "hytrain_manifest.json"}
     assert {p.name for p in zero.iterdir()} == {*saved["names"], *others}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ def judged(
     """What rank 0 finds, after 50 seconds, of rank 1."""
 
     def history(where: Standing | None, waited: float) -> dict[str, Any]:
-        return {"standing": None if where is None else where.packed(), "waited": waited}
+        return {"standing": None if where is None else asdict(where), "waited": waited}
 
     histories = {0: history(COMPUTES, 50.0), 1: history(there, 0.0)}
     histories[2] = history(third, third_waits)
@@ -125,7 +125,7 @@ def test_a_thread_stands_at_a_line_of_the_script(doing: Doing) -> None:
     later = sampler.look()
     assert later is not None
     assert later.seconds >= 0.3
-    assert Standing.unpacked(later.packed()) == later
+    assert Standing.unpacked(asdict(later)) == later
 
 
 def test_a_thread_that_has_ended_stands_nowhere() -> None:

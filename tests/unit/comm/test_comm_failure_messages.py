@@ -83,7 +83,6 @@ def test_a_rank_that_has_closed_its_engine_is_no_failure_but_for_what_it_has_not
     number: int | None,
 ) -> None:
     ears = heard(Word(1, 1, "left", "", True, 1, issued=7))
-    assert ears.has_spoken(1)
     cause = ears.cause({1: "process 7"}, number=number)
     assert (cause is None) is (number != 7)
     if cause is not None:
@@ -102,8 +101,8 @@ def test_words_that_overtake_each_other() -> None:
     for said in (mended, mended[::-1]):
         ears = heard(*said)
         assert ears.cause({}, number=5) is None
-        assert not ears.has_spoken(1), "it would be gone without a word now"
-        assert "was killed" in (ears.cause({1: ""}, number=None) or (0, ""))[1]
+        gone = (ears.cause({1: ""}, number=None) or (0, ""))[1]
+        assert "was killed" in gone, "it would be gone without a word now"
     assert not heard(*mended).hear(mended[0]), "passed on by another rank"
 
 

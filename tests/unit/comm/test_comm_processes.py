@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_this_process_is_there() -> None:
     assert here.start > 0
     assert can_look_at(here, here)
     assert str(os.getpid()) in str(here)
-    assert Process(**here.packed()) == here
+    assert Process(**asdict(here)) == here
 
 
 def test_another_process_of_the_same_number_is_another_one() -> None:

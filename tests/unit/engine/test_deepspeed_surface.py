@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import safe_get_full_optimizer_state
 from support.comparisons import assert_same_bits
 from support.engines import built, join_process_group, make_config
 from support.models import Mlp, make_batch, make_model
 
+import hytrain
 from hytrain.errors import CheckpointError, ConfigError
 
 
@@ -62,11 +64,18 @@ def test_immediate_gradient_updates_are_what_happens() -> None:
         assert engine.global_steps == 1
 
 
-@pytest.mark.parametrize("forced", [True, False])
-def test_a_torch_adam_where_deepspeeds_is_forced(forced: bool) -> None:
+@pytest.mark.parametrize("forced", [True, False, None])
+def test_a_torch_adam_where_deepspeeds_is_forced(forced: bool | None) -> None:
+    """DeepSpeed's default is to force its own, of which hytrain has no need."""
     model = make_model("mlp")
     config = make_config(optimizer=None, zero_force_ds_cpu_optimizer=forced)
-    with built(model, config, optimizer=torch.optim.Adam(model.parameters())) as engine:
+    optimizer = torch.optim.Adam(model.parameters())
+    if forced:
+        for error in (ConfigError, ZeRORuntimeException):
+            with pytest.raises(error, match="zero_force_ds_cpu_optimizer"):
+                hytrain.initialize(model=model, optimizer=optimizer, config=config)
+        return
+    with built(model, config, optimizer=optimizer) as engine:
         _step(engine)
         assert engine.global_steps == 1
 

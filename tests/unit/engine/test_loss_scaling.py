@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,19 @@ import deepspeed
 import pytest
 import torch
 from support.engines import built, device, make_config
-from support.models import Mlp, loss_of, make_batch, make_model
-from support.precision import autocast_forgotten, fp16_on_a_cpu, scale_moves_after_the_step
+from support.models import Mlp, make_batch, make_model
+from support.precision import (
+    DYNAMIC,
+    LR,
+    STATIC,
+    autocast_forgotten,
+    fp16_on_a_cpu,
+    plain_zero2,
+    scale_moves_after_the_step,
+    scaled_loss,
+    section_of,
+    train,
+)
 from support.shadow import Shadow
 
 from hytrain.errors import LossScaleError
@@ -28,52 +38,6 @@ def _fp16() -> Iterator[None]:
         yield
 
 
-def _section(**keys: Any) -> dict[str, Any]:
-    return {"bf16": False, "fp16": {"enabled": True, **keys}}
-
-
-def _loss(engine: Any, number: int, factor: float = 1.0) -> torch.Tensor:
-    """fp32, as libraries compute it; ``factor`` makes gradients overflow."""
-    return loss_of(engine(**make_batch("llama", number, device()))).float() * factor
-
-
-DYNAMIC = [
-    {"initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1},
-    {"initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 2},
-    {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 3,
-     "consecutive_hysteresis": True},
-]  # fmt: skip
-STATIC = {"loss_scale": 128.0}
-LR = 1e-3
-
-
-@contextlib.contextmanager
-def _plain(config: dict[str, Any]) -> Iterator[Any]:
-    """DeepSpeed's ZeRO-2 of its own, with torch's AdamW on the device."""
-    config = {key: value for key, value in config.items() if key not in ("hytrain", "optimizer")}
-    config["zero_optimization"] = {"stage": 2}
-    model = make_model("llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-
-
-def _train(engine: Any, steps: int, accumulation: int = 1) -> list[tuple[float, int, float]]:
-    """Scale, skipped steps and loss after each step; every seventh one's gradient overflows."""
-    found: list[tuple[float, int, float]] = []
-    for step in range(steps):
-        for micro in range(accumulation):
-            overflows = step % 7 == 5 and micro == 0
-            loss = _loss(engine, step * accumulation + micro, 1e9 if overflows else 1.0)
-            engine.backward(loss)
-            engine.step()
-        found.append((float(engine.optimizer.cur_scale), engine.skipped_steps, loss.item()))
-    return found
-
-
 @pytest.mark.parametrize(
     ("section", "accumulation"),
     [*((section, 1) for section in DYNAMIC), (DYNAMIC[1], 2), (STATIC, 1)],
@@ -81,12 +45,12 @@ def _train(engine: Any, steps: int, accumulation: int = 1) -> list[tuple[float, 
 def test_the_scale_moves_as_deepspeeds(section: dict[str, Any], accumulation: int) -> None:
     adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}
     config = make_config(
-        gpu_fraction=0.5, accumulation=accumulation, optimizer=adamw, **_section(**section)
+        gpu_fraction=0.5, accumulation=accumulation, optimizer=adamw, **section_of(**section)
     )
-    with _plain(config) as engine:
-        expected = _train(engine, 16, accumulation)
+    with plain_zero2(config) as engine:
+        expected = train(engine, 16, accumulation)
     with built(make_model("llama"), config) as engine:
-        found = _train(engine, 16, accumulation)
+        found = train(engine, 16, accumulation)
     assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
     assert found[-1][1] >= 2
     for ours, theirs in zip(found, expected, strict=True):
@@ -101,13 +65,13 @@ def test_the_scale_moves_as_deepspeeds(section: dict[str, Any], accumulation: in
 def test_steps_are_those_of_a_serial_loop(gpu_fraction: float, clipping: float, stage: int) -> None:
     section = {"initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1}
     config = make_config(
-        gpu_fraction=gpu_fraction, clipping=clipping, stage=stage, **_section(**section)
+        gpu_fraction=gpu_fraction, clipping=clipping, stage=stage, **section_of(**section)
     )
     with built(make_model("llama"), config) as engine:
         shadow = Shadow(engine)
         early = 0
         for number, overflows in enumerate([1, 0, 0, 1, 0, 1, 1, 0, 0]):
-            engine.backward(_loss(engine, number, 1e9 if overflows else 1.0))
+            engine.backward(scaled_loss(engine, number, 1e9 if overflows else 1.0))
             early += sum(state.update.sent for state in shadow.states)
             assert shadow.step() is bool(overflows)
             if number % 2:
@@ -120,8 +84,8 @@ def test_steps_are_those_of_a_serial_loop(gpu_fraction: float, clipping: float, 
 
 
 def test_the_norm_of_a_skipped_step_is_infinite() -> None:
-    with built(make_model("llama"), make_config(**_section(hysteresis=1))) as engine:
-        engine.backward(_loss(engine, 0, float("nan")))
+    with built(make_model("llama"), make_config(**section_of(hysteresis=1))) as engine:
+        engine.backward(scaled_loss(engine, 0, float("nan")))
         engine.step()
         assert engine.optimizer.overflow
         assert engine.get_global_grad_norm() == float("inf")
@@ -129,44 +93,68 @@ def test_the_norm_of_a_skipped_step_is_infinite() -> None:
 
 def test_overflow_at_the_smallest_scale() -> None:
     section = {"initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
-    with built(make_model("llama"), make_config(**_section(**section))) as engine:
+    with built(make_model("llama"), make_config(**section_of(**section))) as engine:
         shadow = Shadow(engine)
-        engine.backward(_loss(engine, 0, float("nan")))
+        engine.backward(scaled_loss(engine, 0, float("nan")))
         assert shadow.step()
         assert engine.optimizer.loss_scale == 1.0
-        engine.backward(_loss(engine, 1, float("nan")))
+        engine.backward(scaled_loss(engine, 1, float("nan")))
         with pytest.raises(LossScaleError, match="min_loss_scale"):
             engine.step()
         # Nothing was changed, and training can go on.
         shadow.gradients.clear()
-        engine.backward(_loss(engine, 2))
+        engine.backward(scaled_loss(engine, 2))
         assert not shadow.step()
         shadow.check()
 
 
 @pytest.mark.parametrize("section", [DYNAMIC[1], STATIC], ids=str)
 def test_unscaled_backward_is_refused(section: dict[str, Any]) -> None:
-    with built(make_model("llama"), make_config(**_section(**section))) as engine:
+    with built(make_model("llama"), make_config(**section_of(**section))) as engine:
         with pytest.raises(RuntimeError, match=r"engine\.scale"):
-            _loss(engine, 0).backward()
+            scaled_loss(engine, 0).backward()
         scale = engine.optimizer.loss_scale
-        engine.scale(_loss(engine, 1)).backward()
+        engine.scale(scaled_loss(engine, 1)).backward()
         engine.step()
         norm = engine.get_global_grad_norm()
         assert 0 < norm < 100
         assert engine.optimizer.loss_scale == scale
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_past_the_engine(stage: int) -> None:
+    """Its loss is scaled like any other, or refused."""
+    config = make_config(gpu_fraction=0.5, stage=stage, **section_of(**STATIC))
+    norms: list[float] = []
+    for is_past in (False, True):
+        with built(make_model("llama"), config) as engine:
+            shadow = Shadow(engine)
+            for number in range(2):
+                loss = scaled_loss(engine.module if is_past else engine, number)
+                engine.scale(loss).backward()
+                assert not shadow.step()
+                norms.append(engine.get_global_grad_norm())
+            with pytest.raises(RuntimeError, match=r"engine\.scale"):
+                scaled_loss(engine.module if is_past else engine, 2).backward()
+            shadow.gradients.clear()
+            engine.backward(scaled_loss(engine, 3))
+            assert not shadow.step()
+            shadow.check()
+    assert norms[:2] == norms[2:]
+
+
 def test_gradients_are_read_and_written_without_the_scale() -> None:
     model = make_model("llama")
-    with built(model, make_config(gpu_fraction=0.5, **_section(initial_scale_power=10))) as engine:
+    with built(
+        model, make_config(gpu_fraction=0.5, **section_of(initial_scale_power=10))
+    ) as engine:
         parameter = next(model.parameters())
-        engine.backward(_loss(engine, 0))
+        engine.backward(scaled_loss(engine, 0))
         gradient = deepspeed.utils.safe_get_full_grad(parameter)
         engine.step()
         assert gradient is not None
         assert float(gradient.norm()) <= engine.get_global_grad_norm() * 1.001
-        engine.backward(_loss(engine, 1))
+        engine.backward(scaled_loss(engine, 1))
         deepspeed.utils.safe_set_full_grad(parameter, torch.full_like(gradient, 0.5))
         again = deepspeed.utils.safe_get_full_grad(parameter)
         assert again is not None
@@ -179,34 +167,34 @@ def test_a_scale_of_the_users_own() -> None:
         shadow = Shadow(engine)
         engine.optimizer.override_loss_scale(64.0)
         for number in range(3):
-            engine.backward(_loss(engine, number))
+            engine.backward(scaled_loss(engine, number))
             assert not shadow.step()
         shadow.check()
         assert engine.get_global_grad_norm() < 100
 
 
 def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
-    config = make_config(gpu_fraction=0.5, **_section(**DYNAMIC[0]))
+    config = make_config(gpu_fraction=0.5, **section_of(**DYNAMIC[0]))
     with built(make_model("llama"), config) as engine:
-        _train(engine, 8)
+        train(engine, 8)
         engine.save_checkpoint(str(tmp_path))
         memory = engine.optimizer.state_dict()
         scale = engine.optimizer.loss_scale
-        straight = _train(engine, 8)
+        straight = train(engine, 8)
     with built(make_model("llama", seed=1), config) as engine:
         assert engine.optimizer.loss_scale != scale
         engine.load_checkpoint(str(tmp_path))
         assert engine.optimizer.loss_scale == scale
-        assert _train(engine, 8) == straight
+        assert train(engine, 8) == straight
         engine.optimizer.load_state_dict(memory)
         assert engine.optimizer.loss_scale == scale
     with built(make_model("llama", seed=1), make_config()) as engine:
         engine.load_checkpoint(str(tmp_path))  # in bf16, without a scale
         assert engine.optimizer.loss_scale == 1.0
-    with _plain({**config, "checkpoint": {"load_universal": True}}) as engine:
+    with plain_zero2({**config, "checkpoint": {"load_universal": True}}) as engine:
         engine.load_checkpoint(str(tmp_path))
         assert engine.optimizer.cur_scale == scale
-        losses = [entry[2] for entry in _train(engine, 4)]
+        losses = [entry[2] for entry in train(engine, 4)]
     assert losses == pytest.approx([entry[2] for entry in straight[:4]], rel=2e-3)
 
 
@@ -214,7 +202,7 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
 def test_train_batch(accumulation: str) -> None:
     config = make_config(
         gpu_fraction=0.5, accumulation=2, hytrain={"accumulation": accumulation},
-        **_section(initial_scale_power=9, loss_scale_window=2),
+        **section_of(initial_scale_power=9, loss_scale_window=2),
     )  # fmt: skip
     with built(make_model("llama"), config) as engine:
         shadow = Shadow(engine)
@@ -252,7 +240,7 @@ def test_autocast_over_an_fp32_training_copy(stage: int, gpu_fraction: float, dt
         linear.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
         shadow = Shadow(engine)
         for number, overflows in enumerate([0, 1, 0, 0]):
-            engine.backward(_loss(engine, number, float("inf") if overflows else 1.0))
+            engine.backward(scaled_loss(engine, number, float("inf") if overflows else 1.0))
             assert shadow.step() is bool(overflows)
         shadow.check()
         assert set(seen) == {getattr(torch, dtype)}
@@ -292,7 +280,7 @@ def _global_batches(sections: dict[str, Any], stage: int, accumulation: str) -> 
 @pytest.mark.parametrize(
     "sections",
     [{"torch_autocast": {"enabled": True, "dtype": dtype}} for dtype in ("bfloat16", "float16")]
-    + [_section(initial_scale_power=8)],
+    + [section_of(initial_scale_power=8)],
     ids=["autocast bf16", "autocast fp16", "fp16"],
 )
 def test_layer_by_layer_as_one_by_one(sections: dict[str, Any], stage: int) -> None:
@@ -317,7 +305,7 @@ def test_inputs_are_cast(accumulation: str) -> None:
     """``fp16.auto_cast``; of several forwards at once each one's."""
     config = make_config(
         gpu_fraction=0.5, accumulation=2, hytrain={"accumulation": accumulation},
-        **_section(auto_cast=True, initial_scale_power=8),
+        **section_of(auto_cast=True, initial_scale_power=8),
     )  # fmt: skip
     with built(Uncast(), config) as engine:
         batches = iter([(make_batch("mlp", number, device())["inputs"],) for number in range(6)])

@@ -118,7 +118,9 @@ def test_peaks_are_what_was_said(stage: int, k: float, tmp_path: Path) -> None:
         promised = host + pinned
         print(f"{name}: {growth / MIB:.0f} MiB, said {promised / MIB:.0f}")
     for name, growth in measured.items():
-        assert 0.75 * sum(said[name]) <= growth <= 1.03 * sum(said[name]), name
+        # How many gradients are in flight depends on who is faster; all else is known.
+        least = 0.85 if name == "step" else 0.95
+        assert least * sum(said[name]) <= growth <= 1.03 * sum(said[name]), name
 
 
 def _terms(**changes: Any) -> ContractTerms:

@@ -49,19 +49,19 @@ class ReadEarly(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def _losses(read: Read, *, overlap: bool, manner: str) -> list[float]:
+def _losses(read: Read, *, overlap: bool, mode: str) -> list[float]:
     config = make_config(
         bf16=False,
         clipping=1e-3,  # acts in every step: every layer is updated after the backward
         offload={"overlap_forward": overlap, "cpu_threads": 1},
-        hytrain={"accumulation": manner},
+        hytrain={"accumulation": mode},
     )
     losses: list[float] = []
     with built(ReadEarly(read), config) as engine:
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             ids = torch.randint(VOCABULARY, (2, 6), generator=generator)
-            if manner == "layer_major":
+            if mode == "layer_major":
                 losses.append(float(engine.train_batch(iter([{"ids": ids}]), len)))
                 continue
             loss = engine(ids)
@@ -72,12 +72,12 @@ def _losses(read: Read, *, overlap: bool, manner: str) -> list[float]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("manner", ["micro_batch_major", "layer_major"])
+@pytest.mark.parametrize("mode", ["micro_batch_major", "layer_major"])
 @pytest.mark.parametrize("read", [_by_function, _by_index, _transposed, _unpacked])
-def test_a_weight_that_is_read_before_its_module_is_called(read: Read, manner: str) -> None:
-    expected = _losses(read, overlap=False, manner=manner)
+def test_a_weight_that_is_read_before_its_module_is_called(read: Read, mode: str) -> None:
+    expected = _losses(read, overlap=False, mode=mode)
     with environment("HYTRAIN_DELAYS", "3:3000"):
-        assert _losses(read, overlap=True, manner=manner) == expected
+        assert _losses(read, overlap=True, mode=mode) == expected
 
 
 @pytest.mark.timeout(120)

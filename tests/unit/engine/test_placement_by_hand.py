@@ -95,7 +95,7 @@ def test_what_fits_nowhere_is_refused_before_anything_is_allocated(
         raise AssertionError("memory was taken")
 
     monkeypatch.setattr(build, "_allocate_state", refuse)
-    monkeypatch.setattr(build, "choose_threads", refuse)
+    monkeypatch.setattr(build, "place_threads", refuse)
     monkeypatch.setattr(arena, "map_anonymous", refuse)
     model = make_model("mlp")
     with pytest.raises(MemoryBudgetError, match="fits in no split between GPU and host") as raised:

@@ -10,15 +10,15 @@ from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, UserError, backward, inputs
 
-MANNERS = ["micro_batch_major", "layer_major"]
-pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("manner", MANNERS)]
+MODES = ["micro_batch_major", "layer_major"]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("mode", MODES)]
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def _config(manner: str, **options: Any) -> dict[str, Any]:
+def _config(mode: str, **options: Any) -> dict[str, Any]:
     options = {"accumulation": 2, "bf16": False, "clipping": 0.5, **options}
-    return make_config(hytrain={"accumulation": manner}, **options)
+    return make_config(hytrain={"accumulation": mode}, **options)
 
 
 def _rows(batch: dict[str, torch.Tensor]) -> int:
@@ -55,13 +55,13 @@ class Failing(Mlp):
 @pytest.mark.parametrize("error", [UserError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_failed_step_leaves_nothing_behind(
-    manner: str, gpu_fraction: float, error: type[BaseException], first: int
+    mode: str, gpu_fraction: float, error: type[BaseException], first: int
 ) -> None:
     """With failures in the second micro-batch from some step on, and without any."""
     states: list[State] = []
     for fails in (True, False):
         model = Failing(error)
-        with built(model, _config(manner, gpu_fraction=gpu_fraction)) as engine:
+        with built(model, _config(mode, gpu_fraction=gpu_fraction)) as engine:
             for number in range(4):
                 if fails and number >= first:
                     model.fails_in = 2
@@ -74,9 +74,9 @@ def test_a_failed_step_leaves_nothing_behind(
     _assert_equal(*states)
 
 
-def test_micro_batches_made_by_hand_before_are_part_of_the_step(manner: str) -> None:
+def test_micro_batches_made_by_hand_before_are_part_of_the_step(mode: str) -> None:
     """The next step by hand has all of its micro-batches."""
-    with built(make_model("mlp"), _config(manner)) as engine:
+    with built(make_model("mlp"), _config(mode)) as engine:
         backward(engine, 0)
         engine.step()
         engine.train_batch(iter(_pair(1)), _rows)
@@ -97,11 +97,11 @@ class OneElement(Mlp):
         return super().forward(inputs).reshape(1)
 
 
-def test_a_loss_of_one_element(manner: str) -> None:
+def test_a_loss_of_one_element(mode: str) -> None:
     runs: list[tuple[list[torch.Tensor], State]] = []
     for kind in (Mlp, OneElement):
         torch.manual_seed(0)
-        with built(kind(), _config(manner)) as engine:
+        with built(kind(), _config(mode)) as engine:
             losses = [engine.train_batch(iter(_pair(n)), _rows) for n in range(3)]
             assert all(loss.shape == () for loss in losses)
             runs.append((losses, engine.fp32_state_dict()))
@@ -110,14 +110,14 @@ def test_a_loss_of_one_element(manner: str) -> None:
 
 
 @pytest.mark.parametrize("empty", [(1,), (0,), (0, 1)])
-def test_micro_batches_without_a_valid_token(manner: str, empty: tuple[int, ...]) -> None:
+def test_micro_batches_without_a_valid_token(mode: str, empty: tuple[int, ...]) -> None:
     """They have no part in the loss; where there is nothing else, there is no mean."""
     batches = [make_batch("llama", number) for number in range(2)]
     for number in empty:
         batches[number]["labels"] = torch.full_like(batches[number]["labels"], -100)
     plain = make_model("llama")
     rest = [batch for number, batch in enumerate(batches) if number not in empty]
-    with built(make_model("llama"), _config(manner, clipping=0.0)) as engine:
+    with built(make_model("llama"), _config(mode, clipping=0.0)) as engine:
         found: dict[int, torch.Tensor] = {}
         engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
             state.index, shard.clone()

@@ -134,8 +134,15 @@ def _accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         state._reset_state()
 
 
-def _trainer(folder: Path) -> Trainer:
-    config = make_config(stage=3, optimizer=None, clipping="auto")  # type: ignore[arg-type]
+AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+
+
+def _trainer(
+    folder: Path, stage: int = 3, optimizer: Any = None, model: nn.Module | None = None
+) -> Trainer:
+    config = make_config(
+        stage=stage, optimizer=copy.deepcopy(optimizer), clipping="auto"  # type: ignore[arg-type]
+    )  # fmt: skip
     config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     arguments = TrainingArguments(
@@ -153,7 +160,8 @@ def _trainer(folder: Path) -> Trainer:
     )
     tokens = torch.arange(8 * LENGTH).remainder(VOCABULARY).view(8, LENGTH)
     data: Any = [{"input_ids": row, "labels": row} for row in tokens]
-    return Trainer(make_model("llama"), arguments, train_dataset=data, eval_dataset=data)
+    model = make_model("llama") if model is None else model
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
 @pytest.mark.usefixtures("_accelerate")
@@ -168,3 +176,54 @@ def test_a_trainer_that_only_evaluates_and_one_that_trains(tmp_path: Path) -> No
     assert first.evaluate()["eval_loss"] == before
     second.deepspeed.destroy()
     first.deepspeed.destroy()
+
+
+def _losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+ONE_TRAINER = [(2, None), (3, None), (2, AUTO), (3, AUTO)]
+
+
+@pytest.mark.usefixtures("_accelerate")
+@pytest.mark.parametrize(("stage", "optimizer"), ONE_TRAINER, ids=str)
+def test_one_trainer_evaluates_and_then_trains(stage: int, optimizer: Any, tmp_path: Path) -> None:
+    straight = _trainer(tmp_path, stage, optimizer)
+    straight.train()
+    straight.deepspeed.destroy()
+    trainer = _trainer(tmp_path, stage, optimizer)
+    before = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == before
+    assert type(trainer.deepspeed) is deepspeed.DeepSpeedEngine
+    trainer.train()
+    assert isinstance(trainer.deepspeed, hytrain.HyTrainEngine)
+    assert ("optimizer" in trainer.deepspeed.config) is (optimizer is not None)
+    assert _losses(trainer) == _losses(straight)
+    assert trainer.evaluate()["eval_loss"] < before
+    trainer.deepspeed.destroy()
+
+
+@pytest.mark.usefixtures("_accelerate")
+@pytest.mark.parametrize(("stage", "optimizer"), ONE_TRAINER[:3], ids=str)
+def test_one_trainer_trains_twice(stage: int, optimizer: Any, tmp_path: Path) -> None:
+    """As two that have the same model, one after the other: Adam begins anew."""
+    first = _trainer(tmp_path, stage, optimizer)
+    first.train()
+    first.deepspeed.destroy()
+    second = _trainer(tmp_path, stage, optimizer, first.model)
+    second.train()
+    second.deepspeed.destroy()
+    trainer = _trainer(tmp_path, stage, optimizer)
+    for expected in (first, second):
+        trainer.train()
+        assert _losses(trainer) == _losses(expected)
+    trainer.deepspeed.destroy()
+
+
+def test_what_transformers_has_is_put_back() -> None:
+    import transformers.trainer
+
+    before = transformers.trainer.deepspeed_init
+    with hytrain.register(), hytrain.register():
+        assert transformers.trainer.deepspeed_init != before
+    assert transformers.trainer.deepspeed_init == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,23 @@ def test_fastest_split_is_that_of_all_splits() -> None:
     assert fastest_split(times, [2, 1])[2] == 0 or max(fastest_split(times, [2, 1])) <= 3
     assert sum(fastest_split(times, [2, 1])) == 4
     assert fastest_split([[0.0, float("inf"), float("inf")]], [1]) == ()
+
+
+def test_an_uneven_split_wins_where_replicas_differ_much() -> None:
+    """Not in every problem: the split is best for all layers, not for a stage's own."""
+    problem = random_problem(3)
+    even, uneven = (
+        plan(replace(problem, options=Options(uneven_split=which))) for which in (False, True)
+    )
+    assert even.is_optimal
+    assert uneven.is_optimal
+    assert uneven.cost < 0.86 * even.cost
+    # One stage of all GPUs in both.
+    splits = [
+        plan_record(replace(problem, options=Options(uneven_split=which)), one.plan, 0.0)
+        for which, one in ((False, even), (True, uneven))
+    ]
+    assert [record.stages[0].samples for record in splits] == [(5, 5, 1, 1), (4, 4, 2, 2)]
 
 
 def test_host_state_frees_memory_and_costs_what_is_not_hidden(case: Path) -> None:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from support.reference_adam import AdamState, adam_step_float64
 
 from hytrain.kernels import cpu_adam
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient
-from hytrain.kernels.reference import AdamState, adam_step_float64
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = cpu_adam.available_isas()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from kernel_cases import make_case, same_bits
+from support.reference_adam import read_moments, stored_moments
 
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
-from hytrain.kernels.reference import read_moments, stored_moments
 
 KINDS = (torch.bfloat16, torch.uint8)
 # Around a register, a block of codes and a thread's block.

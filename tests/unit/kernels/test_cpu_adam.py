@@ -18,6 +18,7 @@ from kernel_cases import (
     same_bits,
     ulp,
 )
+from support.reference_adam import AdamState, adam_step_float32, adam_step_float64
 
 from hytrain.kernels.cpu_adam import (
     AdamHyper,
@@ -28,7 +29,6 @@ from hytrain.kernels.cpu_adam import (
     publish,
     sum_of_squares,
 )
-from hytrain.kernels.reference import AdamState, adam_step_float32, adam_step_float64
 
 SCALE = 0.37
 

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 from moment_cases import KINDS, make_rounded, same_moment
+from support.reference_adam import stored_moments
 
 from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
-from hytrain.kernels.device_adam import cuda_adam, device_adam, reference_device_adam
+from hytrain.kernels.device_adam import adam_constants, cuda_adam, device_adam
 from hytrain.kernels.moments import EightBit, Moment, Rounding
-from hytrain.kernels.reference import stored_moments
 
 HYPERS = [
     AdamHyper(lr=1e-3, weight_decay=0.1, step=7),
@@ -27,6 +27,27 @@ def make(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
     p, m, g = (torch.randn(n, generator=generator) for _ in range(3))
     v = torch.rand(n, generator=generator) * 0.01
     return [p, m * 0.1, v, g.to(dtype)]
+
+
+def reference_device_adam(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    gradient: torch.Tensor,
+    weights: torch.Tensor,
+    outcome: torch.Tensor,
+    hyper: AdamHyper,
+) -> None:
+    """The slow twin of device_adam, in plain torch operations on any device."""
+    if float(outcome[1]) != 0.0:
+        return
+    c = adam_constants(hyper)
+    g = gradient.float() * outcome[0] + c["l2"] * p
+    m.lerp_(g, c["one_minus_beta1"])
+    v.mul_(c["beta2"]).addcmul_(g, g, value=c["one_minus_beta2"])
+    denominator = v.sqrt().mul_(c["inv_sqrt_correction2"]).add_(c["eps"])
+    p.mul_(c["decay"]).addcdiv_(m, denominator, value=c["neg_step_size"])
+    weights.copy_(p)
 
 
 def step(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import same_bits
+from support.reference_adam import read_moments, stored_moments
 
 from hytrain.kernels.moment_codes import part_of, read_moment, write_moment
 from hytrain.kernels.moments import EightBit, Moment, Rounding, zero_moment
-from hytrain.kernels.reference import read_moments, stored_moments
 
 KINDS = (torch.bfloat16, torch.uint8)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, HYPERS, ISAS, error_bound, forced_isa, same_bits
 from moment_cases import KINDS, LENGTHS, RoundedCase, make_rounded, same_moment, same_state
+from support.reference_adam import AdamState, adam_step_float64, stored_moments
 
 from hytrain.errors import KernelArgumentError
 from hytrain.kernels.cpu_adam import (
@@ -17,7 +18,6 @@ from hytrain.kernels.cpu_adam import (
     publish,
 )
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding, zero_moment
-from hytrain.kernels.reference import AdamState, adam_step_float64, stored_moments
 
 SCALE = 0.37
 ROUNDING = Rounding(2**63 + 11, 5)

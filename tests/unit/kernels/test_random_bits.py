@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from support.reference_adam import random_bits
 
 from hytrain.kernels.moments import Rounding, rounding_key
-from hytrain.kernels.reference import random_bits
 
 N = 2**18
 STEPS = (1, 2, 3, 1000, 1001)

@@ -239,7 +239,7 @@ def test_gradients_left_by_the_user_are_the_steps_first() -> None:
 
 
 def test_steps_by_hand_between_steps_of_train_batch() -> None:
-    """Both manners learn their own numbers of firings (a tied weight's differ)."""
+    """Both modes learn their own numbers of firings (a tied weight's differ)."""
     model = make_model("gpt2")
     config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
     with built(model, config) as engine:

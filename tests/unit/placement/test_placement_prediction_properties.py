@@ -16,9 +16,10 @@ from placement_cases import (
     step,
     whole_seconds,
 )
+from prediction_twin import predict_one
 
 from hytrain.placement.costs import LayerCosts, StepCosts
-from hytrain.placement.prediction import predict, predict_one
+from hytrain.placement.prediction import predict
 
 ROUNDING = 1e-9
 

@@ -16,6 +16,7 @@ from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
 PARAMETERS = 1_000_000_000
+GB = 10**9
 _POLICIES: tuple[tuple[Activations, ...], ...] = (
     ("keep",),
     ("keep", "offload"),
@@ -24,6 +25,20 @@ _POLICIES: tuple[tuple[Activations, ...], ...] = (
     ("store", "keep"),
     ("recompute", "keep", "offload"),
 )
+
+
+def gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
+    """A GPU that takes some milliseconds for a layer's forward of one sample."""
+    return GpuProfile(
+        name=name,
+        memory_bytes=gigabytes * GB,
+        forward_ms=Table(((1.0, ms),)),
+        backward_ms=Table(((1.0, 2.0 * ms),)),
+        peak_bytes=Table(((1.0, 1e9), (2.0, 1.5e9))),
+        idle_bytes=GB // 2,
+        update_rate=1e11,
+        copy_rate=2e10,
+    )
 
 
 @st.composite

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from planner_clusters import plan_problems
+from planner_clusters import GB, gpu, plan_problems
 
 from hytrain.tools.planner.baselines import baselines, even_split, samples_by_speed
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
@@ -16,21 +16,6 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.uneven.solver import Infeasible
-
-GB = 10**9
-
-
-def gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
-    return GpuProfile(
-        name=name,
-        memory_bytes=gigabytes * GB,
-        forward_ms=Table(((1.0, ms),)),
-        backward_ms=Table(((1.0, 2.0 * ms),)),
-        peak_bytes=Table(((1.0, 1e9), (2.0, 1.5e9))),
-        idle_bytes=GB // 2,
-        update_rate=1e11,
-        copy_rate=2e10,
-    )
 
 
 def problem(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> PlanProblem:

@@ -17,9 +17,7 @@ from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Columns,
     Load,
-    cpu_capacity,
     gpu_bytes,
-    gpu_capacity,
     host_bytes,
     largest_shards,
     lines,
@@ -216,7 +214,6 @@ def test_fetch_lines_are_the_passes_with_longer_gathers(
     step=st.floats(0.01, 3.0),
     gigabytes=st.sampled_from((2, 12, 400)),
     rates=st.sampled_from(((2e10, 1e11), (2e9, 1e11), (2e10, 4e9))),
-    part=st.sampled_from((0.0, 0.4, 1.0)),
 )
 def test_the_largest_shards_are_those_that_the_lines_allow(
     samples: tuple[int, int],
@@ -224,7 +221,6 @@ def test_the_largest_shards_are_those_that_the_lines_allow(
     step: float,
     gigabytes: int,
     rates: tuple[float, float],
-    part: float,
 ) -> None:
     copy_rate, update_rate = rates
     gpu = replace(GPU, memory_bytes=gigabytes * GB, copy_rate=copy_rate, update_rate=update_rate)
@@ -255,12 +251,6 @@ def test_the_largest_shards_are_those_that_the_lines_allow(
         assert fits(shard * on_gpu, shard * (1.0 - on_gpu))
         more = shard * (1.0 + 1e-6) + 1e5
         assert not fits(more * on_gpu, more * (1.0 - on_gpu))
-    on_cpu = part * float(cpu_capacity(given_problem, host, gpu, columns, step)[0])
-    most = float(gpu_capacity(given_problem, gpu, columns, step, on_cpu)[0])
-    if on_cpu < 0.0 or most < 0.0:
-        return
-    assert fits(most, on_cpu)
-    assert not fits(most * (1.0 + 1e-6) + 1e5, on_cpu)
 
 
 # -- steps of several ranks --------------------------------------------------------------------

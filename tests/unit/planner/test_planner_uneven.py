@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from planner_cases import uneven_problems
 from support.shared_data import shared_folder
+from uneven_twin import solve_slowly
 
 from hytrain.errors import PlanError
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.cases import UnevenCase, read_cases
-from hytrain.tools.uneven.reference import solve_slowly
 from hytrain.tools.uneven.solver import (
     Assignment,
     Infeasible,

@@ -117,11 +117,16 @@ def test_a_folder_without_the_artefact(tmp_path: Path) -> None:
 
 def test_the_report_says_where_hytrain_is_beaten() -> None:
     run = {"their_seconds": 2.0, "our_seconds": 2.0, "search_seconds": 1.0, "cpu_seconds": 1.0}
-    mine = {**run, "optimal": False, "bound": 1.5}
+    run["schedule_seconds"] = 1.8
+    mine = {**run, "optimal": False, "bound": 1.5, "best_after_cpu_seconds": 0.5}
     cases = {"one": {"hytrain": mine, "Other": {**run, "their_seconds": 1.9}}}
     assert report.shortfalls(cases) == ["one: Other 1.9 < hytrain 2 (their_seconds)"]
     assert report.shortfalls({"one": {"hytrain": mine, "Other": run}}) == []
-    assert report.summary_rows(cases)[0][-1] == "0.950"
+    assert report.summary_rows(cases)[0][7] == "0.950"
+    other = {**run, "schedule_seconds": 1.7}
+    assert report.shortfalls({"one": {"hytrain": mine, "Other": other}}) == [
+        "one: Other 1.7 < hytrain 1.8 (schedule_seconds)"
+    ]
 
 
 @pytest.mark.skipif(SAILOR is None, reason="HYTRAIN_SAILOR names no checkout of the artefact")

@@ -7,7 +7,8 @@ import logging
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from support.traces import Trace, traced_config, train
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
+from hytrain.engine import trace_header
 from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
+from hytrain.formats.trace_file import Peaks
 
 LAYERS = 6  # of the MLP: before, four blocks, after
 FIRST, END = 4, 7
@@ -114,6 +117,8 @@ def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
         updates = trace.spans(names.CPU_ADAM, step=step)
         chunks = {(e["args"]["layer"], e["args"]["chunk"]) for e in updates}
         assert len(chunks) > 6  # 1024 elements each
+        slots = [e["args"]["slot"] for e in trace.spans(names.D2H, step=step)]
+        assert len(set(slots)) == len(slots) == len(chunks)  # all of them are kept
         for layer, chunk in chunks:
             where = {"step": step, "layer": layer, "chunk": chunk}
             (copied,) = trace.spans(names.D2H, **where)
@@ -123,6 +128,18 @@ def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
             assert updated[-1]["ts"] + updated[-1]["dur"] <= sent[-1]["ts"] + 0.5
             parameters = updated[0]["args"]["parameters"]
             assert copied["args"]["bytes"] == sent[0]["args"]["bytes"] == 2 * parameters
+
+
+@pytest.mark.parametrize(("moments", "state"), [("fp32", 12), ("bf16", 8), ("8bit", 6)])
+def test_an_updates_bytes_are_its_moments(tmp_path: Path, moments: str, state: int) -> None:
+    """Master weight and moments are read and written, two gradients read, a weight written."""
+    train(traced_config(tmp_path, (3, 4), hytrain={"moments": moments}), 5)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    updates = [
+        e["args"] for e in trace.spans(names.CPU_ADAM) if e["args"]["task"] == "commit_then_preview"
+    ]
+    assert updates
+    assert all(u["bytes"] == (2 * state + 3 * 2) * u["parameters"] for u in updates)
 
 
 def test_forward_and_backward_of_each_layer(trace: Trace) -> None:
@@ -346,3 +363,20 @@ def _calls_of_a_step(num_blocks: int) -> list[str]:
             engine.step()
         sys.setprofile(None)
     return calls
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(8, 8), (2, 3), (None, 3)])
+def test_memory_is_swept_by_all_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, expected: int
+) -> None:
+    """The peak of 3 update threads on 8 cores would say that more cores win nothing."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        trace_header, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
+    )
+    pipeline: Any = SimpleNamespace(
+        cpu=SimpleNamespace(wait_all=lambda: None), streams=SimpleNamespace(is_cuda=False)
+    )
+    peaks = trace_header.measure_peaks(pipeline, Peaks(cores=cores), 3)
+    assert asked == [expected]
+    assert peaks == Peaks(cores=cores, dram_bytes_per_s=1e9)

@@ -31,6 +31,8 @@ from hytrain.tools.trace.replay import Replay
 from hytrain.tools.trace.spans import COMPUTE, GPU_UPDATE
 
 BOUND_BY_CPU = Schedule(layers=8, steps=6).taking(**{CPU: 2600, D2H: 300, H2D: 300})
+FEW_SLOTS = replace(BOUND_BY_CPU, slots=9)
+"""One gradient on its way besides those that are kept."""
 BOUND_BY_COPIES = Schedule(layers=8, steps=6).taking(**{CPU: 300, D2H: 2400, H2D: 2500})
 CLIPPED = Schedule(layers=8, steps=6, gpu_layers=(0,), clipped=(1, 2, 3, 4, 5, 6)).taking(
     **{CPU: 1500}
@@ -64,6 +66,7 @@ def more_layers(schedule: Schedule, number: int) -> Schedule:
 
 SHARP = {
     "cores": (BOUND_BY_CPU, BOUND_BY_CPU.taking(**{CPU: 0}), fixes.CORES),
+    "cores, few slots": (FEW_SLOTS, FEW_SLOTS.taking(**{CPU: 0}), fixes.CORES),
     "PCIe": (BOUND_BY_COPIES, BOUND_BY_COPIES.taking(**{D2H: 0, H2D: 0}), fixes.PCIE),
     "launches": (
         BOUND_BY_HOST,

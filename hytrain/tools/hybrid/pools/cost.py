@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.pools.problem import End, Plan, Problem, Replicas, Stage
+from hytrain.tools.hybrid.pools.problem import End, Plan, Problem, Replicas, Stage, Times
 
 MOST_SPLIT = 4
 """A stage's gradients are reduced in shares of at most this many tensor parallel GPUs."""
@@ -31,6 +31,12 @@ def seconds_of_bytes(size: Any, curve: Sequence[float]) -> Any:
     Returns:
         As ``size`` (a number or an array); infinite where the fitted curve is not above 0.
     """
+    if isinstance(size, float) and size > 0:
+        # As below; this one is called for every link of every plan that is costed.
+        bandwidth, power = 0.0, math.log2(size / 1e6)
+        for coefficient in curve:
+            bandwidth = bandwidth * power + coefficient
+        return size / 1e9 / bandwidth if bandwidth > 0 else math.inf
     bandwidth = np.polyval(np.asarray(curve), np.log2(np.asarray(size, dtype=float) / 1e6))
     with np.errstate(divide="ignore"):
         return np.where(bandwidth > 0, np.asarray(size) / 1e9 / bandwidth, math.inf)
@@ -85,17 +91,22 @@ def compute_seconds(problem: Problem, stage: Stage, micro_batch: int) -> float:
     Raises:
         PlanError: a replica's (type, tp, micro-batch size) is not in the profiles.
     """
-    tables = [_times(problem, one, micro_batch).compute for one in stage.replicas]
+    tables = [times_of(problem, one, micro_batch).compute for one in stage.replicas]
     return max(sum(table[stage.start : stage.stop]) for table in tables)
 
 
 def update_seconds(problem: Problem, stage: Stage, micro_batch: int) -> float:
     """The optimizer's step."""
-    tables = [_times(problem, one, micro_batch).update for one in stage.replicas]
+    tables = [times_of(problem, one, micro_batch).update for one in stage.replicas]
     return max(table[stage.start] for table in tables)
 
 
-def _times(problem: Problem, one: Replicas, micro_batch: int) -> Any:
+def times_of(problem: Problem, one: Replicas, micro_batch: int) -> Times:
+    """The profile of a replica.
+
+    Raises:
+        PlanError: there is none.
+    """
     device = problem.pools[one.pool].device
     try:
         return problem.profiles[device, one.tp, micro_batch]
@@ -111,7 +122,7 @@ def stage_reduce_seconds(problem: Problem, stage: Stage) -> float:
     size = sum(problem.parameter_bytes[stage.start : stage.stop]) / split
     links = [(one.pool, one.pool) for one in stage.replicas if one.count > 1]
     links += [(one.pool, other.pool) for one, other in pairwise(stage.replicas)]
-    curves = [curve_between(problem, (a, 1), (b, 1)) for a, b in links]
+    curves = {curve_between(problem, (a, 1), (b, 1)) for a, b in links}
     times = [float(reduce_seconds(problem, size, stage.dp, curve)) for curve in curves]
     return max(times, default=0.0)
 

@@ -20,7 +20,7 @@ _REFERENCE_BYTES = 32e6
 """Of a link whose speed decides the order of three pools or more."""
 
 
-def kinds_of(problem: Problem, micro_batch: int) -> list[Kind]:
+def kinds_of(problem: Problem, micro_batch: int, most_pools: int | None = None) -> list[Kind]:
     """Every kind that is profiled at a micro-batch size, pools of a type with the same degree.
 
     Two pools come in both orders; more in the order whose slowest neighbours are the fastest.
@@ -36,7 +36,7 @@ def kinds_of(problem: Problem, micro_batch: int) -> list[Kind]:
     }
     found: list[Kind] = []
     everyone = range(len(problem.pools))
-    for size in range(1, len(problem.pools) + 1):
+    for size in range(1, (most_pools or len(problem.pools)) + 1):
         for members in combinations(everyone, size):
             orders = _orders(problem, members)
             devices = sorted({problem.pools[pool].device for pool in members})

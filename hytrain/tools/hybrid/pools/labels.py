@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,9 @@ NO_MORE = 1e-9
 
 _FRONT_ROWS = 512
 """Labels compared with all others at a time."""
+
+_PORTION = 512
+"""Labels extended at a time."""
 
 
 @dataclass
@@ -50,15 +53,14 @@ def most_promising(labels: Labels, count: int) -> Labels:
     return labels.take(np.sort(order[rank < count]))
 
 
-def alike(labels: Labels) -> Iterator[Ints]:
-    """Indices of labels that stop at the same layer, not too many at a time."""
-    for stop in np.unique(labels.stop):
-        which = np.nonzero(labels.stop == stop)[0]
-        for begin in range(0, len(which), 512):
-            yield which[begin : begin + 512]
+def portions(labels: Labels) -> Iterator[Ints]:
+    """Indices of labels, not too many at a time, of which most stop at the same layer."""
+    order = np.argsort(labels.stop, kind="stable")
+    for begin in range(0, len(order), _PORTION):
+        yield order[begin : begin + _PORTION]
 
 
-def undominated(labels: Labels, kinds: int, repeats: int) -> Labels:
+def undominated(labels: Labels, kinds: int, repeats: int, check_time: Callable[[], None]) -> Labels:
     """Without those whose every completion costs at least as much as the same one of another label.
 
     The other must end with the same kind and layer, and leave as many GPUs. Kinds of several pools
@@ -68,6 +70,7 @@ def undominated(labels: Labels, kinds: int, repeats: int) -> Labels:
         labels: to be compared.
         kinds: how many there are.
         repeats: of the slowest stage: micro-batches but one.
+        check_time: called now and then; what it raises ends the comparison.
     """
     groups = labels.stop * kinds + labels.kind
     order = np.lexsort((labels.total + labels.last, groups))
@@ -78,11 +81,11 @@ def undominated(labels: Labels, kinds: int, repeats: int) -> Labels:
     for begin, end in zip(begins[~alone], ends[~alone], strict=True):
         group = order[begin:end]
         if len(group):
-            keep.append(group[_front(labels.take(group), repeats)])
+            keep.append(group[_front(labels.take(group), repeats, check_time)])
     return labels.take(np.sort(np.concatenate(keep)) if keep else order)
 
 
-def _front(labels: Labels, repeats: int) -> Bools:
+def _front(labels: Labels, repeats: int, check_time: Callable[[], None]) -> Bools:
     """Whether none before it dominates each label; they come in rising order of their seconds."""
     count = len(labels.stop)
     total = labels.total + labels.last
@@ -90,6 +93,7 @@ def _front(labels: Labels, repeats: int) -> Bools:
     dominated = np.zeros(count, dtype=bool)
     for begin in range(0, count, _FRONT_ROWS):
         # Arrays are [dominating, dominated].
+        check_time()
         these = slice(begin, begin + _FRONT_ROWS)
         before = np.arange(count)[:, None] < np.arange(count)[None, these]
 

@@ -34,6 +34,7 @@ class Pool:
 class Times:
     """A profile: seconds of every layer for one micro-batch."""
 
+    forward: tuple[float, ...]
     compute: tuple[float, ...]
     """Forward and backward."""
     update: tuple[float, ...]
@@ -98,7 +99,7 @@ class Problem:
             raise PlanError(f"the batch must be 1 or more, not {self.batch}")
         layers = self.num_layers
         tables = [self.parameter_bytes]
-        tables += [one for times in self.profiles.values() for one in (times.compute, times.update)]
+        tables += [one for times in self.profiles.values() for one in vars(times).values()]
         tables += [one for m in self.memory.values() for one in (m.parameters, m.activations)]
         if any(len(table) != layers for table in tables):
             raise PlanError(f"every table must have {layers} layers, as the activations have")

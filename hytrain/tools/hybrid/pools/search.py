@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,15 +19,11 @@ import numpy as np
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.pools.cost import step_seconds, transfer_weights
 from hytrain.tools.hybrid.pools.counts import find_counts
-from hytrain.tools.hybrid.pools.labels import NO_MORE, Labels, alike, most_promising, undominated
-from hytrain.tools.hybrid.pools.merged import dealt, zones_as_one
+from hytrain.tools.hybrid.pools.labels import NO_MORE, Labels, most_promising, portions, undominated
 from hytrain.tools.hybrid.pools.problem import Floats, Ints, Plan, Problem, Replicas, Stage
-from hytrain.tools.hybrid.pools.tables import (
-    SizeTables,
-    later_transfer,
-    reduce_table,
-    size_tables,
-)
+from hytrain.tools.hybrid.pools.shapes import Shape, shapes_of
+from hytrain.tools.hybrid.pools.smaller_problems import dealt, one_degree, zones_as_one
+from hytrain.tools.hybrid.pools.tables import SizeTables, reduce_table
 
 _TOLERANCE = 1e-9
 """Relative; plans closer than this count as equal."""
@@ -38,6 +34,10 @@ _FIRST_WIDTH = 4
 _MERGED_SLACK = 0.02
 _NEAR = 8
 """Of zones taken as one, plans this much above the best are dealt out too, so many a shape."""
+
+_FIRST_BEGINNING = 1 / 3
+_BEGINNING = 1 / 6
+"""Of the time that is left, at most for each part of the space that is begun with."""
 
 _SPARE = 8
 """So many times as many are compared with each other, before they are left out."""
@@ -53,6 +53,9 @@ class Result:
     bound: float
     """No plan of the space costs less."""
     seconds: float
+    """By the search's clock."""
+    best_after: float
+    """Of these, until the plan was found."""
     evaluations: int
     """Whole plans costed."""
     labels: int
@@ -63,37 +66,26 @@ class Result:
         return self.bound >= self.cost * (1 - 1e-6)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A micro-batch size, a number of replicas and of stages, with a bound on their plans."""
-
-    bound: float
-    tables: SizeTables
-    ahead: _Ahead
-    dp: int
-    stages: int
-    micro_batches: int
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """The least that stages still to come take, by (how many, from which layer)."""
-
-    total: Floats
-    slowest: Floats
-    transfer: float
-    """The least of one stage's transfers, where there are two stages or more."""
+class _OutOfTimeError(Exception):
+    """Raised within a shape, whose labels so far are still to be followed."""
 
 
 @dataclass
 class _State:
     problem: Problem
+    clock: Callable[[], float]
+    end: float = math.inf
+    """Of the clock; time at which the search stops; the whole one not before it has a plan."""
+    is_whole: bool = True
+    """Rather than a part of the space, to begin with a good plan."""
     best: Plan | None = None
     cost: float = math.inf
+    best_at: float = 0.0
     open_bounds: list[float] = field(default_factory=list)
     evaluations: int = 0
     labels: int = 0
     reduction: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
+    """By tables (their id: those of a search's shapes stay alive) and replicas."""
     slack: float = -_TOLERANCE
     """Plans that cost this much more than the best are looked at still, and kept as ``near``."""
     near: list[Plan] = field(default_factory=list)
@@ -102,8 +94,21 @@ class _State:
     def limit(self) -> float:
         return self.cost * (1 + self.slack)
 
+    @property
+    def is_over(self) -> bool:
+        return self.clock() > self.end and (self.best is not None or not self.is_whole)
 
-def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
+    def check_time(self) -> None:
+        if self.is_over:
+            raise _OutOfTimeError
+
+
+def plan_pools(
+    problem: Problem,
+    *,
+    max_seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Result:
     """The cheapest plan under :func:`.cost.step_seconds`.
 
     The space: as many replicas in every stage, no more than their number of micro-batches needs;
@@ -113,54 +118,73 @@ def plan_pools(problem: Problem, *, max_seconds: float | None = None) -> Result:
     Args:
         problem: what is given.
         max_seconds: after which the best plan so far is returned, with the bound.
+        clock: that says so; with :func:`time.process_time` other work on the machine decides less.
 
     Raises:
         PlanError: no plan fits into the GPUs' memory.
     """
-    start = time.perf_counter()
-    state = _State(problem)
-    end = math.inf if max_seconds is None else start + max_seconds
-    for smaller, members in zones_as_one(problem):
-        _begin_with_zones_as_one(state, smaller, members, (end - start) / 6)
-    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
-    waiting = _first_pass(state, shapes, end)
+    start = clock()
+    state = _State(problem, clock, math.inf if max_seconds is None else start + max_seconds)
+    if len(problem.pools) > 1:
+        _begin_with_a_pool_a_stage(state, list(one_degree(problem)), _FIRST_BEGINNING)
+        for smaller, members in zones_as_one(problem):
+            _begin_with_zones_as_one(state, smaller, members)
+        _begin_with_a_pool_a_stage(state, [problem], _BEGINNING)
+    waiting = _first_pass(state, shapes_of(problem))
     while waiting and waiting[0][0] < state.limit:
-        if time.perf_counter() > end:
+        if state.is_over:
             state.open_bounds.append(waiting[0][0])
             break
         _, _, shape, begun = heapq.heappop(waiting)
-        _search(state, shape, begun, end=end)
+        _search(state, shape, begun)
     if state.best is None:
         raise PlanError("no plan fits into the memory of the GPUs, whatever their number of stages")
     return Result(
         plan=state.best,
         cost=state.cost,
         bound=min([state.cost, *state.open_bounds]),
-        seconds=time.perf_counter() - start,
+        seconds=clock() - start,
+        best_after=state.best_at - start,
         evaluations=state.evaluations,
         labels=state.labels,
     )
 
 
-def _begin_with_zones_as_one(
-    state: _State, smaller: Problem, members: list[list[int]], seconds: float
-) -> None:
+def _first_pass_of_part(
+    state: _State, part: Problem, shapes: list[Shape], share: float, slack: float = -_TOLERANCE
+) -> _State:
+    """A first pass through a part of the space, for a share of the time that is left."""
+    now = state.clock()
+    end = now + (state.end - now) * share
+    begun = _State(part, state.clock, end, is_whole=False, slack=slack, cost=state.cost)
+    _first_pass(begun, shapes)
+    state.labels += begun.labels
+    return begun
+
+
+def _begin_with_a_pool_a_stage(state: _State, parts: list[Problem], share: float) -> None:
+    """The best of few labels where no stage draws from several pools: there are few kinds then."""
+    shapes = [shape for part in parts for shape in shapes_of(part, most_pools=1)]
+    shapes.sort(key=lambda shape: shape.bound)
+    found = _first_pass_of_part(state, state.problem, shapes, share)
+    if found.best is not None:
+        _consider(state, found.best)
+
+
+def _begin_with_zones_as_one(state: _State, smaller: Problem, members: list[list[int]]) -> None:
     """Deal out what is nearly the best plan of zones taken as one."""
-    part = _State(smaller, slack=_MERGED_SLACK)
-    shapes = sorted(_shapes(smaller), key=lambda shape: shape.bound)
-    _first_pass(part, shapes, time.perf_counter() + seconds)
-    state.labels += part.labels
-    for plan in part.near:
+    found = _first_pass_of_part(state, smaller, shapes_of(smaller), _BEGINNING, _MERGED_SLACK)
+    for plan in found.near:
         whole = dealt(state.problem, plan, members)
         if whole is not None:
             _consider(state, whole)
 
 
-_Waiting = list[tuple[float, int, _Shape, Labels]]
+_Waiting = list[tuple[float, int, Shape, Labels]]
 """Shapes by bound and number, with the labels of their first stage."""
 
 
-def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
+def _first_pass(state: _State, shapes: list[Shape]) -> _Waiting:
     """Look at every shape, most promising first, with few labels; those cut short are returned."""
     soon = 3 if len(state.problem.pools) == 1 else 1
     for shape in shapes:
@@ -169,21 +193,23 @@ def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
             begun = _extend(state, shape, None, 0)
             if len(begun.stop):
                 _search(state, shape, begun)
-    waiting: list[tuple[float, int, _Shape, Labels | None]] = [
+    waiting: list[tuple[float, int, Shape, Labels | None]] = [
         (shape.bound, number, shape, None)
         for number, shape in enumerate(shapes)
         if shape.stages > soon
     ]
     again: _Waiting = []
     while waiting and waiting[0][0] < state.limit:
-        if state.best is not None and time.perf_counter() > end:
+        if state.is_over:
             state.open_bounds.append(waiting[0][0])
             break
         bound, number, shape, begun = heapq.heappop(waiting)
         if begun is None:
-            begun = undominated(
-                _extend(state, shape, None, 0), len(shape.tables.kinds), shape.micro_batches - 1
-            )
+            try:
+                begun = _undominated(state, shape, _extend(state, shape, None, 0))
+            except _OutOfTimeError:
+                state.open_bounds.append(bound)
+                break
             if len(begun.stop):
                 heapq.heappush(waiting, (float(begun.bound.min()), number, shape, begun))
         elif not _search(state, shape, begun, width=_FIRST_WIDTH):
@@ -192,78 +218,11 @@ def _first_pass(state: _State, shapes: list[_Shape], end: float) -> _Waiting:
     return again
 
 
-# -- which shapes there are --------------------------------------------------------------------
-
-
-def _shapes(problem: Problem) -> Iterator[_Shape]:
-    gpus = np.array([pool.gpus for pool in problem.pools])
-    for size in problem.sizes:
-        tables = size_tables(problem, size)
-        if tables is None:
-            continue
-        ahead = _look_ahead(tables, problem.num_layers)
-        capacity = tables.weights @ gpus
-        for dp, micro_batches in _replica_numbers(problem, int(gpus.sum()), size):
-            fewest = tables.usage[:, :-1].min(axis=0) * dp
-            for stages in range(1, problem.num_layers + 1):
-                if np.any(stages * fewest > capacity[:-1] + 1e-9):
-                    break
-                bound = _shape_bound(tables, ahead, dp, stages, micro_batches, capacity[-1])
-                if math.isfinite(bound):
-                    yield _Shape(bound, tables, ahead, dp, stages, micro_batches)
-
-
-def _replica_numbers(problem: Problem, gpus: int, size: int) -> Iterator[tuple[int, int]]:
-    """(replicas, micro-batches); of equal micro-batches the fewest replicas."""
-    seen = 0
-    for dp in range(1, gpus + 1):
-        count = math.ceil(problem.batch / (size * dp))
-        if count != seen:
-            seen = count
-            yield dp, count
-
-
-def _look_ahead(tables: SizeTables, layers: int) -> _Ahead:
-    total = np.full((layers + 1, layers + 1), np.inf)
-    slowest = np.full((layers + 1, layers + 1), np.inf)
-    total[0, layers] = slowest[0, layers] = 0.0
-    for left in range(1, layers + 1):
-        fitting = np.where(tables.depth >= left, tables.compute, np.inf).min(axis=0)
-        stage = fitting + later_transfer(tables.onward, left)
-        total[left] = (stage + total[left - 1][None, :]).min(axis=1)
-        slowest[left] = np.maximum(stage, slowest[left - 1][None, :]).min(axis=1)
-    return _Ahead(total, slowest, float(tables.onward.min()))
-
-
-def _shape_bound(
-    tables: SizeTables, ahead: _Ahead, dp: int, stages: int, micro_batches: int, capacity: float
-) -> float:
-    onward, _ = transfer_weights(0, stages)
-    transfer = ahead.transfer if stages > 1 else 0.0
-    first = np.where(tables.depth[:, 0] >= stages, tables.compute[:, 0], np.inf).min(axis=0)
-    first = first + onward * transfer
-    shared = dp * tables.work[-1] / capacity + transfer
-    slowest = np.maximum(np.maximum(first, ahead.slowest[stages - 1]), shared)
-    total = first + ahead.total[stages - 1]
-    update = tables.update.min()
-    with np.errstate(invalid="ignore"):
-        whole = (micro_batches - 1) * slowest + total
-    # Without further micro-batches, 0 times what is impossible is not a number.
-    return float(np.min(np.where(np.isnan(whole), np.inf, whole)) + update)
-
-
 # -- one shape ---------------------------------------------------------------------------------
 
 
-def _search(
-    state: _State,
-    shape: _Shape,
-    begun: Labels,
-    *,
-    width: int | None = None,
-    end: float = math.inf,
-) -> bool:
-    """Follow the labels of a first stage to whole plans, until the time ``end``.
+def _search(state: _State, shape: Shape, begun: Labels, *, width: int | None = None) -> bool:
+    """Follow the labels of a first stage to whole plans, until the time is over.
 
     Returns:
         Whether that was all of them, rather than the ``width`` most promising after each stage.
@@ -271,23 +230,12 @@ def _search(
     levels = [begun]
     whole = True
     for index in range(1, shape.stages):
-        if time.perf_counter() > end:
+        try:
+            labels, all_kept = _next_level(state, shape, levels[-1], index, width)
+        except _OutOfTimeError:
             state.open_bounds.append(float(levels[-1].bound.min()))
             return False
-        labels = _extend(state, shape, levels[-1], index)
-        for few in () if width is None else (_SPARE * width, width):
-            kept = most_promising(labels, few)
-            whole = whole and len(kept.stop) == len(labels.stop)
-            labels = (
-                undominated(kept, len(shape.tables.kinds), shape.micro_batches - 1)
-                if few > width
-                else kept
-            )
-        labels = (
-            undominated(labels, len(shape.tables.kinds), shape.micro_batches - 1)
-            if width is None
-            else labels
-        )
+        whole = whole and all_kept
         if not len(labels.stop):
             return whole
         levels.append(labels)
@@ -300,6 +248,24 @@ def _search(
     return whole
 
 
+def _next_level(
+    state: _State, shape: Shape, labels: Labels, index: int, width: int | None
+) -> tuple[Labels, bool]:
+    """The labels with stage ``index``, and whether none were left out for the width."""
+    found = _extend(state, shape, labels, index)
+    if width is None:
+        return _undominated(state, shape, found), True
+    near = most_promising(found, _SPARE * width)
+    front = _undominated(state, shape, near)
+    kept = most_promising(front, width)
+    return kept, len(near.stop) == len(found.stop) and len(kept.stop) == len(front.stop)
+
+
+def _undominated(state: _State, shape: Shape, labels: Labels) -> Labels:
+    repeats = shape.micro_batches - 1
+    return undominated(labels, len(shape.tables.kinds), repeats, state.check_time)
+
+
 def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
     least = np.where(np.tri(layers + 1, dtype=bool), np.inf, reduce.min(axis=0))
     ahead = np.full((stages + 1, layers + 1), np.inf)
@@ -309,14 +275,18 @@ def _reduce_ahead(reduce: Floats, layers: int, stages: int) -> Floats:
     return ahead
 
 
-def _extend(state: _State, shape: _Shape, labels: Labels | None, index: int) -> Labels:
+def _extend(state: _State, shape: Shape, labels: Labels | None, index: int) -> Labels:
     """Every way to add stage ``index``, without those that cannot become better than the best."""
     if labels is None:
         none, zero = np.zeros(1), np.zeros(1, dtype=int)
         used = np.zeros((1, shape.tables.usage.shape[1]))
         labels = Labels(zero, zero, none, none, none, none, none, used, none, zero - 1, none, none)
     reduce = _reduction(state, shape)
-    parts = [_extended(state, shape, reduce, labels, which, index) for which in alike(labels)]
+    parts: list[Labels] = []
+    for which in portions(labels):
+        if index:
+            state.check_time()
+        parts.append(_extended(state, shape, reduce, labels, which, index))
     found = Labels(
         **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
     )
@@ -324,9 +294,9 @@ def _extend(state: _State, shape: _Shape, labels: Labels | None, index: int) -> 
     return found
 
 
-def _reduction(state: _State, shape: _Shape) -> tuple[Floats, Floats]:
+def _reduction(state: _State, shape: Shape) -> tuple[Floats, Floats]:
     """The shape's :func:`reduce_table`, and the least of stages to come; kept for others."""
-    key = (shape.tables.micro_batch, shape.dp)
+    key = (id(shape.tables), shape.dp)
     if key not in state.reduction:
         table = reduce_table(state.problem, shape.tables, shape.dp)
         layers = state.problem.num_layers
@@ -336,7 +306,7 @@ def _reduction(state: _State, shape: _Shape) -> tuple[Floats, Floats]:
 
 def _extended(
     state: _State,
-    shape: _Shape,
+    shape: Shape,
     reduction: tuple[Floats, Floats],
     labels: Labels,
     which: Ints,
@@ -344,27 +314,30 @@ def _extended(
 ) -> Labels:
     tables, layers = shape.tables, state.problem.num_layers
     reduce, reduce_ahead = reduction
-    capacity = tables.weights @ np.array([pool.gpus for pool in state.problem.pools])
+    capacity = shape.capacity
     begun = labels.take(which)
-    start = int(begun.stop[0])
+    start = begun.stop
     left = shape.stages - 1 - index
-    stops = np.arange(start + 1, layers + 1 - left) if left else np.array([layers])
+    stops = np.arange(int(start.min()) + 1, layers + 1 - left) if left else np.array([layers])
     # Arrays are [label, kind, stop].
     onward = back = np.zeros((len(which), len(tables.kinds), 1))
     if index:
         sends, _ = transfer_weights(index - 1, shape.stages)
         _, returns = transfer_weights(index, shape.stages)
-        onward = sends * tables.link[start - 1][begun.kind][:, :, None]
-        back = returns * tables.link[start].T[begun.kind][:, :, None]
+        onward = sends * tables.link[start - 1, begun.kind][:, :, None]
+        back = returns * tables.link.swapaxes(1, 2)[start, begun.kind][:, :, None]
     before = begun.last[:, None, None] + onward
     total = begun.total[:, None, None] + before
     slowest = np.maximum(begun.slowest[:, None, None], before)
-    compute = np.where(
-        tables.depth[:, start][:, stops] >= left + 1, tables.compute[:, start][:, stops], np.inf
-    )
-    last = compute[None] + back
-    update = np.maximum(begun.update[:, None, None], tables.update[None, :, start, None])
-    reduced = np.maximum(begun.reduce[:, None, None], reduce[None, :, start][:, :, stops])
+
+    def following(table: Floats) -> Floats:
+        return table[:, start[:, None], stops].swapaxes(0, 1)
+
+    # Infinite where a label has gone beyond that layer already.
+    compute = np.where(following(tables.depth) >= left + 1, following(tables.compute), np.inf)
+    last = compute + back
+    update = np.maximum(begun.update[:, None, None], tables.update[:, start].T[:, :, None])
+    reduced = np.maximum(begun.reduce[:, None, None], following(reduce))
     used = begun.used[:, None] + shape.dp * tables.usage[None]
     room = np.all(used <= capacity + 1e-9, axis=2)
     free = (capacity[-1] - used[:, :, -1])[:, :, None]
@@ -428,7 +401,7 @@ def _floors(tables: SizeTables, free: Floats, left: int, stop: Ints) -> Floats:
     return below[low]
 
 
-def _finish(state: _State, shape: _Shape, levels: list[Labels], leaf: int, bound: float) -> None:
+def _finish(state: _State, shape: Shape, levels: list[Labels], leaf: int, bound: float) -> None:
     """The plan of a whole pipeline, costed exactly."""
     stops: list[int] = []
     kinds: list[int] = []
@@ -466,5 +439,5 @@ def _consider(state: _State, plan: Plan) -> float:
     if cost < state.limit and state.slack > 0:
         state.near.append(plan)
     if cost < state.cost * (1 - _TOLERANCE):
-        state.best, state.cost = plan, cost
+        state.best, state.cost, state.best_at = plan, cost, state.clock()
     return cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -55,14 +56,19 @@ class SizeTables:
     """[L]: the least of :attr:`link` over the kinds."""
     thresholds: Floats
     """[G], rising: seconds of a stage."""
-    needs: Floats
-    """[G, L+1, L+1, W]: with all stages within a threshold, what so many stages from a layer on use
-    at least, of one replica each; none of them the pipeline's first."""
+
+    @cached_property
+    def needs(self) -> Floats:
+        """[G, L+1, L+1, W]: with all stages within a threshold, what so many stages from a layer on
+        use at least, of one replica each; none of them the pipeline's first."""
+        return _needs(self.compute, self.depth, self.usage, self.onward, self.thresholds)
 
 
-def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
-    """None where no kind is profiled at this size."""
-    kinds = kinds_of(problem, micro_batch)
+def size_tables(
+    problem: Problem, micro_batch: int, most_pools: int | None = None
+) -> SizeTables | None:
+    """None where no kind (of so many pools at most) is profiled at this size."""
+    kinds = kinds_of(problem, micro_batch, most_pools)
     if not kinds:
         return None
     ends = sorted({end for kind in kinds for end in kind})
@@ -81,8 +87,6 @@ def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
     weights, work = _weights(problem, ends, compute_of)
     depth = np.array([np.min([depth_of[end] for end in kind], axis=0) for kind in kinds])
     link = _links(problem, kinds, ends, micro_batch)
-    onward, used = link.min(axis=(1, 2)), usage(kinds, weights)
-    thresholds = _thresholds(compute)
     return SizeTables(
         micro_batch=micro_batch,
         kinds=kinds,
@@ -90,15 +94,14 @@ def size_tables(problem: Problem, micro_batch: int) -> SizeTables | None:
         update=np.array([np.max([update_of[end] for end in kind], axis=0) for kind in kinds]),
         depth=depth,
         link=link,
-        usage=used,
+        usage=usage(kinds, weights),
         mixed=np.where(
             [len(kind) > 1 for kind in kinds], np.sqrt(np.arange(len(kinds)) + 2.0), 0.0
         ),
         weights=weights,
         work=work,
-        onward=onward,
-        thresholds=thresholds,
-        needs=_needs(compute, depth, used, onward, thresholds),
+        onward=link.min(axis=(1, 2)),
+        thresholds=_thresholds(compute),
     )
 
 
@@ -132,10 +135,8 @@ def _needs(
             fitting = fits
             time = np.where(fits, compute, np.inf) + later_transfer(onward, left)
             least = _least_usage(time, used, thresholds)
-        # A stage at a time: [G, start, W].
-        for stop in range(1, layers + 1):
-            after = needs[:, left - 1, stop][:, None]
-            needs[:, left, :stop] = np.minimum(needs[:, left, :stop], least[:, :stop, stop] + after)
+        # [G, start, stop, W]; infinite where there is no layer between them.
+        needs[:, left] = (least + needs[:, left - 1][:, None]).min(axis=2)
     return needs
 
 

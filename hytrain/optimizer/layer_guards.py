@@ -12,90 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from hytrain.model.discovery import is_container
-from hytrain.model.layer_state import LayerState
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
+from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.zero3.layer_weights import LayerWeights
-
-
-class WeightsOwner(Protocol):
-    """Who can make weights ready."""
-
-    def begin_forward(self) -> None:
-        """The model's forward begins, and is about to enter its modules."""
-        ...
-
-    def before_use(self, state: LayerState) -> None:
-        """A layer's trained weights are about to be read."""
-        ...
-
-    def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
-        """A module that uses the layers' weights begins its forward."""
-        ...
-
-    def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
-        """It has ended (told under ZeRO-3 only)."""
-        ...
-
-    def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
-        """Its backward begins (told under ZeRO-3 only)."""
-        ...
-
-    def backward_begins(self) -> None:
-        """The model's backward begins (told under ZeRO-3 only)."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """Whether layers have to be gathered for their uses (ZeRO-3)."""
-        ...
-
-    def end_forward(self) -> None:
-        """The model's forward is over: weights that it has not used are made ready now."""
-        ...
-
-    def read_weights(self) -> None:
-        """All weights are about to be read: the newest ones."""
-        ...
-
-    def read_trained(self, layer: LayerWeights) -> None:
-        """Trained weights that are whole on every rank are about to be read, by the user's code."""
-        ...
-
-    def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
-        """Weights that have to be gathered are about to be read outside of their modules.
-
-        Args:
-            layer: whose weights.
-            name: of the function that reads.
-            was_read: they have been, unnoticed, and are saved for the backward.
-        """
-        ...
-
-    @property
-    def has_held(self) -> bool:
-        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
-        ...
-
-    def when_held(self, function: Callable[[], None]) -> None:
-        """Calls it at each such read."""
-        ...
-
-    @property
-    def records_forward(self) -> bool:
-        """Whether the next forward is the first of its kind (ZeRO-3)."""
-        ...
-
-    @property
-    def layers(self) -> Sequence[LayerWeights]:
-        """All weights in forward order."""
-        ...
-
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -129,7 +54,7 @@ def _nothing(*_arguments: object, **_named: object) -> None:
 class LayerGuards:
     """Forward pre-hooks on a model's modules; the engine's builder removes them."""
 
-    def __init__(self, model: nn.Module, owner: WeightsOwner) -> None:
+    def __init__(self, model: nn.Module, owner: PassGuide) -> None:
         self._owner = owner
         layers = {layer.index: layer for layer in owner.layers}
         self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}

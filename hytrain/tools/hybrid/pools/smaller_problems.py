@@ -1,7 +1,8 @@
-"""Zones taken as one: a smaller problem, whose plans are dealt out to the zones again.
+"""Smaller problems, whose best plans are good ones to begin the search with.
 
-Many zones make many kinds of stage. Pools of one type are merged, with the slowest of their links;
-what is the best plan then is a good one to begin the search with.
+All GPUs of a type may have one tensor parallel degree. Or zones are taken as one, since many zones
+make many kinds of stage: pools of one type are merged, with the slowest of their links, and a plan
+is dealt out to the zones again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ from hytrain.tools.hybrid.pools.problem import Plan, Problem, Replicas, Stage
 
 _REFERENCE_BYTES = 32e6
 """Of a link, to tell which is slower."""
+
+
+def one_degree(problem: Problem) -> Iterator[Problem]:
+    """Problems in which all GPUs of a type have the same tensor parallel degree."""
+    degrees: dict[str, set[int]] = {}
+    for device, tp, _ in problem.profiles:
+        degrees.setdefault(device, set()).add(tp)
+    for chosen in product(*(sorted(some) for some in degrees.values())):
+        of = dict(zip(degrees, chosen, strict=True))
+        profiles = {key: one for key, one in problem.profiles.items() if of[key[0]] == key[1]}
+        yield dataclasses.replace(problem, profiles=profiles)
 
 
 def zones_as_one(problem: Problem) -> Iterator[tuple[Problem, list[list[int]]]]:

@@ -1,0 +1,112 @@
+"""The trainings that are compared: what differs between them, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from experiments.common.records import Json
+
+SEEDS = (0, 1, 2)
+MOMENTS = ("fp32", "bf16", "8bit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training."""
+
+    kind: str
+    """What it is compared as; cases of a kind differ in their seed."""
+    seed: int
+    """Of the weights and of the data's order."""
+    engine: str
+    """--engine of train_lm."""
+    moments: str = "fp32"
+    attention: str = "sdpa"
+    offload: bool = True
+    """Of DeepSpeed: whether state is in host memory; else it has torch's AdamW on the GPU."""
+    enough: float = 1.0
+    """Ended after this share of the schedule's steps."""
+    optional: bool = False
+    """Ended first where the time does not suffice for all."""
+
+    @property
+    def label(self) -> str:
+        """Its own."""
+        return f"{self.kind}, seed {self.seed}"
+
+
+HYTRAIN = "hytrain"
+ZERO2 = "ZeRO-2 offload"
+ZERO2_GPU = "ZeRO-2 on the GPU"
+ZERO2_EAGER = "ZeRO-2 on the GPU, other attention"
+ADAMW = "torch AdamW"
+ZERO2_SHARE = 0.75
+"""Of the schedule: 3,000 of 4,000 steps."""
+
+
+def hytrain_kind(moments: str) -> str:
+    """As what hytrain with these moments is compared."""
+    return HYTRAIN if moments == "fp32" else f"{HYTRAIN}, {moments} moments"
+
+
+def all_cases() -> list[Case]:
+    """Issue by issue: systems from one seed, then kinds of moments from several."""
+    zero2 = {"seed": 0, "engine": "deepspeed", "enough": ZERO2_SHARE}
+    cases = [
+        Case(kind=ZERO2, **zero2),
+        Case(kind=ZERO2_GPU, offload=False, **zero2),
+        Case(kind=ZERO2_EAGER, offload=False, attention="eager", **zero2),
+    ]
+    for seed in SEEDS:
+        cases += [
+            Case(kind=hytrain_kind(kind), seed=seed, engine="hytrain", moments=kind)
+            for kind in MOMENTS
+        ]
+    # One seed of AdamW is needed beside the others, more say how far apart its seeds are.
+    cases += [Case(kind=ADAMW, seed=s, engine="torch", optional=s > 0) for s in SEEDS]
+    return cases
+
+
+def ds_config(case: Case, *, micro_batch: int, cpu_threads: int, on_gpu: bool) -> Json:
+    """The DeepSpeed JSON of a case: DeepSpeed's own betas, clipping at 1.
+
+    With a second moment of such a long memory (0.999), one that is rounded to nearest would stop
+    to move (arXiv 2603.16731): the harder case for moments in fewer bytes.
+    """
+    config: Json = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": on_gpu},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 6e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": 4000,
+                "warmup_num_steps": 200,
+                "warmup_min_ratio": 0.0,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+    }
+    if case.engine == "deepspeed" and not case.offload:
+        del config["zero_optimization"]["offload_optimizer"]
+        config["optimizer"]["params"]["torch_adam"] = True  # its own would have to be compiled
+    if case.engine == "hytrain":
+        # So small a model is soon all on the GPU; the last seed's halves are updated by either.
+        is_fixed = case.seed == SEEDS[-1] or not on_gpu
+        config["hytrain"] = {
+            "gpu_fraction": 0.5 if is_fixed else "solve",
+            "moments": case.moments,
+            "moments_seed": case.seed,
+            "offload": {"cpu_threads": cpu_threads},
+        }
+    return config

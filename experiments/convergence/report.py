@@ -1,0 +1,182 @@
+"""The tables and the chart of a result.
+
+python experiments/convergence/report.py out/convergence/result.json [--png FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run as a script, Python puts this folder on the path, and the package lies two levels above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.records import Json, read_json
+from experiments.convergence.cases import (
+    ADAMW,
+    HYTRAIN,
+    MOMENTS,
+    ZERO2,
+    ZERO2_EAGER,
+    ZERO2_GPU,
+    hytrain_kind,
+)
+from experiments.convergence.curves import (
+    WINDOW,
+    largest_difference,
+    last_common_step,
+    smoothed,
+)
+
+YARDSTICK = ((ZERO2, ZERO2_GPU), (ZERO2, ZERO2_EAGER), (ZERO2_GPU, ZERO2_EAGER))
+"""Runs of one system that differ in how their kernels round: of Adam, of attention, of both."""
+PAIRS = (*YARDSTICK, (HYTRAIN, ZERO2), (HYTRAIN, ZERO2_GPU), (HYTRAIN, ADAMW), (ADAMW, ZERO2))
+"""Of one seed."""
+KINDS = (*map(hytrain_kind, MOMENTS), ADAMW)
+"""Of several seeds."""
+
+Trainings = dict[tuple[str, int], Json]
+
+
+def by_case(result: Json) -> Trainings:
+    """(kind, seed) -> training, of those that have as many steps as are averaged."""
+    found = {(t["kind"], t["seed"]): t for t in result["trainings"]}
+    return {case: t for case, t in found.items() if len(t["losses"]) >= WINDOW}
+
+
+def pair_table(trainings: Trainings, seed: int = 0) -> list[str]:
+    """Markdown: how far two trainings of one seed are apart."""
+    lines = [
+        "| one seed and order of data | steps | largest difference | mean | held-out losses |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one, other in PAIRS:
+        first, second = trainings.get((one, seed)), trainings.get((other, seed))
+        if first is None or second is None:
+            continue
+        largest, mean = largest_difference(first["losses"], second["losses"])
+        steps = min(len(first["losses"]), len(second["losses"]))
+        step = last_common_step([first["held_out"], second["held_out"]])
+        ends = "" if step is None else _ends(first, second, step)
+        lines.append(f"| {one} / {other} | {steps} | {largest:.4f} | {mean:.4f} | {ends} |")
+    return lines
+
+
+def _ends(first: Json, second: Json, step: int) -> str:
+    one, other = first["held_out"][str(step)], second["held_out"][str(step)]
+    return f"{one:.4f} / {other:.4f} ({one - other:+.4f}) after {step}"
+
+
+def seeds_table(trainings: Trainings) -> list[str]:
+    """Markdown: held-out losses of all seeds, differences of kinds beside those of seeds.
+
+    A kind's difference is of trainings with the same seed: they see the same data in the same
+    order from the same weights.
+    """
+    seeds = sorted({seed for kind, seed in trainings if kind in KINDS})
+    used = {case: t for case, t in trainings.items() if case[0] in KINDS and t["status"] == "ok"}
+    used = used or {case: t for case, t in trainings.items() if case[0] in KINDS}
+    step = last_common_step([t["held_out"] for t in used.values()]) if used else None
+    if step is None:
+        return ["(no step after which all were evaluated)"]
+    loss = {case: t["held_out"][str(step)] for case, t in used.items()}
+    lines = [
+        f"| held-out loss after {step} steps | {' | '.join(f'seed {s}' for s in seeds)} | mean "
+        "| largest - least of seeds | mean difference to fp32 moments | largest, same seed |",
+        "| --- |" + " --- |" * (len(seeds) + 4),
+    ]
+    for kind in KINDS:
+        own = {seed: loss[kind, seed] for seed in seeds if (kind, seed) in loss}
+        if not own:
+            continue
+        base = {s: loss[HYTRAIN, s] for s in own if (HYTRAIN, s) in loss}
+        gaps = [own[s] - base[s] for s in base]
+        far = "" if kind == HYTRAIN or not gaps else f"{max(map(abs, gaps)):.4f}"
+        mean = "" if kind == HYTRAIN or not gaps else f"{statistics.fmean(gaps):+.4f}"
+        cells = [f"{own[s]:.4f}" if s in own else "" for s in seeds]
+        spread = max(own.values()) - min(own.values())
+        lines.append(
+            f"| {kind} | {' | '.join(cells)} | {statistics.fmean(own.values()):.4f} "
+            f"| {spread:.4f} | {mean} | {far} |"
+        )
+    return lines
+
+
+def heading(result: Json) -> str:
+    """What was trained, and on what."""
+    hardware, options = result["hardware"], result["options"]
+    versions = ", ".join(f"{name} {v}" for name, v in hardware["versions"].items())
+    return (
+        f"{hardware['gpu'] or hardware['cpu']}, {hardware['cores']} cores, {hardware['date']}, "
+        f"commit {hardware['commit']}, Python {hardware['python']}, {versions}; "
+        f"{options['model']}, {options['micro_batch']} x {options['seq_len']} tokens a step, "
+        f"{options['steps']} steps; curves are averaged over {WINDOW} steps"
+    )
+
+
+def draw(trainings: Trainings, image: Path) -> None:
+    """Three panels: one seed's systems, how far they are apart, and kinds of moments."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, gaps, kinds) = pyplot.subplots(
+        1, 3, figsize=(15, 4.5), layout="constrained", dpi=110
+    )
+    for kind, style in ((ZERO2, "-"), (ZERO2_EAGER, "--"), (ADAMW, "-."), (HYTRAIN, ":")):
+        if (kind, 0) in trainings:
+            line = smoothed(trainings[kind, 0]["losses"])
+            curves.plot(range(WINDOW, WINDOW + len(line)), line, style, label=kind, linewidth=1.6)
+    curves.set(title="one seed", xlabel="step", ylabel="training loss (nats a token)")
+    for one, other in PAIRS:
+        first, second = trainings.get((one, 0)), trainings.get((other, 0))
+        if first is None or second is None:
+            continue
+        steps = min(len(first["losses"]), len(second["losses"]))
+        gap = smoothed(first["losses"][:steps]) - smoothed(second["losses"][:steps])
+        style = "-" if (one, other) in YARDSTICK else "--"
+        gaps.plot(
+            range(WINDOW, WINDOW + len(gap)), gap, style, linewidth=1, label=f"{one} / {other}"
+        )
+    gaps.set(title="differences of that seed's curves", xlabel="step")
+    for number, kind in enumerate(KINDS):
+        for seed in sorted(s for k, s in trainings if k == kind):
+            held = trainings[kind, seed]["held_out"]
+            points = sorted((int(step), value) for step, value in held.items() if int(step))
+            label = kind if seed == 0 else None
+            kinds.plot(
+                *zip(*points, strict=True), "o-", color=f"C{number}", alpha=0.6, markersize=3,
+                linewidth=1, label=label,
+            )  # fmt: skip
+    kinds.set(title="held-out loss, each seed", xlabel="step")
+    for axes in (curves, gaps, kinds):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, draw the chart."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--png", type=Path, help="default: beside the result")
+    options = parser.parse_args(argv)
+    result = read_json(options.result)
+    trainings = by_case(result)
+    ended = [f"{t['kind']}, seed {t['seed']}: {t['status']} after {len(t['losses'])}"
+             for t in result["trainings"] if t["status"] != "ok"]  # fmt: skip
+    print(heading(result), "", *pair_table(trainings), "", *seeds_table(trainings), sep="\n")
+    if ended:
+        print("", *ended, sep="\n")
+    draw(trainings, options.png or options.result.parent / "convergence.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The cells of regimes.py's grid, and what a cell's process trains: hytrain's engine and its rival.
+
+The rival has a copy of the model and everything on the GPU: fp32 master weights and torch's fused
+AdamW. It stays beside the engine where the device's memory holds both, so that they can be measured
+in turns: steps of one host differ by 10 to 30 % within a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.common.records import Json
+
+SHAPES = {
+    # blocks, hidden, intermediate; vocabulary 32000
+    "toy": (4, 32, 64),
+    "0.1B": (12, 768, 2048),
+    "0.37B": (24, 1024, 2816),
+    "0.95B": (16, 2048, 5632),
+    "2.9B": (32, 2560, 6912),
+    "9.8B": (48, 4096, 11008),
+}
+COMPILE_MODES = {"compiled": "default", "graphs": "reduce-overhead"}
+"""A cell's word -> the mode of torch.compile; "graphs" are CUDA graphs."""
+FORM = "MODEL/BATCHxTOKENS/CORES[/noclip][/compiled|/graphs[/whole]]"
+_BYTES_OF_BOTH = 44
+"""A parameter, at most: the rival has 20 (weight, gradient, master, moments, fp32 gradient), the
+engine 18 with all its state on the GPU, and activations some."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a process trains.
+
+    Attributes:
+        compile: the mode of torch.compile, None for none; of each block, or of the whole model.
+    """
+
+    model: str
+    batch: int
+    tokens: int
+    cores: int
+    clips: bool
+    compile: str | None = None
+    whole: bool = False
+
+    @staticmethod
+    def of(text: str) -> Cell:
+        """From a text of :data:`FORM`.
+
+        Raises:
+            SystemExit: it is of another form, or the model is unknown.
+        """
+        try:
+            model, shape, cores, *words = text.split("/")
+            batch, tokens = shape.split("x")
+            modes = [COMPILE_MODES[word] for word in words if word in COMPILE_MODES]
+            known = {"noclip", *COMPILE_MODES} | ({"whole"} if modes else set())
+            if model not in SHAPES or len(modes) > 1 or not set(words) <= known:
+                raise ValueError
+            clips, whole = "noclip" not in words, "whole" in words
+            mode = modes[0] if modes else None
+            return Cell(model, int(batch), int(tokens), int(cores), clips, mode, whole)
+        except ValueError:
+            raise SystemExit(
+                f"--cells: {text!r} is not {FORM} with a model of {', '.join(SHAPES)}"
+            ) from None
+
+    @property
+    def clip(self) -> float | None:
+        """Every step is clipped, which costs the worker most, or none is."""
+        return 1e-3 if self.clips else None
+
+
+def ds_config(cell: Cell) -> Json:
+    """DeepSpeed's configuration of the cell's engine."""
+    return {
+        "train_micro_batch_size_per_gpu": cell.batch,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "gradient_clipping": cell.clip or 0.0,
+        "hytrain": {},
+    }
+
+
+def llama(model: str, device: str, dtype: Any) -> Any:
+    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    blocks, hidden, intermediate = SHAPES[model]
+    heads = max(1, hidden // 128)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=32000 if model != "toy" else 128,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def make_model(cell: Cell, device: str) -> Any:
+    """The cell's model in bf16, compiled in place if the cell says so."""
+    import torch
+
+    model = llama(cell.model, device, torch.bfloat16)
+    if cell.compile is not None:
+        for module in [model] if cell.whole else model.model.layers:
+            module.compile(mode=cell.compile)
+    return model
+
+
+class Contest:
+    """An engine and its rival, and seconds of their steps, each waited for."""
+
+    def __init__(self, cell: Cell, device: str) -> None:
+        import torch
+
+        self._cell = cell
+        self._device = device
+        self._model = make_model(cell, device)
+        shape = (cell.batch, cell.tokens)
+        self._ids = torch.randint(0, self._model.config.vocab_size, shape, device=device)
+        self.engine: Any = None
+        self._rival_model: Any = None
+        self._rival: Any = None
+
+    @property
+    def rival_fits(self) -> bool:
+        """Whether the device holds the rival beside the engine with all its state there."""
+        import torch
+
+        if self._device != "cuda":
+            return True
+        needed = _BYTES_OF_BOTH * sum(p.numel() for p in self._model.parameters())
+        return needed < torch.cuda.mem_get_info()[1]
+
+    def start_rival(self) -> None:
+        """Before the engine, which is told of the memory that is left."""
+        from experiments.common.systems.all_gpu import AllGpu
+
+        self._rival_model = make_model(self._cell, self._device)
+        self._rival = AllGpu(self._rival_model, self._cell.clip)
+
+    def start_engine(self) -> None:
+        """Wraps the model."""
+        import hytrain
+
+        self.engine, *_ = hytrain.initialize(
+            model=self._model,
+            config=ds_config(self._cell),
+            model_parameters=list(self._model.parameters()),
+        )
+
+    def compute(self, steps: int) -> list[float]:
+        """Forward and backward alone: of the rival's model, or of the engine's before it is one."""
+        model = self._model if self._rival_model is None else self._rival_model
+
+        def step() -> None:
+            model(input_ids=self._ids, labels=self._ids).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        return self._timed(steps, step)
+
+    def all_gpu(self, steps: int) -> list[float]:
+        """Whole steps of the rival."""
+        batch = {"input_ids": self._ids, "labels": self._ids}
+        return self._timed(steps, lambda: self._rival.step(batch))
+
+    def train(self, steps: int) -> list[float]:
+        """Whole steps of the engine."""
+
+        def step() -> None:
+            self.engine.backward(self.engine(input_ids=self._ids, labels=self._ids).loss)
+            self.engine.step()
+
+        return self._timed(steps, step)
+
+    def _timed(self, steps: int, step: Callable[[], object]) -> list[float]:
+        import torch
+
+        times: list[float] = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            step()
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return times

@@ -1,0 +1,1 @@
+"""What traces of real runs say, held against what the runs then do."""

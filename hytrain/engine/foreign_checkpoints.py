@@ -1,0 +1,168 @@
+"""DeepSpeed's own ZeRO checkpoints, made universal by its own converter when they are loaded.
+
+The converter leaves no ``mp_rank_00_model_states.pt`` of a ZeRO-3 checkpoint, whose ranks each have
+a file with nothing in the place of the weights: one is made here, of the master weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hytrain.checkpoint.checks import no_parameters
+from hytrain.checkpoint.manifest import MANIFEST
+from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3, PARAM, RECORD, CheckpointPaths
+from hytrain.checkpoint.writer import write_file
+from hytrain.engine.deepspeed_internals import convert_to_universal
+from hytrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = "_universal"
+_SHARDS = "*_optim_states.pt"
+_MODEL_FILES = "zero_pp_rank_*_mp_rank_00_model_states.pt"
+
+
+def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool) -> str:
+    """The tag to load in place of one that DeepSpeed's ZeRO has saved; made if need be, on rank 0.
+
+    Args:
+        load_dir: folder of checkpoints.
+        tag: which is there.
+        with_optimizer: its state is wanted; weights alone need no conversion below ZeRO-3.
+
+    Returns:
+        ``tag`` where it is universal, or is nothing that could be made so.
+
+    Raises:
+        CheckpointError: it cannot be converted. What was made is removed.
+    """
+    folder = load_dir / tag
+    paths = CheckpointPaths(folder)
+    if paths.zero.is_dir():
+        _complete(paths)
+        return tag
+    shards = list(folder.glob(_SHARDS))
+    if not shards or not (with_optimizer or not paths.model_states.is_file()):
+        return tag
+    target = folder.with_name(folder.name + _SUFFIX)
+    name = target.relative_to(load_dir).as_posix()
+    newest = max(path.stat().st_mtime for path in shards)
+    found = CheckpointPaths(target).optimizer_state
+    if found.is_file() and found.stat().st_mtime >= newest:
+        logger.info("%s was converted before, to %s", folder, target)
+        return name
+    _convert(folder, target)
+    return name
+
+
+def _convert(folder: Path, target: Path) -> None:
+    logger.warning(
+        "%s is of DeepSpeed's own format: it is converted to %s by DeepSpeed's ds_to_universal, "
+        "which takes as much space and a while (all ranks wait; once)",
+        folder,
+        target,
+    )
+    making = folder.parent / f"hytrain-saving-{target.name}-{secrets.token_hex(4)}"
+    try:
+        _check_room(folder)
+        making.mkdir()
+        # It writes `latest_universal` beside its folder, before that is whole: in here.
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        made = making / target.name
+        with contextlib.redirect_stdout(io.StringIO()):
+            convert_to_universal(
+                argparse.Namespace(
+                    input_folder=str(folder),
+                    output_folder=str(made),
+                    strict=True,
+                    inject_missing_state=True,
+                    **options,
+                )
+            )
+        _complete(CheckpointPaths(made))
+        if target.exists():
+            shutil.rmtree(target)
+        made.rename(target)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} is of DeepSpeed's own format and could not be converted "
+            f"({type(error).__name__}: {error}). {no_parameters(CheckpointPaths(folder))}"
+        ) from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _check_room(folder: Path) -> None:
+    # Slices of all shards are written first, then the whole tensors beside them.
+    needed = 2 * sum(path.stat().st_size for path in folder.glob("*.pt"))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{needed / 1e9:.3f} GB are needed beside it, and {free / 1e9:.3f} are free")
+
+
+def _complete(paths: CheckpointPaths) -> None:
+    """Makes the model states' file of what a ZeRO-3 checkpoint was converted to.
+
+    Raises:
+        CheckpointError: it cannot be written, or a frozen weight is not whole.
+    """
+    first = paths.folder / MODEL_STATES_OF_ZERO3
+    if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
+        return
+    ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
+    stored = [torch.load(path, map_location="cpu", weights_only=False) for path in ranks]
+    states = dict(stored[0])
+    if RECORD in states:
+        return  # ours, whose file is missing: that is said where it is missed
+    module = dict(states["module"])
+    module |= _trained(paths, module, states)
+    module |= _frozen(paths, [rank.get("frozen_param_fragments") or {} for rank in stored], states)
+    for name, source in dict(states.get("shared_params") or {}).items():
+        module[name] = module[source]
+    try:
+        write_file(paths.model_states, {**states, "module": module})
+    except OSError as error:
+        raise CheckpointError(
+            f"{paths.model_states}, which a checkpoint of ZeRO-3 needs to be loaded here, could "
+            f"not be written ({error}): make the folder writable, or copy it to one that is"
+        ) from error
+
+
+def _trained(
+    paths: CheckpointPaths, module: Mapping[str, Any], states: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        whole = torch.load(paths.state(name, "fp32"), map_location="cpu", weights_only=False)
+        # The converter pads what did not divide among the ranks.
+        values = whole[PARAM] if isinstance(whole, Mapping) else whole
+        values = values.reshape(-1)[: shape.numel()].reshape(shape)
+        found[name] = values.to(module[name].dtype)
+    return found
+
+
+def _frozen(
+    paths: CheckpointPaths, fragments: list[Mapping[str, Any]], states: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in dict(states.get("frozen_param_shapes") or {}).items():
+        parts = [rank[name].reshape(-1) for rank in fragments if name in rank]
+        whole = torch.cat(parts) if parts else torch.empty(0)
+        if whole.numel() < shape.numel():
+            raise CheckpointError(
+                f"{paths.folder} has {whole.numel()} of the {shape.numel()} elements of '{name}', "
+                "which is not trained: a rank's file is missing"
+            )
+        found[name] = whole[: shape.numel()].reshape(shape)
+    return found

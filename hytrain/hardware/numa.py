@@ -1,0 +1,209 @@
+"""A NUMA node for each rank, and work on its cores: memory lies where it is first touched.
+
+Linux backs a page on the node of the core that touches it first, so binding threads binds memory as
+well. ``mbind`` would say it outright, but containers forbid it by default (Docker's seccomp profile
+asks for CAP_SYS_NICE), and torch's pinned memory is placed by the driver when it is allocated;
+memory that is mapped first and registered then (``offload/arena.py``) is the touching thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from hytrain.hardware.host_tree import HostTree
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Cores = frozenset[int]
+
+_NEAR_TOLERANCE = 1.03
+"""How much longer updates may take on one node than on all cores: copies are shorter there."""
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Of a GPU, as in "0000:3b:00.0"; None without one, or where torch does not tell."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    domain, bus, slot = numbers
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCores:
+    """A process's cores by NUMA node.
+
+    Attributes:
+        nodes: the node's number -> the process's cores there; nodes without any are left out.
+        gpu_node: the node of its GPU; None where that is not known.
+    """
+
+    nodes: Mapping[int, Cores] = field(default_factory=dict[int, Cores])
+    gpu_node: int | None = None
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether there is more than one node to run on."""
+        return len(self.nodes) > 1
+
+
+def node_cores(address: str | None, usable: Cores, tree: HostTree | None = None) -> NodeCores:
+    """Where a process may run.
+
+    Args:
+        address: of its GPU, see :func:`pci_address`.
+        usable: cores that it may run on.
+        tree: the host's; default: this one's.
+    """
+    tree = tree or HostTree()
+    found = {node.number: usable & frozenset(node.cores) for node in tree.numa_nodes()}
+    gpu_node = None if address is None else tree.pci_node(address)
+    return NodeCores({number: cores for number, cores in found.items() if cores}, gpu_node)
+
+
+def assign_nodes(ranks: Sequence[NodeCores]) -> list[int] | None:
+    """A node for each rank of a machine: its GPU's, as long as nodes have ranks by their cores.
+
+    Ranks whose GPUs are on one node would share its memory's rate, and the other's would lie idle:
+    those for whom there is no room go to the others, from where copies cross the nodes' link.
+
+    Returns:
+        None where some rank's nodes are not known.
+    """
+    if not all(rank.nodes for rank in ranks):
+        return None
+    cores: dict[int, Cores] = {}
+    for rank in ranks:
+        for number, own in rank.nodes.items():
+            cores[number] = cores.get(number, frozenset()) | own
+    total = sum(map(len, cores.values()))
+    room = {n: math.ceil(len(ranks) * len(own) / total) for n, own in cores.items()}
+    nodes: dict[int, int] = {}
+
+    def put(index: int, number: int) -> None:
+        nodes[index] = number
+        room[number] -= 1
+
+    for index, rank in enumerate(ranks):
+        if not rank.can_choose:
+            put(index, next(iter(rank.nodes)))
+    for index, rank in enumerate(ranks):
+        number = rank.gpu_node
+        if index in nodes or number is None or number not in rank.nodes:
+            continue
+        if room[number] > 0:
+            put(index, number)
+    for index, rank in enumerate(ranks):
+        if index not in nodes:
+            put(index, max(rank.nodes, key=lambda n: (room[n] / len(cores[n]), n == rank.gpu_node)))
+    return [nodes[index] for index in range(len(ranks))]
+
+
+@contextmanager
+def on_cores(cores: Cores | None) -> Generator[None]:
+    """The calling thread runs there, and threads that it starts meanwhile do so for good.
+
+    Args:
+        cores: None: nothing is done. Where the system refuses, a warning says so.
+    """
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        logger.warning(
+            "threads cannot be bound to cores %s (%s): updates run on any", sorted(cores), error
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        # Somebody may have taken cores from the process meanwhile.
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
+    """Calls a function in a thread that is bound to cores.
+
+    In one of its own, since OpenMP keeps a team for each thread that has started one: the calling
+    thread's may run anywhere.
+
+    Args:
+        cores: None: it is called as it is.
+        function: what it raises is raised.
+    """
+    if cores is None:
+        return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with on_cores(cores):
+                results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hytrain-bound")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def prefers_near(near: Sequence[float], anywhere: Sequence[float]) -> bool:
+    """Whether the ranks of a machine update on a node each: all of them or none.
+
+    Args:
+        near: what an update takes each rank with threads and memory on its node, in seconds.
+        anywhere: with its share of all cores, and memory wherever they are.
+    """
+    return max(near) <= _NEAR_TOLERANCE * max(anywhere)
+
+
+_NODE_PAGES = re.compile(r"\bN(\d+)=(\d+)")
+
+
+def nodes_of_memory(address: int, maps: Path = Path("/proc/self/numa_maps")) -> dict[int, int]:
+    """Pages of a mapping by node.
+
+    Args:
+        address: where the mapping begins.
+        maps: the kernel's list.
+
+    Returns:
+        Empty where the kernel does not tell.
+    """
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return {}
+    pages: Counter[int] = Counter()
+    for line in lines:
+        begin, _, rest = line.partition(" ")
+        if begin == f"{address:x}" or begin == f"{address:08x}":
+            for node, count in _NODE_PAGES.findall(rest):
+                pages[int(node)] += int(count)
+    return dict(pages)

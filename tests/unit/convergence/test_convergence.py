@@ -1,0 +1,122 @@
+"""The convergence experiment: its cases, how curves are held against each other, and its tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.convergence import report
+from experiments.convergence.cases import (
+    ADAMW,
+    HYTRAIN,
+    ZERO2,
+    ZERO2_EAGER,
+    ZERO2_GPU,
+    Case,
+    all_cases,
+    ds_config,
+)
+from experiments.convergence.curves import (
+    WINDOW,
+    largest_difference,
+    last_common_step,
+    read_curve,
+    smoothed,
+)
+
+
+def test_cases_differ_in_what_is_compared_alone() -> None:
+    cases = all_cases()
+    assert len({case.label for case in cases}) == len(cases)
+    for case in cases:
+        on_gpu, on_cpu = (
+            ds_config(case, micro_batch=4, cpu_threads=1, on_gpu=on_gpu) for on_gpu in (True, False)
+        )
+        assert on_gpu["bf16"]["enabled"] is not on_cpu["bf16"]["enabled"]
+        assert ("hytrain" in on_gpu) is (case.engine == "hytrain")
+        assert on_gpu["gradient_clipping"] == 1.0
+        params = on_gpu["optimizer"]["params"]
+        assert (params["lr"], params["betas"]) == (6e-4, [0.9, 0.999])
+    sections = [
+        ds_config(case, micro_batch=4, cpu_threads=1, on_gpu=True)["hytrain"]
+        for case in cases
+        if case.engine == "hytrain"
+    ]
+    found = {(s["moments"], s["moments_seed"], s["gpu_fraction"]) for s in sections}
+    for moments in ("fp32", "bf16", "8bit"):
+        assert {(moments, 0, "solve"), (moments, 1, "solve"), (moments, 2, 0.5)} <= found
+
+
+def test_a_curve_is_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_curve(path).losses == []
+    lines: list[Any] = [
+        {"step": 0, "eval_loss": 5.0},
+        {"step": 1, "loss": 4.000004, "k": 0.5},
+        {"step": 0, "placement": {"reason": "none"}},
+        {"step": 2, "loss": None, "k": 1.0},
+        {"step": 2, "eval_loss": 3.5},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    curve = read_curve(path)
+    assert curve.losses[0] == 4.0
+    assert np.isnan(curve.losses[1])
+    assert (curve.held_out, curve.k) == ({"0": 5.0, "2": 3.5}, 1.0)
+
+
+def test_smoothed_differences() -> None:
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=500)
+    one, other = 3.0 + noise, 3.0 + noise + 0.25 * (np.arange(500) >= 300)
+    assert smoothed(one)[7] == pytest.approx(one[7 : 7 + WINDOW].mean())
+    largest, mean = largest_difference(one.tolist(), other.tolist())
+    assert largest == pytest.approx(0.25)
+    assert mean == pytest.approx(0.25 * (101 + 49.5) / 401, rel=0.02)
+    assert largest_difference(one.tolist(), other[:300].tolist()) == pytest.approx((0.0, 0.0))
+    with pytest.raises(ValueError, match="fewer than the 100"):
+        largest_difference(one.tolist(), [1.0] * 99)
+
+
+def test_the_last_step_that_all_have() -> None:
+    assert last_common_step([{"0": 1.0, "500": 1.0, "1000": 1.0}, {"0": 1.0, "500": 1.0}]) == 500
+    assert last_common_step([{"0": 1.0}, {"0": 1.0, "500": 1.0}]) is None
+
+
+def _training(case: Case, offset: float, steps: int = 400) -> dict[str, Any]:
+    losses = [4.0 - 0.005 * step + offset for step in range(steps)]
+    held_out = {str(step): 4.0 - 0.005 * step + offset for step in range(0, steps + 1, 100)}
+    about = {"kind": case.kind, "seed": case.seed, "status": "ok" if steps == 400 else "stopped"}
+    return {**about, "losses": losses, "held_out": held_out, "k": None}
+
+
+def test_the_tables_of_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offsets = {ZERO2: 0.0, ZERO2_GPU: 0.003, ZERO2_EAGER: 0.005, HYTRAIN: 0.001, ADAMW: 0.004}
+    trainings = [
+        _training(case, offsets.get(case.kind, 0.002) + 0.1 * case.seed,
+                  300 if case.kind == ZERO2 else 400)
+        for case in all_cases()
+    ]  # fmt: skip
+    result = {
+        "hardware": {
+            "gpu": None, "cpu": "a CPU", "cores": 2, "date": "2026-01-01", "commit": "abc",
+            "python": "3.11", "versions": {"torch": "2.11"},
+        },
+        "options": {"model": "m", "micro_batch": 4, "seq_len": 256, "steps": 400},
+        "trainings": trainings,
+    }  # fmt: skip
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert f"| {ZERO2} / {ZERO2_EAGER} | 300 | 0.0050 | 0.0050 |" in text
+    assert f"| {HYTRAIN} / {ZERO2} | 300 | 0.0010 | 0.0010 |" in text
+    assert "(+0.0010) after 300" in text
+    assert "held-out loss after 400 steps" in text
+    row = next(line for line in text.splitlines() if line.startswith(f"| {HYTRAIN}, 8bit"))
+    assert row.endswith("| 0.2000 | +0.0010 | 0.0010 |")
+    assert f"{ZERO2}, seed 0: stopped after 300" in text
+    assert (tmp_path / "convergence.png").stat().st_size > 10_000
