@@ -60,7 +60,6 @@ struct Vec {
     static Bits bits_mul(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
     static Bits bits_xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
     static Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
-    static Bits bits_or(Bits a, Bits b) { return _mm256_or_si256(a, b); }
     static Bits bits_min(Bits a, Bits b) { return _mm256_min_epu32(a, b); }
     static Bits bits_max(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
     // Bits of a where the mask has ones, else of b.

@@ -62,8 +62,6 @@ struct Vec {
     static Bits bits_mul(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
     static Bits bits_xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
     static Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
-    static Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
-    static Bits bits_min(Bits a, Bits b) { return _mm512_min_epu32(a, b); }
     static Bits bits_max(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
     // Bits of a where the mask has ones, else of b.
     static Bits pick(Bits mask, Bits a, Bits b) {
@@ -78,13 +76,13 @@ struct Vec {
         return _mm512_srli_epi32(a, kCount);
     }
     static std::uint32_t largest_lane(Bits a) { return _mm512_reduce_max_epu32(a); }
-    // A where x is not zero, else zero.
+    // `a` where x is not zero, else zero.
     static Bits where_not_zero(Reg x, Bits a) {
         const Bits bits = bits_of(x);
         return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(bits, bits), a);
     }
-    // bf16 of a in the lower and of b in the upper halves, rounded (adam_kernel.inl has it in
-    // words): on all halves at once, where a carry is a comparison.
+    // bf16 of a in the lower and of b in the upper halves, rounded as adam_scalar.cpp says: on
+    // all halves at once, where a carry is a comparison.
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         const Bits upper = _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(a, 16), b);
         const Bits lower = _mm512_mask_blend_epi16(kOddWords, a, _mm512_slli_epi32(b, 16));

@@ -239,8 +239,8 @@ template <class M, class Body>
     }
 }
 
-// A unit's moments after a step: what no square root or division waits for, of the whole unit, since
-// a block's moments are rounded by their largest.
+// A unit's moments after a step: what no square root or division waits for, of the whole unit,
+// since a block's moments are rounded by their largest.
 template <class G, class M>
 struct Moved {
     Reg m[M::kVectors], v[M::kVectors];
@@ -383,8 +383,8 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
 // ---- commit_then_preview ----------------------------------------------------------------------
 
 // Some registers' operations of one sort after each other, and what waits for none of another
-// between a square root or division and its use: the CPU looks ahead for a few of these chains only.
-// Without L2 decay the preview's moments wait for no new weights.
+// between a square root or division and its use: the CPU looks ahead for a few of these chains
+// only. Without L2 decay the preview's moments wait for no new weights.
 template <class G, class W, class M, bool kL2>
 [[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before,
                                              const void* now, void* w, std::size_t i,

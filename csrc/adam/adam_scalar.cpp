@@ -111,7 +111,6 @@ struct Vec {
     static Bits bits_mul(Bits a, Bits b) { return a * b; }
     static Bits bits_xor(Bits a, Bits b) { return a ^ b; }
     static Bits bits_and(Bits a, Bits b) { return a & b; }
-    static Bits bits_or(Bits a, Bits b) { return a | b; }
     static Bits bits_min(Bits a, Bits b) { return a < b ? a : b; }
     static Bits bits_max(Bits a, Bits b) { return a > b ? a : b; }
     // Bits of a where the mask has ones, else of b.
@@ -131,11 +130,11 @@ struct Vec {
     // what is not is left as it is: a NaN that an operation made is quiet, so its upper half is a
     // NaN too.
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
-        return rounded(a, random & 0xFFFFU) >> 16 | (rounded(b, random >> 16) & 0xFFFF0000U);
+        return (rounded(a, random & 0xFFFFU) >> 16) | (rounded(b, random >> 16) & 0xFFFF0000U);
     }
     static void store_halves(void* low, void* high, Bits first, Bits second) {
-        store_bits(low, first & 0xFFFFU | second << 16);
-        store_bits(high, first >> 16 | (second & 0xFFFF0000U));
+        store_bits(low, (first & 0xFFFFU) | (second << 16));
+        store_bits(high, (first >> 16) | (second & 0xFFFF0000U));
     }
 
    private:

@@ -105,8 +105,8 @@ struct Bf16Moments {
         template <std::size_t kByte, std::size_t kIndex>
         [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, Reg& m,
                                                Reg& v) {
-            const Bits halves = Vec::rounded_halves(Vec::bits_of(m), Vec::bits_of(v),
-                                                    element_bits(random, i));
+            const Bits halves =
+                Vec::rounded_halves(Vec::bits_of(m), Vec::bits_of(v), element_bits(random, i));
             m = Vec::from_bits(Vec::shift_left<16>(halves));
             v = Vec::from_bits(Vec::bits_and(halves, Vec::set_bits(~0xFFFFU)));
             if constexpr (kIndex == 0) {
@@ -122,10 +122,11 @@ struct Bf16Moments {
 
 // ---- 8-bit codes ------------------------------------------------------------------------------
 
-// Code of a magnitude x: that of m, beside a sign, or v. A block's elements share the factor 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and
-// 2: the code is the upper part of y's bits, kExponents of the exponent and kMantissa of the
-// mantissa. So codes are spaced like floating-point numbers where x is large and evenly below, and
-// rounding on the bits of y is unbiased.
+// Code of a magnitude x: that of m, beside a sign, or v. A block's elements share the factor
+// 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and 2: the
+// code is the upper part of y's bits, kExponents of the exponent and kMantissa of the mantissa. So
+// codes are spaced like floating-point numbers where x is large and evenly below, and rounding on
+// the bits of y is unbiased.
 template <int kMantissa, int kExponents>
 struct Code {
     static constexpr int kShift = 23 - kMantissa;
@@ -317,8 +318,7 @@ struct EightBitMoments {
                                  const BlockScale<VCode>& v_scale, Reg* m, Reg* v) {
         const Reg magnitude = m_scale.magnitude_of_code(shift<MCode::kShift - 8 * kByte>(m_word));
         m[kByte * kWords] = with_sign(magnitude, shift<24 - 8 * kByte>(m_word));
-        v[kByte * kWords] =
-            v_scale.magnitude_of_code(shift<VCode::kShift - 8 * kByte>(v_word));
+        v[kByte * kWords] = v_scale.magnitude_of_code(shift<VCode::kShift - 8 * kByte>(v_word));
     }
 };
 

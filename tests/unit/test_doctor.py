@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,12 @@ def test_a_server_is_as_it_should_be(tmp_path: Path) -> None:
         *rate_findings(RATES),
     ]
     assert {finding.verdict for finding in findings} == {"good"}
-    assert "billion parameters" in _by_name(findings)["memory"].advice
+    advice = _by_name(findings)["memory"].advice
+    assert "billion parameters" in advice
+    fp32, bf16, codes = (float(word) for word in re.findall(r"\d+\.\d\d", advice))
+    # 14, 10 and 8 1/32 bytes a parameter.
+    assert bf16 / fp32 == pytest.approx(1.4, rel=0.02)
+    assert codes / fp32 == pytest.approx(14 / 8.03125, rel=0.02)
 
 
 @pytest.mark.parametrize(

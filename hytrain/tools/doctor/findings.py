@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hytrain.formats.moment_kinds import FP32, MOMENTS, state_bytes_each
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
 
 Verdict = Literal["good", "note", "bad"]
 _GIB = 2**30
 
-STATE_BYTES = 12
-"""Of a parameter on the host: master weight and two moments; its pending gradient takes 2 more."""
+_GRADIENT_BYTES = 2
+"""Of a parameter on the host, pending: beside its state."""
 _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
 """Of reads and writes by all cores: a laptop's memory has twice that."""
@@ -142,12 +143,13 @@ def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterat
     if limits.address_space is not None:
         bounds["ulimit -v, of each process"] = limits.address_space * ranks
     tightest = min(bounds, key=lambda name: bounds[name])
-    fits = bounds[tightest] / (STATE_BYTES + 2) / 1e9
     seen = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    yield Finding("memory", seen, "good" if available > 0.5 * total else "note", _holds(fits))
+    yield Finding(
+        "memory", seen, "good" if available > 0.5 * total else "note", _holds(bounds[tightest])
+    )
     if cgroup is not None:
         low = cgroup < 0.9 * total
-        advice = f"less than the machine has: raise the container's limit; {_holds(cgroup / 14e9)}"
+        advice = f"less than the machine has: raise the container's limit; {_holds(cgroup)}"
         seen = f"{cgroup / _GIB:.1f} GiB"
         yield Finding("control group", seen, "note" if low else "good", advice if low else "")
     if limits.address_space is not None:
@@ -158,8 +160,16 @@ def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterat
     yield _huge_pages(tree)
 
 
-def _holds(billions: float) -> str:
-    return f"holds the state of {billions:.2f} billion parameters, all ranks of the host together"
+def _holds(num_bytes: int) -> str:
+    of = {
+        kind: f"{num_bytes / (state_bytes_each(kind) + _GRADIENT_BYTES) / 1e9:.2f}"
+        for kind in MOMENTS
+    }
+    fewer = " or ".join(f'{of[kind]} with "moments": "{kind}"' for kind in MOMENTS if kind != FP32)
+    return (
+        f"holds the state of {of[FP32]} billion parameters, all ranks of the host together "
+        f"({fewer})"
+    )
 
 
 def _memlock(limits: ProcessLimits) -> Finding:

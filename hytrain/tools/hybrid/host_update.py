@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-STATE_BYTES = 12
-"""Of a parameter on the host or, otherwise, the GPU: fp32 master weight and two moments."""
+from hytrain.formats.moment_kinds import FP32, state_bytes_each
 
 _COPY_BYTES = 2
 """Of a parameter, each way: its gradient to the host, the new weight back."""
@@ -42,9 +41,12 @@ class Host:
     parameter_size: int = 4
     """Bytes of a parameter in the profile's ``parameters_per_layer_bytes``."""
 
+    moments: str = FP32
+    """How Adam's moments are kept; `update_rate` is of that kind, too."""
+
     def state_mb(self, parameter_bytes: Any) -> Any:
         """State of parameters of so many profiled bytes."""
-        return parameter_bytes / self.parameter_size * STATE_BYTES / 2**20
+        return parameter_bytes / self.parameter_size * state_bytes_each(self.moments) / 2**20
 
     def update_ms(self, parameter_bytes: Any, gpus: int, node_gpus: int) -> Any:
         """Of a stage's update, with nothing to hide behind.

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hytrain.errors import PlanError
+from hytrain.formats.moment_kinds import state_bytes_each
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
-from hytrain.tools.hybrid.host_update import STATE_BYTES
 from hytrain.tools.hybrid.problem import (
     Constants,
     DeviceType,
@@ -29,7 +29,6 @@ from hytrain.tools.hybrid.problem import (
 
 _MB = 2**20
 _COPY_BYTES = 2
-_KEPT_BYTES = 2 * _COPY_BYTES + STATE_BYTES
 
 
 def problem_from(
@@ -51,6 +50,8 @@ def problem_from(
     model = profile.model
     if model.frozen:
         raise PlanError("the profile's model has frozen parameters: hybrid plans train all of them")
+    if options.host is not None:
+        options = replace(options, host=replace(options.host, moments=model.moments))
     labels = sorted({label for host in profile.hosts for label in host.ranks})
     of = {
         label: [profile.device(host.host, label) for host in profile.hosts if label in host.ranks]
@@ -116,6 +117,7 @@ def _samples(
     """By size; of equal GPUs on several hosts the slowest measurement counts."""
     model = profile.model
     before, after = model.outside_parameters
+    kept = 2 * _COPY_BYTES + state_bytes_each(model.moments)
     found: dict[int, Samples] = {}
     sizes = set.intersection(*({row.samples for row in one.layer} for one in devices))
     for size in sorted(sizes):
@@ -133,9 +135,9 @@ def _samples(
         )
         inputs = ranks * size * model.boundary_bytes / _MB
         memory = (
-            _KEPT_BYTES * before / _MB + inputs,
-            *[_KEPT_BYTES * model.layer_parameters / _MB + inputs] * model.num_layers,
-            _KEPT_BYTES * after / _MB + inputs,
+            kept * before / _MB + inputs,
+            *[kept * model.layer_parameters / _MB + inputs] * model.num_layers,
+            kept * after / _MB + inputs,
         )
         found[size] = Samples((0.0, *[block] * model.num_layers, ends), memory, 0.0)
     if not found:
