@@ -22,7 +22,7 @@ from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
 
 SLACK = 0.03
-"""By which a measured gain may exceed a ceiling: hosts drift between the turns."""
+"""By which a measured step may be shorter than its ceiling says: hosts drift between the turns."""
 
 
 def _analysis(path: Path) -> Analysis | None:
@@ -55,32 +55,32 @@ def summary(out: Path, label: str, run: Json) -> Json:
         "ceilings": {},
     }
     if shown is not None:
-        found["ceilings"] = {fix.name: fix.gain for fix in shown.fixes}
+        found["ceilings"] = {fix.name: fix.step_seconds for fix in shown.fixes}
         rank = shown.ranks[0]
         found["mostly"] = [
             [cause.cause, cause.seconds / shown.step_seconds(0)] for cause in shown.causes[:3]
         ]
         if rank.header is not None:
             found["recording_overhead"] = rank.header.recording_overhead
+            found["unprofiled"] = rank.header.unprofiled_step_s
     return found
 
 
-def _pair(recorded: str, fix: str, applied: str, runs: Json, before: float, after: float) -> Json:
-    ceiling = runs[recorded]["ceilings"].get(fix)
-    gain = 1.0 - after / before
-    holds = None if ceiling is None else gain <= ceiling + SLACK
+def _pair(recorded: str, fix: str, applied: str, runs: Json, after: float) -> Json:
+    """A fix that was applied; `after` are seconds a step, of a larger batch for as many tokens."""
+    least = runs[recorded]["ceilings"].get(fix)
     return {
         "recorded": recorded,
         "fix": fix,
         "applied": applied,
-        "ceiling": ceiling,
-        "measured": gain,
-        "holds": holds,
+        "at_least": least,
+        "measured": after,
+        "holds": None if least is None else least <= after * (1.0 + SLACK),
     }
 
 
 def pairs(out: Json, runs: Json) -> list[Json]:
-    """Each fix that was applied: what its ceiling said, and what it won."""
+    """Each fix that was applied: the shortest step by its ceiling, and the measured one."""
     found: list[Json] = []
     for label, run in out["runs"].items():
         if run["status"] != "ok":
@@ -88,16 +88,25 @@ def pairs(out: Json, runs: Json) -> list[Json]:
         seconds = runs[label]["seconds"]
         for variant in run["job"]["entry"]["options"]["variants"]:
             after = seconds[variant["label"]] / variant["batch_factor"]
-            found.append(_pair(label, variant["fix"], variant["label"], runs, seconds[""], after))
+            found.append(_pair(label, variant["fix"], variant["label"], runs, after))
     for recorded, fix, applied in ACROSS:
         if all(runs.get(one, {}).get("status") == "ok" for one in (recorded, applied)):
-            before, after = (runs[one]["seconds"][""] for one in (recorded, applied))
-            found.append(_pair(recorded, fix, applied, runs, before, after))
+            after = runs[applied]["seconds"][""]
+            found.append(_pair(recorded, fix, applied, runs, after))
     return found
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _unprofiled(found: Json, pair: Json) -> float | None:
+    """The recorded run's step without recording."""
+    return found["runs"][pair["recorded"]].get("unprofiled")
 
 
 def tables(found: Json) -> str:
@@ -113,26 +122,27 @@ def tables(found: Json) -> str:
         rows.append(
             [
                 label,
-                f"{1e3 * run['seconds']['']:.1f}",
+                _ms(run["seconds"].get("", run.get("unprofiled"))),
                 *shares,
                 _percent(run.get("recording_overhead")),
                 causes,
             ]
         )
-    head = ["run", "step ms", "busy", "its profile", "torch.profiler", "recording", "idle because"]
+    head = ["run", "step", "busy", "its profile", "torch.profiler", "recording", "idle because"]
     text = markdown(head, rows)
     rows = [
         [
             pair["recorded"],
             pair["fix"],
             pair["applied"],
-            _percent(pair["ceiling"]),
-            _percent(pair["measured"]),
+            _ms(_unprofiled(found, pair)),
+            _ms(pair["at_least"]),
+            _ms(pair["measured"]),
             {None: "-", True: "yes", False: "NO"}[pair["holds"]],
         ]
         for pair in found["pairs"]
     ]
-    head = ["recorded", "fix", "applied as", "ceiling", "won", "holds"]
+    head = ["recorded", "fix", "applied as", "step", "with it at least", "measured", "holds"]
     return text + "\n" + markdown(head, rows)
 
 

@@ -31,6 +31,8 @@ _ON_GRAPH: Final = (
     *(kinds.COMPUTE, kinds.GPU_UPDATE, kinds.COMMUNICATION),
     *(kinds.D2H, kinds.H2D, kinds.CPU_UPDATE),
 )
+_ISSUED: Final = 200_000
+"""Nanoseconds after a pass in which the next copies are issued."""
 FUSED: Final = "commit_then_preview"
 """The task of an update that commits the step before, and previews its own."""
 _BACK: Final = 6
@@ -153,20 +155,26 @@ class Graph:
                     found.add(edge.before)
 
     def _link_slots(self, rank: int) -> None:
-        """A gradient is copied into a slot when the update that used the one before has read it."""
+        """A gradient is copied into a slot when the update that used the one before has read it,
+        and its copy is issued by the thread that updates, between two passes."""
         held: dict[int, Node] = {}  # by the gradient that was last copied there
         readers: dict[tuple[int, int], list[Node]] = {}
+        passes: list[Node] = []
         for node in self.nodes:
             if node.rank != rank:
                 continue
             if node.resource == kinds.CPU_UPDATE:
                 readers.setdefault((node.layer, node.chunk), []).append(node)
+                passes.append(node)
             elif node.resource == kinds.D2H and node.slot != NONE:
                 if (before := held.get(node.slot)) is not None:
-                    passes = readers.get((before.layer, before.chunk), [])
-                    if (last := _last_reader(before, passes)) is not None:
+                    of_chunk = readers.get((before.layer, before.chunk), [])
+                    if (last := _last_reader(before, of_chunk)) is not None:
                         node.edges.append(Edge(last.number, is_data=True))
                 held[node.slot] = node
+                ended = [one for one in passes[-_BACK:] if one.end <= node.begin]
+                if ended and node.begin - ended[-1].end < _ISSUED:
+                    node.edges.append(Edge(ended[-1].number, is_data=False))
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""

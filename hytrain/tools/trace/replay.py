@@ -70,6 +70,7 @@ class Replay:
         self._causes: list[dict[str, int]] = [{} for _ in graph.nodes]
         for rank, blames in idle.items():
             self._note_causes(rank, blames)
+        self._is_behind = self._find_behind()
         self.steps = self._steps()
 
     def _note_causes(self, rank: int, blames: Sequence[Blame]) -> None:
@@ -87,6 +88,26 @@ class Replay:
                     found = self._causes[node.number]
                     found[part.cause] = found.get(part.cause, 0) + part.length
                 place += 1
+
+    def _find_behind(self) -> list[bool]:
+        """Whether the host had to wait for the chain before, in the node's step: what it launched
+        late from there on it would have launched in time, had it not waited."""
+        is_behind = [False] * len(self._graph.nodes)
+        for rank, trace in self._graph.ranks.items():
+            ends = [step.end for step in trace.steps]
+            waited_in = -1
+            for node in self._graph.computes(rank):
+                step = bisect_right(ends, node.begin)
+                if self._waited_for_weights(node):
+                    waited_in = step
+                is_behind[node.number] = waited_in == step
+        return is_behind
+
+    def _waited_for_weights(self, node: Node) -> bool:
+        edge = self._graph.binding(node)
+        if edge is None or not edge.is_data:
+            return False
+        return self._graph.nodes[edge.before].resource in (kinds.H2D, kinds.COMMUNICATION)
 
     def _steps(self) -> list[list[int]]:
         """Of every step the nodes that compute, by number."""
@@ -175,7 +196,8 @@ class Replay:
             return 0
         found = self._causes[node.number]
         gone = set(change.without)
-        if change.is_of_chain and found.keys() & _CHAIN_CAUSES:
+        has_waited = self._is_behind[node.number] or found.keys() & _CHAIN_CAUSES
+        if change.is_of_chain and has_waited:
             gone |= HOST_CAUSES | {causes.HAND_OVER}
         return slack - sum(length for cause, length in found.items() if cause in gone)
 
