@@ -372,7 +372,8 @@ def test_200_cycles_take_no_more_memory() -> None:
             return psutil.Process().memory_info().rss, tensors, blocks.host_bytes
 
         first, then = cycles(20), cycles(200)
-        assert then[1:] == first[1:]
+        assert then[1] <= first[1]  # less where an earlier test's garbage was collected
+        assert then[2] == first[2]
         assert then[0] - first[0] < 4 << 20
         train(engine, 2, 3)
 
