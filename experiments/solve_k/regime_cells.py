@@ -7,6 +7,7 @@ in turns: steps of one host differ by 10 to 30 % within a minute.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ SHAPES = {
 COMPILE_MODES = {"compiled": "default", "graphs": "reduce-overhead"}
 """A cell's word -> the mode of torch.compile; "graphs" are CUDA graphs."""
 FORM = "MODEL/BATCHxTOKENS/CORES[/noclip][/compiled|/graphs[/whole]]"
+_BATCHES = {
+    "0.1B": ("4x512", "16x1024"),
+    "0.37B": ("4x512", "16x1024"),
+    "0.95B": ("2x512", "8x1024"),
+    "2.9B": ("2x512", "8x1024"),
+}
+_CORES = (16, 8, 4, 2)
 _BYTES_OF_BOTH = 44
 """A parameter, at most: the rival has 20 (weight, gradient, master, moments, fp32 gradient), the
 engine 18 with all its state on the GPU, and activations some."""
@@ -73,6 +81,17 @@ class Cell:
     def clip(self) -> float | None:
         """Every step is clipped, which costs the worker most, or none is."""
         return 1e-3 if self.clips else None
+
+
+def grid() -> list[str]:
+    """Every model with each batch and number of cores, half of them clipped: every pair of models,
+    batches, cores and clipping is there."""
+    return [
+        f"{model}/{batch}/{cores}" + ("/noclip" if (m + b + c) % 2 else "")
+        for c, cores in enumerate(_CORES)
+        for m, (model, batches) in enumerate(_BATCHES.items())
+        for b, batch in enumerate(batches)
+    ]
 
 
 def ds_config(cell: Cell) -> Json:
@@ -128,7 +147,7 @@ class Contest:
 
         self._cell = cell
         self._device = device
-        self._model = make_model(cell, device)
+        self._model: Any = make_model(cell, device)
         shape = (cell.batch, cell.tokens)
         self._ids = torch.randint(0, self._model.config.vocab_size, shape, device=device)
         self.engine: Any = None
@@ -177,20 +196,27 @@ class Contest:
         batch = {"input_ids": self._ids, "labels": self._ids}
         return self._timed(steps, lambda: self._rival.step(batch))
 
-    def train(self, steps: int) -> list[float]:
-        """Whole steps of the engine."""
+    def train(self, steps: int, seconds: float = math.inf) -> list[float]:
+        """Whole steps of the engine, until so many seconds are over."""
 
         def step() -> None:
             self.engine.backward(self.engine(input_ids=self._ids, labels=self._ids).loss)
             self.engine.step()
 
-        return self._timed(steps, step)
+        return self._timed(steps, step, seconds)
 
-    def _timed(self, steps: int, step: Callable[[], object]) -> list[float]:
+    def close(self) -> None:
+        """Frees all of it."""
+        self.engine.destroy()
+        self.engine = self._model = self._rival_model = self._rival = None
+
+    def _timed(
+        self, steps: int, step: Callable[[], object], seconds: float = math.inf
+    ) -> list[float]:
         import torch
 
         times: list[float] = []
-        for _ in range(steps):
+        while len(times) < steps and sum(times) < seconds:
             begin = time.perf_counter()
             step()
             if self._device == "cuda":
