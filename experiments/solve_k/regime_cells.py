@@ -107,24 +107,31 @@ def ds_config(cell: Cell) -> Json:
     }
 
 
-def llama(model: str, device: str, dtype: Any) -> Any:
-    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same."""
+def llama(model: str, device: str | None, dtype: Any, blocks: int | None = None) -> Any:
+    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same.
+
+    Args:
+        model: the shape.
+        device: where its weights are; None for torch's default device.
+        dtype: of them.
+        blocks: so many instead of the shape's.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    blocks, hidden, intermediate = SHAPES[model]
+    number, hidden, intermediate = SHAPES[model]
     heads = max(1, hidden // 128)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_hidden_layers=blocks,
+        num_hidden_layers=blocks or number,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=32000 if model != "toy" else 128,
         use_cache=False,
     )
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device(device or torch.get_default_device()):
         return LlamaForCausalLM(config).to(dtype)
 
 
