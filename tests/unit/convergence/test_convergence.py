@@ -12,6 +12,7 @@ import pytest
 from experiments.convergence import report
 from experiments.convergence.cases import (
     ADAMW,
+    FIXED_FRACTION,
     HYTRAIN,
     ZERO2,
     ZERO2_EAGER,
@@ -48,7 +49,7 @@ def test_cases_differ_in_what_is_compared_alone() -> None:
     ]
     found = {(s["moments"], s["moments_seed"], s["gpu_fraction"]) for s in sections}
     for moments in ("fp32", "bf16", "8bit"):
-        assert {(moments, 0, "solve"), (moments, 1, "solve"), (moments, 2, 0.5)} <= found
+        assert {(moments, 0, "solve"), (moments, 1, "solve"), (moments, 2, FIXED_FRACTION)} <= found
 
 
 def test_a_curve_is_read_while_it_is_written(tmp_path: Path) -> None:
