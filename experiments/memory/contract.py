@@ -87,7 +87,7 @@ def save_and_load(case: Case, engine: Any, meter: PhaseMeter) -> None:
     """Part "rates": a synchronous save, a load, and the disk with files of their sizes."""
     engine.wait_for_checkpoint()
     seconds = meter.measure("save", lambda: case.save_now(engine))
-    files = [path for path in case.folder.rglob("*") if path.is_file()]
+    files = [path for path in (case.folder / "now").rglob("*") if path.is_file()]
     sizes = [path.stat().st_size for path in files]
     rates = case.result["rates"]
     rates.update(files=len(files), bytes=sum(sizes), save=sum(sizes) / seconds)
