@@ -26,6 +26,27 @@ def require_positive(what: str, **values: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """Of a host that launches a GPU's work, in milliseconds.
+
+    Attributes:
+        layer_ms: to launch one layer's forward and backward, against samples.
+        outside_ms: what is outside of the layers, likewise; None for nothing.
+        slowdown: of launching, beside updates on the CPU.
+        update_ms: to launch one layer's update on the GPU.
+    """
+
+    layer_ms: Table
+    outside_ms: Table | None
+    slowdown: float
+    update_ms: float
+
+    def outside(self, samples: int) -> float:
+        """To launch what is outside of the layers."""
+        return 0.0 if self.outside_ms is None else self.outside_ms.at(samples)
+
+
+@dataclass(frozen=True, slots=True)
 class GpuProfile:
     """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
 
@@ -57,6 +78,7 @@ class GpuProfile:
             micro-batch's samples; None for the problem's.
         fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
         layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
+        launches: what the host takes to launch its work; None where that was not measured.
     """
 
     name: str
@@ -77,6 +99,7 @@ class GpuProfile:
     accumulation_ms: Table | None = None
     fetch_rate: float | None = None
     layer_peak_bytes: Table | None = None
+    launches: LaunchTimes | None = None
 
     def layer_peak(self, samples: int) -> float:
         """C in the passes of a layer: what is outside of the layers (the logits) is not there."""
