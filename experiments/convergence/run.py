@@ -97,7 +97,7 @@ class Training:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all; the exit status is 1 where a training failed."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
     had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == "ok"}
@@ -118,17 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = Runs(cases, options, Path(scratch))
         try:
             while runs.go_on():
-                _write(earlier, runs.trainings, options.out, result)
+                write(earlier, runs.trainings, options.out, result)
         finally:
             runs.stop()
-            _write(earlier, runs.trainings, options.out, result)
+            write(earlier, runs.trainings, options.out, result)
         failed = [t for t in runs.trainings if t.status == "failed"]
         for training in failed:
             print(f"== {training.case.label} failed", *processes.tail(_log(training)), sep="\n")
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0] if __doc__ else "",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -164,7 +165,7 @@ class Runs:
 
     def go_on(self) -> bool:
         """Start what there are cores for, and wait; False once all is over."""
-        self._start()
+        self.start()
         waited = min(time.monotonic() + WRITE_SECONDS, self._until)
         while time.monotonic() < waited:
             if any(t.process.poll() is not None for t in self._running()):
@@ -176,7 +177,7 @@ class Runs:
             training.look(now)
             if was_running and training.status != "running":
                 self._free = sorted([*self._free, *training.cores])
-        self._let_first_ones_pass(now)
+        self.let_first_ones_pass(now)
         steps = ", ".join(
             f"{t.case.label}{' (rests)' if t.rests else ''} {len(t.curve.losses)}"
             for t in self._running()
@@ -192,7 +193,7 @@ class Runs:
         for training in self.trainings:
             training.stop("stopped")
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """In their order, one that needs more cores than are free before those behind it."""
         ended = [t.seconds for t in self.trainings if t.status == "ok"]
         left = self._until - time.monotonic()
@@ -237,7 +238,7 @@ class Runs:
             )
         return Training(case, folder / "out", process, options.steps, cores, time.monotonic())
 
-    def _let_first_ones_pass(self, now: float) -> None:
+    def let_first_ones_pass(self, now: float) -> None:
         """Where what is wanted first would be late, the others rest."""
         first = [t for t in self._running() if t.case.is_first and len(t.looks) > 1]
         late = max((t.ends_at(now) for t in first), default=now) > self._until - MARGIN_SECONDS
@@ -266,7 +267,7 @@ def _log(training: Training) -> Path:
     return training.folder.parent / "log"
 
 
-def _write(earlier: Sequence[Json], trainings: Sequence[Training], out: Path, result: Json) -> None:
+def write(earlier: Sequence[Json], trainings: Sequence[Training], out: Path, result: Json) -> None:
     """Of a training that was made twice, what came further."""
     curves = [
         {
