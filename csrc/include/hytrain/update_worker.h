@@ -150,8 +150,8 @@ class UpdateWorker {
     // that keeps a gradient is let go by the update that commits it. The class must keep as many
     // others as the layers on the host need.
     void retire_slots(int slot_class, const char* base, std::size_t bytes);
-    // Whether a job may still use a slot of what was retired from `base` on. Where none may, no copy
-    // of one is in flight either, and the caller may unmap the memory.
+    // Whether a job may still use a slot of what was retired from `base` on. Where none may, no
+    // copy of one is in flight either, and the caller may unmap the memory.
     bool is_retiring(const char* base);
     // The layer's training copy has other memory: one address a chunk, in their order. Throws where
     // a job of the layer is left, which would write to the old one.
@@ -370,7 +370,7 @@ class UpdateWorker {
     std::vector<Growth> growth_;
     std::vector<Retirement> retirements_;
     std::vector<std::pair<EventHandle, EventHandle>> spare_events_;  // of slots that have gone
-    std::atomic<bool> has_growth_{false};  // or a retirement
+    std::atomic<bool> has_growth_{false};                            // or a retirement
     std::int32_t trace_step_ = 0;
 
     std::function<void(const std::string&)> stall_report_;
