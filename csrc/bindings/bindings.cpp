@@ -362,6 +362,18 @@ void bind_worker(py::module_& m) {
                int count) { worker.add_slots(slot_class, pointer<char>(base), slot_bytes, count); },
             py::arg("slot_class"), py::arg("base"), py::arg("slot_bytes"), py::arg("count"))
         .def(
+            "retire_slots",
+            [](UpdateWorker& worker, int slot_class, Address base, std::size_t num_bytes) {
+                worker.retire_slots(slot_class, pointer<char>(base), num_bytes);
+            },
+            py::arg("slot_class"), py::arg("base"), py::arg("num_bytes"))
+        .def(
+            "is_retiring",
+            [](UpdateWorker& worker, Address base) {
+                return worker.is_retiring(pointer<char>(base));
+            },
+            py::arg("base"))
+        .def(
             "add_layer",
             [](UpdateWorker& worker, std::string name, DType gradient_dtype, Address ready,
                Address norm_slot, const StateArrays& state, std::vector<Chunk> chunks) {

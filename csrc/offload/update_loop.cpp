@@ -1,4 +1,5 @@
 // The update worker's thread: pick a job, fetch its gradient, run its pass, send the result.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -33,7 +34,7 @@ void UpdateWorker::run() {
             if (active_.empty() && !fetching_) {
                 // A trace's last copies would be seen at the next job only, which may never come.
                 const bool flying = trace_sent();
-                const auto is_due = [&] { return stop_ || has_job(); };
+                const auto is_due = [&] { return stop_ || has_growth_ || has_job(); };
                 std::unique_lock<std::mutex> lock(mutex_);
                 if (flying) {
                     wake_.wait_for(lock, kTracePoll, is_due);
@@ -188,28 +189,71 @@ void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
                chunk.slot_class << 16 | slot);
 }
 
-// Takes over new pinned buffers; from then on only the worker touches them, without a lock.
+// Takes over new pinned buffers, and takes out those that are to go; between such changes only the
+// worker touches the lists, without a lock.
 void UpdateWorker::absorb_growth() {
     if (!has_growth_) return;
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Growth& growth : growth_) {
-        const bool is_slot = growth.slot_class != kOutgoing;
-        Buffers& to =
-            is_slot ? slots_.at(static_cast<std::size_t>(growth.slot_class)).slots : outgoing_;
-        for (std::size_t i = 0; i < growth.buffers.addresses.size(); ++i) {
-            if (is_slot) {
-                slots_[static_cast<std::size_t>(growth.slot_class)].free.push_back(
-                    static_cast<int>(to.addresses.size()));
-            }
-            to.addresses.push_back(growth.buffers.addresses[i]);
-            to.begins.push_back(growth.buffers.begins[i]);
-            to.ends.push_back(growth.buffers.ends[i]);
-        }
-        to.bytes = growth.buffers.bytes;
-    }
+    for (const Growth& growth : growth_) absorb(growth);
+    // After that: slots that have come may be among those that are to go.
+    for (Retirement& retirement : retirements_) absorb(retirement);
     outgoing_sent_.resize(outgoing_.addresses.size());
     growth_.clear();
     has_growth_ = false;
+}
+
+void UpdateWorker::absorb(const Growth& growth) {
+    SlotClass* const slots = growth.slot_class == kOutgoing
+                                 ? nullptr
+                                 : &slots_.at(static_cast<std::size_t>(growth.slot_class));
+    Buffers& to = slots != nullptr ? slots->slots : outgoing_;
+    for (std::size_t i = 0; i < growth.buffers.addresses.size(); ++i) {
+        if (slots != nullptr) {
+            slots->free.push_back(static_cast<int>(to.addresses.size()));
+            slots->retired.push_back(false);
+        }
+        to.addresses.push_back(growth.buffers.addresses[i]);
+        to.begins.push_back(growth.buffers.begins[i]);
+        to.ends.push_back(growth.buffers.ends[i]);
+    }
+    to.bytes = growth.buffers.bytes;
+}
+
+// Under mutex_. Slots in use stay until they are freed: they keep a gradient, or one is on its way.
+void UpdateWorker::absorb(Retirement& retirement) {
+    if (retirement.taken) return;
+    retirement.taken = true;
+    SlotClass& slots = slots_.at(static_cast<std::size_t>(retirement.slot_class));
+    for (std::size_t i = 0; i < slots.slots.addresses.size(); ++i) {
+        if (slots.retired[i] || !retirement.holds(slots.slots.addresses[i])) continue;
+        slots.retired[i] = true;
+        ++retirement.used;
+    }
+    const auto is_retired = [&](int slot) { return slots.retired[static_cast<std::size_t>(slot)]; };
+    const auto kept = std::stable_partition(slots.free.begin(), slots.free.end(),
+                                            [&](int slot) { return !is_retired(slot); });
+    for (auto slot = kept; slot != slots.free.end(); ++slot) slot_gone(slots, *slot);
+    slots.free.erase(kept, slots.free.end());
+}
+
+// Under mutex_. Its last copies have completed: see where slots are freed.
+void UpdateWorker::slot_gone(const SlotClass& slots, int slot) {
+    const auto index = static_cast<std::size_t>(slot);
+    spare_events_.emplace_back(slots.slots.begins[index], slots.slots.ends[index]);
+    for (Retirement& retirement : retirements_) {
+        if (retirement.holds(slots.slots.addresses[index])) --retirement.used;
+    }
+}
+
+// No copy of the slot may be in flight, and no pass may be to read it.
+void UpdateWorker::free_slot(int slot_class, int slot) {
+    SlotClass& slots = slots_[static_cast<std::size_t>(slot_class)];
+    if (!slots.retired[static_cast<std::size_t>(slot)]) {
+        slots.free.push_back(slot);
+        return;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    slot_gone(slots, slot);
 }
 
 namespace {
@@ -260,7 +304,7 @@ void UpdateWorker::process(const Work& work) {
     // Read without the lock: begin_job has set `started`, after which it does not change.
     if (job.cancelled) {
         // After arrived(): the copy into the slot must have completed before it is used again.
-        slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(work.slot);
+        free_slot(chunk.slot_class, work.slot);
     } else {
         run_pass(layer, chunk, work);
     }

@@ -136,7 +136,7 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
     timed(SpanKind::kCommit, chunk, out,
           [&] { adam_commit(p, m, chunk.n, step, out, num_threads_); });
     // After the pass, for the same reason as in run_update.
-    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(slot);
+    free_slot(chunk.slot_class, slot);
     send(chunk, out);
 }
 
@@ -234,7 +234,7 @@ void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::siz
 
 void UpdateWorker::release_slot(Chunk& chunk) {
     if (chunk.slot < 0) return;
-    slots_[static_cast<std::size_t>(chunk.slot_class)].free.push_back(chunk.slot);
+    free_slot(chunk.slot_class, chunk.slot);
     chunk.slot = -1;
 }
 

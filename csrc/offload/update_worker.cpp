@@ -54,6 +54,12 @@ void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int 
         throw_if_failed();
         for (int i = 0; i < count; ++i) {
             growth.buffers.addresses.push_back(base + static_cast<std::size_t>(i) * bytes);
+            if (!spare_events_.empty()) {
+                growth.buffers.begins.push_back(spare_events_.back().first);
+                growth.buffers.ends.push_back(spare_events_.back().second);
+                spare_events_.pop_back();
+                continue;
+            }
             for (auto* events : {&growth.buffers.begins, &growth.buffers.ends}) {
                 events->push_back(device_->create_event(true));
                 own_events_.push_back(events->back());
@@ -65,6 +71,33 @@ void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int 
         has_growth_ = true;
     }
     wake_.notify_one();
+}
+
+void UpdateWorker::retire_slots(int slot_class, const char* base, std::size_t bytes) {
+    Retirement retirement;
+    retirement.slot_class = slot_class;
+    retirement.base = base;
+    retirement.bytes = bytes;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        throw_if_failed();
+        // The lists of slots are the worker's: it takes them out there.
+        retirements_.push_back(retirement);
+        has_growth_ = true;
+    }
+    wake_.notify_one();  // there may be no layer on the host any more whose job would wake it
+}
+
+bool UpdateWorker::is_retiring(const char* base) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    for (std::size_t i = 0; i < retirements_.size(); ++i) {
+        if (retirements_[i].base != base) continue;
+        if (!retirements_[i].taken || retirements_[i].used != 0) return true;
+        retirements_.erase(retirements_.begin() + static_cast<std::ptrdiff_t>(i));
+        return false;
+    }
+    return false;
 }
 
 int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle ready,

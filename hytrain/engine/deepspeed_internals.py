@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -160,11 +161,13 @@ def create_loss_scaler(engine: Any) -> Any:
     )
 
 
-def convert_to_universal(arguments: argparse.Namespace) -> None:
-    """DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
-    from deepspeed.checkpoint import ds_to_universal  # it imports what few need
+convert_to_universal: Callable[[argparse.Namespace], None] = vars(ds_to_universal)["main"]
+"""DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
 
-    cast("Any", ds_to_universal).main(arguments)
+
+def convert_by(function: Callable[[argparse.Namespace], None]) -> None:
+    """``deepspeed.checkpoint.ds_to_universal.main`` is this from now on."""
+    setattr(ds_to_universal, "main", function)  # noqa: B010 (its type is not known)
 
 
 fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 STALL_SECONDS = 60.0
 """A wait for the worker in which it finishes no chunk for so long is told of."""
 
+SHRINK_STEPS = 8
+"""Without a move, before pinned memory is given back: layers that come and go shall not have it
+registered anew each time."""
+
 _NATIVE = {
     torch.float32: _C.DType.float32,
     torch.bfloat16: _C.DType.bfloat16,
@@ -87,6 +91,7 @@ class CpuUpdater:
         self._chunks = _chunks(self._all, settings)
         plan = _plan(self._all, self._chunks, settings)
         self._closed = False
+        self._steps_without_move = 0
         self.pinned = PinnedMemory(plan, len(self._all), streams.device)
         try:
             self.worker = self._make_worker(settings)
@@ -154,6 +159,7 @@ class CpuUpdater:
         Raises:
             HostMemoryError: the host has not that much.
         """
+        self._steps_without_move = 0
         self.pinned.grow(self.worker, self._on_host(coming))
 
     def _on_host(self, coming: Collection[LayerState]) -> list[bool]:
@@ -255,6 +261,20 @@ class CpuUpdater:
         addresses = [layer.storage.address(span.begin, span.end) for span in spans]
         self.worker.move_weights(layer.worker_index, addresses)
 
+    def end_step(self) -> None:
+        """A step is final: pinned memory of layers that have left the host is given back in parts.
+
+        Raises:
+            WorkerError: the update worker has failed.
+        """
+        self._steps_without_move += 1
+        if self._steps_without_move == SHRINK_STEPS:
+            num_bytes = self.pinned.retire(self.worker, self._on_host(()))
+            if num_bytes:
+                logger.info("%.1f MiB of pinned memory are given back", num_bytes / 2**20)
+        if self.pinned.is_retiring:
+            self.pinned.release(self.worker)
+
     # -- moves ---------------------------------------------------------------------------------
 
     def submit_leave(
@@ -270,6 +290,7 @@ class CpuUpdater:
             device: where the state goes.
             free: recorded after all earlier uses of that memory.
         """
+        self._steps_without_move = 0
         handles = event_handle(free), event_handle(layer.state_ready)
         self.worker.submit_leave(layer.worker_index, device, *handles)
 

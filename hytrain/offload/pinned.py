@@ -1,8 +1,10 @@
-"""Pinned memory of the update worker: it grows when layers come to the host."""
+"""Pinned memory of the update worker: it follows the layers that are on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +13,11 @@ from hytrain.offload.arena import Arena
 from hytrain.offload.slots import NUM_OUTGOING, SlotPlan
 
 _CACHE_LINE = 64
+_ARENA_BYTES = 64 << 20
+"""Memory is given back in such parts: large enough that registering one costs little beside its
+pages, small beside all of it."""
+_MOST_ARENAS = 64
+"""Of a slot class, taken at a time."""
 
 
 def norm_bytes(num_layers: int) -> int:
@@ -19,11 +26,22 @@ def norm_bytes(num_layers: int) -> int:
     return num_layers * _CACHE_LINE
 
 
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Slots of one class in memory of their own."""
+
+    number: int
+    """Of the class."""
+    count: int
+    arena: Arena
+
+
 class PinnedMemory:
     """Gives the worker the slots and buffers that the layers on the host need.
 
-    Slots of layers that have left stay in the pool: slots are swapped, so other layers' pending
-    gradients may be in any of them, and the next layer that comes uses them.
+    Slots are swapped, so that other layers' pending gradients may be in any of them: those of
+    layers that have left are *retired* first. The worker gives a retired slot no gradient any more,
+    and an update later it has none; then its memory is given back.
     """
 
     def __init__(self, plan: SlotPlan, num_norms: int, device: torch.device) -> None:
@@ -35,13 +53,20 @@ class PinnedMemory:
         """
         self._plan = plan
         self._device = device
-        self._counts = [0] * len(plan.classes)
-        self._has_outgoing = False
-        self._arenas = [Arena(norm_bytes(num_norms), device, purpose="the layers' norms")]
+        self._norms = Arena(norm_bytes(num_norms), device, purpose="the layers' norms")
+        self._outgoing: Arena | None = None
+        self._slots: list[_Slots] = []
+        self._retired: list[_Slots] = []
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        outgoing = [] if self._outgoing is None else [self._outgoing]
+        slots = [slots.arena for slots in (*self._slots, *self._retired)]
+        return [self._norms, *outgoing, *slots]
 
     @property
     def num_bytes(self) -> int:
-        """All bytes taken so far."""
+        """All bytes taken and not given back."""
         return sum(arena.num_bytes for arena in self._arenas)
 
     @property
@@ -51,15 +76,24 @@ class PinnedMemory:
 
     def take_norm(self) -> int:
         """Address of the next layer's float64."""
-        return self._arenas[0].take(8, _CACHE_LINE)
+        return self._norms.take(8, _CACHE_LINE)
 
     def missing_bytes(self, on_host: Sequence[bool]) -> int:
         """Bytes that :meth:`grow` would take for so many chunks on the host."""
-        missing = [max(0, n - c) for n, c in zip(self._needed(on_host), self._counts, strict=True)]
         outgoing = self._plan.outgoing_bytes * NUM_OUTGOING
-        return self._plan.slot_bytes(missing) + (
-            outgoing if any(on_host) and not self._has_outgoing else 0
+        return self._plan.slot_bytes(self._missing(on_host)) + (
+            outgoing if any(on_host) and self._outgoing is None else 0
         )
+
+    def _missing(self, on_host: Sequence[bool]) -> list[int]:
+        needed = self._plan.counts(on_host)
+        return [max(0, n - c) for n, c in zip(needed, self._counts(), strict=True)]
+
+    def _counts(self) -> list[int]:
+        counts = [0] * len(self._plan.classes)
+        for slots in self._slots:
+            counts[slots.number] += slots.count
+        return counts
 
     def grow(self, worker: _C.UpdateWorker, on_host: Sequence[bool]) -> None:
         """Takes what is missing for the chunks on the host.
@@ -69,34 +103,79 @@ class PinnedMemory:
             on_host: for each chunk of the plan, whether its state is on the host.
 
         Raises:
-            HostMemoryError: the host has not that much.
+            HostMemoryError: the host has not that much; nothing has been taken.
         """
-        if not any(on_host):
-            return
-        missing_bytes = self.missing_bytes(on_host)
-        if missing_bytes == 0:
-            return
-        arena = Arena(
-            missing_bytes + _CACHE_LINE * (len(self._counts) + 1),
-            self._device,
-            purpose="pinned gradients of layers whose state is on the host",
-        )
+        outgoing: Arena | None = None
+        with ExitStack() as taken:  # all of it, or nothing
+            if any(on_host) and self._outgoing is None:
+                outgoing = self._arena(self._plan.outgoing_bytes * NUM_OUTGOING)
+                taken.callback(outgoing.close)
+            coming: list[_Slots] = []
+            for number, count in enumerate(self._missing(on_host)):
+                for part in self._parts(number, count):
+                    slots = _Slots(number, part, self._arena(self._slot_bytes(number) * part))
+                    taken.callback(slots.arena.close)
+                    coming.append(slots)
+            taken.pop_all()
         # Kept even if add_slots fails halfway: the worker already uses the slots it was given, so
         # the memory must stay mapped until close().
-        self._arenas.append(arena)
-        for number, needed in enumerate(self._needed(on_host)):
-            count = needed - self._counts[number]
-            if count > 0:
-                size = self._plan.classes[number].slot_bytes
-                worker.add_slots(number, arena.take(size * count), size, count)
-                self._counts[number] = needed
-        if not self._has_outgoing:
+        self._slots += coming
+        self._outgoing = outgoing or self._outgoing
+        for slots in coming:
+            size = self._slot_bytes(slots.number)
+            worker.add_slots(slots.number, slots.arena.take(size * slots.count), size, slots.count)
+        if outgoing is not None:
             size = self._plan.outgoing_bytes
-            worker.add_slots(worker.outgoing, arena.take(size * NUM_OUTGOING), size, NUM_OUTGOING)
-            self._has_outgoing = True
+            address = outgoing.take(size * NUM_OUTGOING)
+            worker.add_slots(worker.outgoing, address, size, NUM_OUTGOING)
 
-    def _needed(self, on_host: Sequence[bool]) -> list[int]:
-        return self._plan.counts(on_host)
+    def _slot_bytes(self, number: int) -> int:
+        return self._plan.classes[number].slot_bytes
+
+    def _parts(self, number: int, count: int) -> list[int]:
+        """So many slots in the parts that can be given back."""
+        most = max(_ARENA_BYTES // self._slot_bytes(number), -(-count // _MOST_ARENAS), 1)
+        return [min(most, count - begin) for begin in range(0, count, most)]
+
+    def _arena(self, num_bytes: int) -> Arena:
+        purpose = "pinned gradients of layers whose state is on the host"
+        return Arena(num_bytes, self._device, purpose=purpose)
+
+    # -- giving back -----------------------------------------------------------------------------
+
+    def retire(self, worker: _C.UpdateWorker, on_host: Sequence[bool]) -> int:
+        """Has the worker let go of slots that the chunks on the host do not need.
+
+        Returns:
+            Bytes that :meth:`release` will give back.
+        """
+        needed, counts = self._plan.counts(on_host), self._counts()
+        going: list[_Slots] = []
+        for slots in reversed(self._slots):
+            if counts[slots.number] - slots.count >= needed[slots.number]:
+                counts[slots.number] -= slots.count
+                going.append(slots)
+        for slots in going:
+            worker.retire_slots(slots.number, slots.arena.address, slots.arena.num_bytes)
+            self._slots.remove(slots)
+            self._retired.append(slots)
+        return sum(slots.arena.num_bytes for slots in going)
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether there is memory to give back."""
+        return bool(self._retired)
+
+    def release(self, worker: _C.UpdateWorker) -> None:
+        """Gives back one part that the worker has let go of: unregistering it takes a while.
+
+        No copy is in flight there: the worker has waited for the events of all of them.
+        """
+        for slots in self._retired:
+            if not worker.is_retiring(slots.arena.address):
+                self._retired.remove(slots)
+                slots.arena.close()
+                return
 
     def close(self) -> None:
         """Gives everything back. No copy may be in flight. May be called twice."""

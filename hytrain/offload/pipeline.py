@@ -254,6 +254,7 @@ class UpdatePipeline:
                 layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
                 layer.storage.mark_overwritten()
         self.is_torn = False
+        self.cpu.end_step()
 
     # -- withdraw ------------------------------------------------------------------------------
 

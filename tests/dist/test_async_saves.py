@@ -89,12 +89,14 @@ def _resume(folder: Path, expected: str) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.parity_full)
             for case in (
-                ("save.begun", 1, 1, "old"),
-                ("save.copied", 2, 0, "old"),
-                ("save.file", 7, 1, "old"),
-                ("save.synced", 1, 1, "old"),
+                *(("save.begun", 1, rank, "old") for rank in (0, 1)),
+                *(("save.copied", 2, rank, "old") for rank in (0, 1)),
+                *(("save.snapshot", 1, rank, "old") for rank in (0, 1)),
+                *(("save.file", 7, rank, "old") for rank in (0, 1)),
+                *(("save.synced", 1, rank, "old") for rank in (0, 1)),
                 ("save.manifest", 1, 0, "old"),
                 ("save.renamed", 1, 0, "new"),
+                ("save.latest_universal", 1, 0, "new"),
                 ("save.latest", 1, 0, "new"),
             )
         ),

@@ -14,13 +14,16 @@ from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import target, writer
 from hytrain.errors import CheckpointError
+from hytrain.testing import faults
 
 RUN = Run(fractions=(0.6, 0.4))
 TAG = "last"
 
 
 def _save_then_die(folder: Path, rank: int, file: str) -> None:
-    """The old snapshot and the new one are beside the checkpoint; rank ``rank`` dies at a file."""
+    """The old snapshot and the new one are beside the checkpoint; rank ``rank`` dies at a file, or
+    where it comes to a point that is named as in ``faults.point``.
+    """
     write_file = writer.write_file
 
     def die(path: Path, stored: object) -> Any:
@@ -35,7 +38,10 @@ def _save_then_die(folder: Path, rank: int, file: str) -> None:
             if dist.get_rank() == 0:
                 torch.save(now, folder / f"{name}.snapshot")
             dist.barrier()
-            writer.write_file = die if name == "new" else write_file
+            if name == "new" and file.startswith("save."):
+                os.environ[faults.KILL_VARIABLE] = f"{file}:1:{rank}"
+            elif name == "new":
+                writer.write_file = die
             engine.save_checkpoint(folder / "saves", tag=TAG)
 
 
@@ -55,15 +61,38 @@ def _load_and_save(folder: Path, expected: str) -> set[str]:
     return {entry.name for entry in (folder / "saves").iterdir()} - {"zero_to_fp32.py"}
 
 
+def _full(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.parity_full)
+
+
 @pytest.mark.parametrize(
     ("rank", "file", "expected"),
-    [(1, "exp_avg_sq.pt", "old"), (0, "optimizer_state.pt", "old"), (0, "latest", "new")],
+    [
+        (1, "exp_avg_sq.pt", "old"),
+        (0, "save.renaming", "old"),  # between the two renames: the tag has no folder
+        (0, "latest", "new"),
+        _full(0, "optimizer_state.pt", "old"),
+        *(_full(rank, "save.file", "old") for rank in (0, 1)),
+        *(_full(rank, "save.synced", "old") for rank in (0, 1)),
+        _full(0, "save.manifest", "old"),
+        _full(0, "save.renamed", "new"),
+        _full(0, "save.latest_universal", "new"),
+        _full(0, "save.latest", "new"),
+    ],
 )
 def test_a_rank_that_dies_leaves_the_old_one_or_the_new_one(
     rank: int, file: str, expected: str, ranks: RankPools, tmp_path: Path
 ) -> None:
-    with RankPool(2) as pool, pytest.raises(RankError, match=f"rank {rank} died with exit code 9"):
+    code = -9 if file.startswith("save.") else 9
+    with (
+        RankPool(2) as pool,
+        pytest.raises(RankError, match=f"rank {rank} died with exit code {code}"),
+    ):
         pool.run(_save_then_die, tmp_path, rank, file)
+    if file == "save.renaming":
+        names = {path.name for path in (tmp_path / "saves").iterdir()}
+        assert f"hytrain-replaced-{TAG}" in names
+        assert TAG not in names
     for left in ranks(2).run(_load_and_save, tmp_path, expected):
         assert left == {TAG, "latest", "latest_universal"}
 

@@ -1,4 +1,7 @@
-"""One training with a library's own trainer, for test_ecosystem.py: prints nothing, writes JSON."""
+"""One training with a library's own trainer, for test_ecosystem.py: writes what it found as JSON.
+
+On a GPU, or on the CPU with DS_ACCELERATOR=cpu.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import hytrain
 
 Result = dict[str, Any]
 _LR = 1e-2
+_ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
@@ -30,6 +35,7 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
+        "bf16": {"enabled": options.bf16},
         "zero_force_ds_cpu_optimizer": False,
     }
     if options.engine == "hytrain":
@@ -42,8 +48,9 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "output_dir": str(options.folder / "out"), "deepspeed": _config(options), "max_steps": 6,
-        "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "learning_rate": _LR, "lr_scheduler_type": "linear", "seed": 0, "bf16": False,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+        "use_cpu": not _ON_GPU, "bf16": options.bf16, "seed": 0,
+        "learning_rate": _LR, "lr_scheduler_type": "linear",
         "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
 
@@ -152,7 +159,7 @@ def _generate(trainer: Any) -> list[list[int]]:
     from trl.models.utils import unwrap_model_for_generation
 
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-        prompt = torch.tensor([[5, 6, 7]])
+        prompt = torch.tensor([[5, 6, 7]], device=trainer.accelerator.device)
         return model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
 
 
@@ -162,7 +169,7 @@ def _accelerate(options: argparse.Namespace) -> Result:
     from torch.utils.data import DataLoader
 
     plugin = DeepSpeedPlugin(hf_ds_config=_config(options) | {"gradient_accumulation_steps": 2})
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=not _ON_GPU)
     model = samples.llama()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 64, (32, 8), generator=generator)
@@ -194,9 +201,23 @@ def _accelerate(options: argparse.Namespace) -> Result:
     return {"losses": losses + straight, "again": again, "straight": straight, "total": total}
 
 
+def _let_lightning_use_a_cpu() -> None:
+    """Its DeepSpeedStrategy refuses to; on the GPU it runs as it is."""
+    from lightning.pytorch.accelerators.cpu import CPUAccelerator
+    from lightning.pytorch.strategies import deepspeed as strategy
+
+    found: Any = strategy
+    found.CUDAAccelerator = CPUAccelerator
+    found._validate_device_index_selection = lambda *_arguments: None
+    found.DeepSpeedStrategy.root_device = property(lambda _self: torch.device("cpu", 0))
+
+
 def _lightning(options: argparse.Namespace) -> Result:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    if not _ON_GPU:
+        _let_lightning_use_a_cpu()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -217,12 +238,22 @@ def _lightning(options: argparse.Namespace) -> Result:
     tokens = torch.randint(3, 64, (12, 8), generator=generator)
     module = Module()
     pl.Trainer(
-        accelerator="gpu", devices=1, strategy=DeepSpeedStrategy(config=config), max_epochs=1,
+        accelerator="gpu" if _ON_GPU else "cpu", devices=1,
+        strategy=DeepSpeedStrategy(config=config), max_epochs=1,
         gradient_clip_val=1.0, logger=False, enable_checkpointing=False, precision="32-true",
         enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(options.folder),
     ).fit(module, torch.utils.data.DataLoader(tokens, batch_size=2))  # fmt: skip
     return {"losses": module.losses}
+
+
+def _versions() -> str:
+    packages = ("torch", "deepspeed", "transformers", "accelerate", "trl", "peft", "lightning")
+    return ", ".join(
+        f"{name} {module.__version__}"
+        for name in packages
+        if (module := sys.modules.get(name)) is not None
+    )
 
 
 KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
@@ -239,6 +270,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     compatible_ops["deepspeed_shm_comm"] = False
@@ -249,6 +281,7 @@ def main() -> None:
     with hytrain.register() if is_ours else contextlib.nullcontext():
         found = KINDS[options.kind](options)
     if os.environ.get("RANK", "0") == "0":
+        found["versions"] = _versions()
         (options.folder / "found.json").write_text(json.dumps(found))
 
 

@@ -28,6 +28,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "hytrain/adam.h"
@@ -145,6 +146,13 @@ class UpdateWorker {
     // ones; or, for kOutgoing, buffers of `bytes` that carry the training copy and moving state.
     static constexpr int kOutgoing = -1;
     void add_slots(int slot_class, char* base, std::size_t bytes, int count);
+    // The slots of [base, base + bytes) are to go: none of them takes a gradient any more, and one
+    // that keeps a gradient is let go by the update that commits it. The class must keep as many
+    // others as the layers on the host need.
+    void retire_slots(int slot_class, const char* base, std::size_t bytes);
+    // Whether a job may still use a slot of what was retired from `base` on. Where none may, no
+    // copy of one is in flight either, and the caller may unmap the memory.
+    bool is_retiring(const char* base);
     // The layer's training copy has other memory: one address a chunk, in their order. Throws where
     // a job of the layer is left, which would write to the old one.
     void move_weights(int layer, const std::vector<void*>& addresses);
@@ -269,6 +277,16 @@ class UpdateWorker {
     struct SlotClass {
         Buffers slots;
         std::vector<int> free;
+        std::vector<bool> retired;  // one a slot
+    };
+    // Slots that are to go. `used` is right once the worker has taken it over.
+    struct Retirement {
+        int slot_class = 0;
+        const char* base = nullptr;
+        std::size_t bytes = 0;
+        bool taken = false;
+        int used = 0;
+        bool holds(const char* address) const { return address >= base && address < base + bytes; }
     };
     struct Growth {
         int slot_class = 0;
@@ -296,6 +314,10 @@ class UpdateWorker {
     void fetch_state(const Chunk& chunk, const Job& job);
     void land_piece(const StatePiece& piece);
     void absorb_growth();
+    void absorb(const Growth& growth);
+    void absorb(Retirement& retirement);
+    void free_slot(int slot_class, int slot);
+    void slot_gone(const SlotClass& slots, int slot);
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
     void arrived(const Layer& layer, const Chunk& chunk, int slot);
     std::size_t take_outgoing();
@@ -346,7 +368,9 @@ class UpdateWorker {
     WorkerStatistics statistics_;  // of the jobs that have finished
     std::vector<JobSpan> spans_;
     std::vector<Growth> growth_;
-    std::atomic<bool> has_growth_{false};
+    std::vector<Retirement> retirements_;
+    std::vector<std::pair<EventHandle, EventHandle>> spare_events_;  // of slots that have gone
+    std::atomic<bool> has_growth_{false};                            // or a retirement
     std::int32_t trace_step_ = 0;
 
     std::function<void(const std::string&)> stall_report_;

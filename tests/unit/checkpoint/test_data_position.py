@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ class _Tokens(Dataset):
         return index, micro_batch(index)[0]
 
 
-def _engine(*, shuffled: bool = False) -> tuple[Any, Any]:
+@contextmanager
+def _built(*, shuffled: bool = False) -> Generator[tuple[Any, Any]]:
     torch.manual_seed(0)
     model = Everything()
     config = make_config(train_micro_batch_size_per_gpu=GLOBAL_BATCH)
@@ -37,7 +40,15 @@ def _engine(*, shuffled: bool = False) -> tuple[Any, Any]:
         data = _Tokens()
         loader = engine.deepspeed_io(data, data_sampler=RandomSampler(data), num_local_io_workers=0)
         engine.training_dataloader = loader
-    return engine, loader
+    loaders = engine.training_dataloader, loader
+    try:
+        yield engine, loader
+    finally:
+        engine.destroy()
+        # As any DeepSpeed engine's, the loader is in a reference cycle. Python's collector closes
+        # the queues in one before torch tells the workers to end, and torch waits 5 s for each.
+        for left in loaders:
+            left.data = None
 
 
 def _draw(engine: Any, batches: Any, number: int) -> list[list[int]]:
@@ -54,49 +65,45 @@ def _draw(engine: Any, batches: Any, number: int) -> list[list[int]]:
 @pytest.mark.parametrize("shuffled", [False, True], ids=["dealt out", "shuffled"])
 @pytest.mark.parametrize("begun", [False, True], ids=["new pass", "begun before the load"])
 def test_the_next_batches_are_the_same(shuffled: bool, begun: bool, tmp_path: Path) -> None:
-    engine, loader = _engine(shuffled=shuffled)
-    torch.manual_seed(5)
-    _draw(engine, iter(loader), 5)  # a whole pass, left before it says that it is over
-    batches = iter(loader)
-    first = _draw(engine, batches, 2)
-    engine.save_checkpoint(tmp_path)
-    expected = _draw(engine, batches, 3)
-    noise = torch.rand(())
-    again = _draw(engine, iter(loader), 5)
-    engine.destroy()
+    with _built(shuffled=shuffled) as (engine, loader):
+        torch.manual_seed(5)
+        _draw(engine, iter(loader), 5)  # a whole pass, left before it says that it is over
+        batches = iter(loader)
+        first = _draw(engine, batches, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = _draw(engine, batches, 3)
+        noise = torch.rand(())
+        again = _draw(engine, iter(loader), 5)
     assert len({index for batch in first + expected for index in batch}) == SAMPLES
 
-    engine, loader = _engine(shuffled=shuffled)
-    torch.manual_seed(99)
-    if begun:
-        batches = iter(loader)
-        next(batches)
-    engine.load_checkpoint(tmp_path)
-    if not begun:
-        batches = iter(loader)
-    assert _draw(engine, batches, 3) == expected
-    assert torch.rand(()) == noise
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert _draw(engine, iter(loader), 5) == again
-    engine.destroy()
+    with _built(shuffled=shuffled) as (engine, loader):
+        torch.manual_seed(99)
+        if begun:
+            batches = iter(loader)
+            next(batches)
+        engine.load_checkpoint(tmp_path)
+        if not begun:
+            batches = iter(loader)
+        assert _draw(engine, batches, 3) == expected
+        assert torch.rand(()) == noise
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert _draw(engine, iter(loader), 5) == again
 
 
 def test_between_two_passes(tmp_path: Path) -> None:
-    engine, loader = _engine()
-    list(loader)
-    train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path)
-    expected = _draw(engine, iter(loader), 2)
-    engine.load_checkpoint(tmp_path)
-    assert _draw(engine, iter(loader), 2) == expected
-    engine.destroy()
+    with _built() as (engine, loader):
+        list(loader)
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = _draw(engine, iter(loader), 2)
+        engine.load_checkpoint(tmp_path)
+        assert _draw(engine, iter(loader), 2) == expected
 
 
 def test_weights_alone_leave_it(tmp_path: Path) -> None:
-    engine, loader = _engine()
-    _draw(engine, iter(loader), 2)
-    engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path, load_module_only=True)
-    assert len(_draw(engine, iter(loader), 5)) == 5
-    engine.destroy()
+    with _built() as (engine, loader):
+        _draw(engine, iter(loader), 2)
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert len(_draw(engine, iter(loader), 5)) == 5

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import zero_to_fp32
 from support.damage import damaged, flip
 from support.engines import built, make_config
 from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
 
+from hytrain.errors import CheckpointError
 from hytrain.tools import cli
 
 safetensors = pytest.importorskip("safetensors.torch", reason="transformers installs safetensors")
@@ -118,6 +120,25 @@ def test_deepspeeds_functions_read_it(saved: Saved, with_frozen: bool) -> None:
     Everything().load_state_dict(state, strict=with_frozen)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Everything(), str(saved.folder))
     assert torch.equal(model.norm.bias, saved.now.state["norm.bias"]["fp32"])
+
+
+def test_deepspeeds_conversion_finds_it_universal(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "universal"
+    command = ["--input_folder", str(saved.tag), "--output_folder", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ds_to_universal", *command])
+        arguments = ds_to_universal.parse_arguments()
+    ds_to_universal.main(arguments)
+    assert "is universal already" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(out)]) == 0
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    with pytest.raises(CheckpointError, match=r"that is not there yet, or load .*load_universal"):
+        ds_to_universal.main(arguments)
+    arguments.output_folder = arguments.input_folder
+    ds_to_universal.main(arguments)
+    assert cli.main(["checkpoint", "verify", str(saved.tag)]) == 0
 
 
 def test_without_frozen(saved: Saved, tmp_path: Path) -> None:
@@ -257,6 +278,7 @@ def test_plain_deepspeeds(
 
 _MEASURE = """
 import resource, sys
+from hytrain.errors import CheckpointError
 from hytrain.tools import cli
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 import torch, hytrain.tools.checkpoints.export, hytrain.checkpoint.inspection

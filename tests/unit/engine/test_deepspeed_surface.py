@@ -120,5 +120,28 @@ def test_state_of_a_parameter(gpu_fraction: float) -> None:
                     assert_same_bits(kind, values[kind], expected)
         state[model.embed.weight]["exp_avg"].zero_()
         assert not safe_get_full_optimizer_state(model.embed.weight, "exp_avg").any()
+        values = state[model.embed.weight]
+        values["exp_avg"] = torch.full_like(values["exp_avg"], 2.0)
+        assert (safe_get_full_optimizer_state(model.embed.weight, "exp_avg") == 2.0).all()
         with pytest.raises(KeyError):
-            state[model.embed.weight]["fp32"]
+            values["fp32"]
+        with pytest.raises(ConfigError, match=r"'step'\] is 3 and cannot be set"):
+            values["step"] = torch.tensor(4.0)
+        with pytest.raises(ConfigError, match="has shape"):
+            values["exp_avg"] = torch.zeros(1)
+        with pytest.raises(ConfigError, match="cannot be deleted"):
+            del values["exp_avg"]
+
+
+def test_state_that_is_put_back_is_the_same() -> None:
+    """As Lightning does at the end of a fit, to give the state to the host."""
+    section = {"moments": "8bit"}
+    with built(make_model("mlp"), make_config(gpu_fraction=0.5, hytrain=section)) as engine:
+        _step(engine)
+        before = engine.fp32_state_dict()
+        for values in engine.optimizer.state.values():
+            for key, value in values.items():
+                values[key] = value.cpu()
+        for name, tensors in engine.fp32_state_dict().items():
+            for kind, tensor in tensors.items():
+                assert_same_bits(f"{kind} of {name}", tensor, before[name][kind])

@@ -20,7 +20,9 @@ from support.shadow import Shadow
 from training import backward, inputs
 
 from hytrain.kernels import host_memory
+from hytrain.offload import cpu_updater
 from hytrain.offload import mover as mover_module
+from hytrain.offload import pinned as pinned_module
 from hytrain.placement import controller as controller_module
 from hytrain.placement import refused_numbers
 
@@ -313,6 +315,47 @@ def test_many_moves_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (on_device.alive, on_host.alive) == (0, 0)
     assert num_threads() == threads
     assert all(arena._export is None for arena in arenas)
+
+
+@pytest.mark.parametrize("delays", ["", "7:300"])
+def test_pinned_memory_of_layers_that_have_left_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, delays: str
+) -> None:
+    """While it is being given back, layers come and go, and no number changes."""
+    free_solver(monkeypatch, 8)
+    monkeypatch.setattr(pinned_module, "_ARENA_BYTES", 1)  # a slot each
+    config = make_config(gpu_fraction=0.0, clipping=0.02)
+    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
+        shadow = Shadow(engine)
+        pinned = engine.optimizer.pipeline.cpu.pinned
+
+        def steps(count: int) -> int:
+            for _ in range(count):
+                backward(engine, engine.global_steps)
+                shadow.step()
+            return pinned.num_bytes
+
+        def settled() -> int:
+            steps(cpu_updater.SHRINK_STEPS)
+            while pinned.is_retiring:
+                steps(1)
+            return pinned.num_bytes
+
+        all_on_host = steps(cpu_updater.SHRINK_STEPS + 1)
+        engine.set_gpu_fraction(0.5)
+        assert steps(cpu_updater.SHRINK_STEPS - 2) == all_on_host  # they might come back
+        half = settled()
+        assert engine.memory_peaks()["step"].pinned <= half < all_on_host
+        engine.set_gpu_fraction(1.0)
+        assert settled() < half
+        engine.set_gpu_fraction(0.5)
+        assert settled() == half
+        monkeypatch.setattr(cpu_updater, "SHRINK_STEPS", 1)
+        engine.set_gpu_fraction(SOLVE)
+        steps(40)
+        engine.set_gpu_fraction(0.5)
+        assert settled() == half
+        shadow.check()
 
 
 def test_layers_that_stay_on_the_device_pin_nothing() -> None:

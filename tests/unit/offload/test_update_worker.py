@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ class Bench:
         self.generator = torch.Generator().manual_seed(seed)
         self.worker = _C.UpdateWorker.on_host(2, seed, max_delay_us)
         num_chunks = sum(-(-size // CHUNK) for size in sizes)
-        self.arena = Arena(64 * 1024 + num_chunks * CHUNK * 8, CPU)
+        self.arena = Arena(256 * 1024 + num_chunks * CHUNK * 8, CPU)
         slots = num_chunks + 3
         number = self.worker.add_slot_class(CHUNK * 2)
         # In two parts: memory that comes later is as good.
@@ -250,6 +251,59 @@ class MovingBench(Bench):
         if rng.random() < 0.2:
             self.flush()
         return made
+
+
+class ShrinkingBench(Bench):
+    """A worker whose slots are given back while it works; their memory is another's then."""
+
+    def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
+        super().__init__(sizes, seed, max_delay_us)
+        self.slots = sum(-(-size // CHUNK) for size in sizes) + 3
+        first = self.arena.address
+        self._there = [(first, self.slots * CHUNK * 2)]
+        self._going: list[tuple[int, int]] = []
+        self.num_gone = 0
+
+    def swap(self) -> None:
+        """Others come, and all that were there are to go."""
+        base, size = self.arena.take(self.slots * CHUNK * 2), self.slots * CHUNK * 2
+        self.worker.add_slots(0, base, CHUNK * 2, self.slots)
+        for begin, num_bytes in self._there:
+            self.worker.retire_slots(0, begin, num_bytes)
+        self._going += self._there
+        self._there = [(base, size)]
+
+    def release(self) -> None:
+        for begin, num_bytes in list(self._going):
+            if not self.worker.is_retiring(begin):
+                # Whoever still read a gradient from here would get NaN.
+                ctypes.memset(begin, 0xFF, num_bytes)
+                self._going.remove((begin, num_bytes))
+                self.num_gone += 1
+
+
+@pytest.mark.parametrize("max_delay_us", [0, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_that_are_given_back(seed: int, max_delay_us: int) -> None:
+    bench = ShrinkingBench([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
+    steps_made = 0
+    for number in range(40):
+        if number % 4 == 1:
+            bench.swap()
+        steps_made += bench.random_step(AdamHyper(lr=1e-2, weight_decay=0.1, step=steps_made + 1))
+        bench.release()
+    bench.flush()  # no gradient is pending: none of those that are to go keeps one
+    bench.release()
+    assert bench.num_gone == 10
+    bench.close()
+
+
+def test_slots_are_given_back_where_no_job_comes_any_more() -> None:
+    bench = ShrinkingBench([CHUNK], 0, 0)
+    bench.swap()
+    while bench.num_gone == 0:  # the test's time limit ends it
+        bench.release()
+    bench.close()
 
 
 @pytest.mark.parametrize("max_delay_us", [0, 60])
