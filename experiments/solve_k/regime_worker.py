@@ -84,6 +84,7 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Json:
     watch.lap("stay")
     layers = placement.decisions[0].num_layers
     solved = placement.controller.num_gpu_layers
+    reasons = list(placement.decisions)
     early, late = _moves(contest.engine, 0), _moves(contest.engine, arguments.steps)
     sweep = _Sweep(contest, layers, solved)
     fixed = sweep.run(arguments.rounds)
@@ -108,6 +109,7 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Json:
         "best": best,
         "solved_over_best": fixed[solved] / fixed[best],
         "costs": sweep.costs,
+        "launch_bound": any("launch-bound" in d.reason for d in reasons),
         "moves": early,
         "late_moves": len(late),
         "seconds": watch.seconds,

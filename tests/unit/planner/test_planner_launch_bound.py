@@ -38,7 +38,13 @@ from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
 
 RECORD = Path(__file__).resolve().parents[3] / "experiments/solve_k/regimes.json"
-CELLS: dict[str, Any] = json.loads(RECORD.read_text())["cells"]
+CELLS: dict[str, Any] = {
+    name: cell
+    for name, cell in json.loads(RECORD.read_text())["cells"].items()
+    if "failed" not in cell
+    and cell.get("launch_bound", True)
+    and {"0", str(cell["layers"])} <= cell["costs"].keys()
+}
 DAY = datetime(2026, 11, 23, tzinfo=timezone.utc)
 
 
@@ -52,8 +58,7 @@ def _compute(costs: dict[str, Any]) -> float:
 
 
 def profile_of(cell: dict[str, Any]) -> ProfileFile:
-    costs = list(cell["costs"].values())
-    on_cpu, on_gpu = costs[0], costs[-1]
+    on_cpu, on_gpu = cell["costs"]["0"], cell["costs"][str(cell["layers"])]
     block, first, last = (on_gpu[part] for part in ("block", "first", "last"))
     forward, backward = 1e3 * block["forward"], 1e3 * block["backward"]
     outside = 1e3 * (_compute(on_gpu) - on_gpu["blocks"] * (block["forward"] + block["backward"]))
