@@ -26,7 +26,7 @@ from hytrain.formats.record import Record, parse_record, read_text, write_record
 VERSION = 1
 
 _GIB = 1024**3
-_LAUNCH_BOUND = 0.9
+LAUNCH_BOUND_SHARE = 0.9
 """Share of the device's time from which on it counts as waiting for launches."""
 
 
@@ -112,7 +112,7 @@ class LayerSample(Record):
     def is_launch_bound(self) -> bool:
         """Whether the device waits for the host; so far as that was measured."""
         passes = self.forward_ms + self.backward_ms
-        return self.launch_ms is not None and self.launch_ms > _LAUNCH_BOUND * passes
+        return self.launch_ms is not None and self.launch_ms > LAUNCH_BOUND_SHARE * passes
 
 
 class OutsideSample(Record):

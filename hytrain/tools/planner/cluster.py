@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
+from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE
 from hytrain.tools.planner.curves import Table
 
 UNEVEN_FACTOR = 1.25
@@ -112,6 +113,13 @@ class GpuProfile:
         """
         is_alone = self.fetch_rate is not None and activations != "offload"
         return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
+
+    def is_launch_bound(self, size: int) -> bool:
+        """Whether it waits for its host to launch a micro-batch of so many samples."""
+        if self.launches is None or size < 1:
+            return False
+        passes = self.forward_ms.at(size) + self.backward_ms.at(size)
+        return self.launches.layer_ms.at(size) > LAUNCH_BOUND_SHARE * passes
 
     def is_unfilled(self, size: int) -> bool:
         """Whether a micro-batch takes hardly less time than one of twice as many samples.

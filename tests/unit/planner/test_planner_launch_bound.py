@@ -32,6 +32,7 @@ from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.launching import StepLaunches
 from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
@@ -184,6 +185,9 @@ def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> N
     assert isinstance(found, Plan)
     (rank,) = found.ranks
     assert rank.gpu_layers == problem.model.num_layers
+    assert "launches by the host" in plan_text(problem, found, ())
+    gpu = problem.cluster.ranks[0][1]
+    assert not replace(gpu, launches=None).is_launch_bound(1)
 
 
 def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
