@@ -94,8 +94,8 @@ def _launch_lines(device: DeviceProfile) -> list[str]:
         return []
     last = bound[-1]
     lines = [
-        f"  launch-bound up to a micro-batch of {last.samples}: the device waits for the host, which needs "
-        f"{last.launch_ms:.3f} ms to launch a layer's passes"
+        f"  launch-bound up to a micro-batch of {last.samples}: the device waits for the host, "
+        f"which needs {last.launch_ms:.3f} ms to launch a layer's passes"
     ]
     if device.launch_slowdown is not None:
         lines.append(
