@@ -22,26 +22,22 @@ import hytrain
 
 Result = dict[str, Any]
 _LR = 1e-2
+_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs" / "libraries"
 _ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": options.stage}
+    """What ds_configs/ has for the library; layers of so small a model on both sides."""
+    name = "lightning" if options.kind == "lightning" else "hf"
+    config = json.loads((_CONFIGS / f"{name}_zero{options.stage}.json").read_text())
+    zero = config["zero_optimization"]
     if options.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": 1.0,
-        "zero_optimization": zero,
-        "bf16": {"enabled": options.bf16},
-        "zero_force_ds_cpu_optimizer": False,
-    }
     if options.engine == "hytrain":
-        zero["offload_optimizer"] = {"device": "cpu"}
         offload = {"chunk_elements": 1024, "cpu_threads": 1}
-        config["hytrain"] = {"gpu_fraction": 0.5, "offload": offload}
+        config["hytrain"] |= {"gpu_fraction": 0.5, "offload": offload}
+    else:
+        del config["hytrain"], zero["offload_optimizer"]
     return config
 
 
@@ -53,6 +49,12 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "learning_rate": _LR, "lr_scheduler_type": "linear",
         "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
+
+
+def _check(engine: Any, options: argparse.Namespace) -> None:
+    """That it is the engine that was asked for."""
+    expected = "HyTrainEngine" if options.engine == "hytrain" else "DeepSpeedEngine"
+    assert type(engine).__name__ == expected, type(engine)
 
 
 def _losses(trainer: Any) -> list[float]:
@@ -88,6 +90,7 @@ def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]
         found["before"] = trainer.evaluate()["eval_loss"]  # plain DeepSpeed's fails
     resumed = str(options.folder / "out" / "checkpoint-4") if options.resume else None
     trainer.train(resume_from_checkpoint=resumed)
+    _check(trainer.model_wrapped, options)
     history = trainer.state.log_history
     found["losses"] = _losses(trainer)
     found["evaluated"] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -116,7 +119,7 @@ def _sft(options: argparse.Namespace) -> Result:
         peft_config=_lora(options),
     )  # fmt: skip
     trainer.train()
-    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+    return {"losses": _losses(trainer), "generated": _generate(trainer, options)}
 
 
 def _dpo(options: argparse.Namespace) -> Result:
@@ -131,7 +134,7 @@ def _dpo(options: argparse.Namespace) -> Result:
         processing_class=samples.tokenizer(), peft_config=_lora(options),
     )  # fmt: skip
     trainer.train()
-    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+    return {"losses": _losses(trainer), "generated": _generate(trainer, options)}
 
 
 def _grpo(options: argparse.Namespace) -> Result:
@@ -151,11 +154,12 @@ def _grpo(options: argparse.Namespace) -> Result:
     )  # fmt: skip
     trainer.train()
     rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]
-    return {"losses": [*_losses(trainer), *rewards], "generated": _generate(trainer)}
+    return {"losses": [*_losses(trainer), *rewards], "generated": _generate(trainer, options)}
 
 
-def _generate(trainer: Any) -> list[list[int]]:
+def _generate(trainer: Any, options: argparse.Namespace) -> list[list[int]]:
     """As online trainers do between two steps."""
+    _check(trainer.model_wrapped, options)
     from trl.models.utils import unwrap_model_for_generation
 
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
@@ -165,17 +169,23 @@ def _generate(trainer: Any) -> list[list[int]]:
 
 def _accelerate(options: argparse.Namespace) -> Result:
     """An own loop: accumulates, clips, saves and loads in the middle."""
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from torch.utils.data import DataLoader
 
-    plugin = DeepSpeedPlugin(hf_ds_config=_config(options) | {"gradient_accumulation_steps": 2})
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=not _ON_GPU)
+    if not _ON_GPU:
+        # As Trainer does: ranks by gloo. With cpu=True Accelerator itself takes DDP for DeepSpeed.
+        PartialState(cpu=True)
+    # Its own way of accumulation: the file leaves it to whoever prepares the model.
+    plugin = DeepSpeedPlugin(hf_ds_config=_config(options), gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no")
     model = samples.llama()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 64, (32, 8), generator=generator)
     loader = DataLoader(tokens, batch_size=2)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    _check(model, options)
+    assert model.gradient_accumulation_steps() == 2
 
     def train(first: int, last: int) -> list[float]:
         losses: list[float] = []
@@ -227,19 +237,19 @@ def _lightning(options: argparse.Namespace) -> Result:
 
         def training_step(self, batch: Any, _number: int) -> Any:
             loss = self.model(input_ids=batch, labels=batch).loss
+            _check(self.trainer.strategy.model, options)
             self.losses.append(loss.item())
             return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=_LR)
 
-    config = {k: v for k, v in _config(options).items() if v != "auto" and k != "gradient_clipping"}
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 64, (12, 8), generator=generator)
     module = Module()
     pl.Trainer(
         accelerator="gpu" if _ON_GPU else "cpu", devices=1,
-        strategy=DeepSpeedStrategy(config=config), max_epochs=1,
+        strategy=DeepSpeedStrategy(config=_config(options)), max_epochs=1,
         gradient_clip_val=1.0, logger=False, enable_checkpointing=False, precision="32-true",
         enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(options.folder),

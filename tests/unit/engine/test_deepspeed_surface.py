@@ -14,7 +14,7 @@ from support.engines import built, join_process_group, make_config
 from support.models import Mlp, make_batch, make_model
 
 import hytrain
-from hytrain.errors import CheckpointError, ConfigError
+from hytrain.errors import CheckpointError, ConfigError, UnusedParametersError
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_unused_parameters_that_are_not_ignored(stage: int) -> None:
         with built(model, config) as engine:
             before = engine.fp32_state_dict()
             if is_refused:
-                with pytest.raises(ConfigError, match=r"extra\.weight.*ignore_unused_parameters"):
+                with pytest.raises(UnusedParametersError, match=r"extra\.weight.*ignore_unused"):
                     _step(engine)
                 engine.zero_grad()
                 for name, tensors in engine.fp32_state_dict().items():
