@@ -315,7 +315,8 @@ _SAVES_LAST = f"""
     from support.engines import join_process_group
     from support.resume import Run, engine_of, train
     join_process_group()
-    engine = engine_of(Run(asynchronous=True)).__enter__()
+    context = engine_of(Run(asynchronous=True))  # kept: it would destroy the engine
+    engine = context.__enter__()
     train(engine, 0, 2)
     engine.save_checkpoint(sys.argv[1])
 """
