@@ -111,7 +111,12 @@ def _environment(device: str) -> dict[str, str]:
     imports = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     env = {**os.environ, **single, **place, "PYTHONPATH": os.pathsep.join(imports)}
     if device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        # glibc would keep hundreds of MiB of gradients, which are a GPU's elsewhere, for later.
+        env |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        }
     return env
 
 

@@ -15,6 +15,7 @@ import copy
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -155,7 +156,7 @@ def pack_optimizer_state(
         **scaling.deepspeed_state(),
         "clip_grad": clip,
         "partition_count": num_ranks,
-        "ds_version": importlib.metadata.version("deepspeed"),
+        "ds_version": _deepspeed_version(),
         RECORD: {
             "version": RECORD_VERSION,
             "group_steps": list(steps),
@@ -165,6 +166,11 @@ def pack_optimizer_state(
             "moments_seed": moments.seed,
         },
     }
+
+
+@cache
+def _deepspeed_version() -> str:
+    return importlib.metadata.version("deepspeed")  # it reads and parses a file each time
 
 
 def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -204,6 +204,19 @@ class EngineCheckpoints:
         randomness: Sequence[Mapping[str, Any]],
         no_frozen: bool,
     ) -> ModelStates:
+        # Names, shapes and dtypes are looked at here, and no values: nothing is to be waited for,
+        # and seeing to that for each takes milliseconds of an asynchronous save's call.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            common, module = self._common_state(places, no_frozen=no_frozen)
+        decisions = self._optimizer.placement.decisions
+        objects = pack_model_states(
+            common, client_state, decisions, randomness, self._data_position()
+        )
+        return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
+
+    def _common_state(
+        self, places: list[ParameterPlace], *, no_frozen: bool
+    ) -> tuple[dict[str, Any], ModuleTensors]:
         tensors = self._module_tensors()
         if no_frozen:
             tensors = {
@@ -220,8 +233,4 @@ class EngineCheckpoints:
             )
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
-        decisions = self._optimizer.placement.decisions
-        objects = pack_model_states(
-            common, client_state, decisions, randomness, self._data_position()
-        )
-        return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
+        return common, module

@@ -22,7 +22,7 @@ from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
-from hytrain.engine.at_exit import close_at_exit, is_failing
+from hytrain.engine.at_exit import close_at_exit, finish_save_at_exit, is_failing
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
@@ -137,6 +137,7 @@ class HyTrainEngine(DeepSpeedEngine):
         if settings.is_async:
             saver = self._saver = AsyncSaver(optimizer.kept, lambda: int(self.global_steps))
             optimizer.before_close.append(lambda: saver.close(abandon=is_failing()))
+            finish_save_at_exit(saver)
         if settings.sigterm_dir is not None:
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)

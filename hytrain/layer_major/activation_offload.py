@@ -101,6 +101,7 @@ class OffloadedActivations:
         self._leaving.clear()
         for held in list(self._held.values()):
             held.release()
+        self._slots.begin_step()
 
     def put(self, tensor: torch.Tensor, *, is_boundary: bool) -> HeldTensor:
         """See :class:`~hytrain.layer_major.activations.ActivationStore`."""

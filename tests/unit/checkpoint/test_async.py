@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import environment
+from support.processes import fresh_environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
 from hytrain.checkpoint import async_save, device_copies, writer
@@ -22,6 +26,7 @@ from hytrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
+TESTS = Path(__file__).resolve().parents[2]
 RUNS = [
     Run(asynchronous=True),
     Run(asynchronous=True, gpu_fraction=0.0, accumulation=2, groups=True, schedule="torch"),
@@ -302,6 +307,34 @@ def test_destroy_waits(tmp_path: Path) -> None:
     with engine_of(Run().another()) as engine:
         engine.load_checkpoint(tmp_path)
         assert_same(snapshot(engine), saved)
+
+
+_SAVES_LAST = f"""
+    import sys
+    sys.path.insert(0, {str(TESTS)!r})
+    from support.engines import join_process_group
+    from support.resume import Run, engine_of, train
+    join_process_group()
+    context = engine_of(Run(asynchronous=True))  # kept: it would destroy the engine
+    engine = context.__enter__()
+    train(engine, 0, 2)
+    engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_script_may_end_with_it(tmp_path: Path) -> None:
+    """Nothing waits, and nothing is destroyed; the save copies and writes in threads of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(_SAVES_LAST), str(tmp_path)]
+    environment = fresh_environment(HYTRAIN_DELAYS="1:20000")
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "failed" not in ended.stderr
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    with engine_of(Run()) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 2
 
 
 def test_between_backward_and_step(tmp_path: Path) -> None:
