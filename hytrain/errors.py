@@ -22,6 +22,13 @@ class NestedReductionError(ConfigError, AssertionError):
     """
 
 
+class UnusedParametersError(ConfigError, AssertionError):
+    """Parameters without a gradient, where ``ignore_unused_parameters`` is false.
+
+    An AssertionError as well: DeepSpeed raises one there.
+    """
+
+
 class KernelArgumentError(HyTrainError, ValueError):
     """A buffer or hyper-parameter passed to a CPU kernel is unusable; nothing was touched."""
 

@@ -7,6 +7,16 @@
 // operation is correctly rounded and the order below is fixed, all instruction sets agree bitwise.
 // (The sign and payload of a NaN are the CPU's affair.)
 
+// What has to be inlined for its registers to stay registers. Sanitizers' checks of one body,
+// inlined everywhere, take a compiler minutes.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HYTRAIN_INLINE inline
+#define HYTRAIN_INLINE_BODY
+#else
+#define HYTRAIN_INLINE [[gnu::always_inline]] inline
+#define HYTRAIN_INLINE_BODY __attribute__((always_inline))
+#endif
+
 using Reg = Vec::Reg;
 constexpr std::size_t kLanes = Vec::kLanes;
 
@@ -141,11 +151,11 @@ inline Reg step_weights(Reg p, Reg m, Reg root, const Constants& c) {
 
 // Calls body(index) for each index below kCount, which is a constant in each call.
 template <class Body, std::size_t... kIndices>
-[[gnu::always_inline]] inline void unrolled(Body body, std::index_sequence<kIndices...>) {
+HYTRAIN_INLINE void unrolled(Body body, std::index_sequence<kIndices...>) {
     (body(std::integral_constant<std::size_t, kIndices>()), ...);
 }
 template <std::size_t kCount, class Body>
-[[gnu::always_inline]] inline void for_each_index(Body body) {
+HYTRAIN_INLINE void for_each_index(Body body) {
     unrolled(body, std::make_index_sequence<kCount>());
 }
 
@@ -222,16 +232,16 @@ struct PaddedMoments {
 // Calls body(first register, byte) for each M::kTogether registers of a unit. `byte` is a constant:
 // the quarter of the unit that they are of, or where that is one register, the first's index.
 template <class M, class Body>
-[[gnu::always_inline]] inline void for_each_group(Body body) {
+HYTRAIN_INLINE void for_each_group(Body body) {
     constexpr std::size_t kGroups = M::kVectors / M::kTogether;
     constexpr std::size_t kQuarter = M::kVectors < 4 ? 1 : M::kVectors / 4;
     if constexpr (kGroups <= 4) {
-        for_each_index<kGroups>([&](auto group) __attribute__((always_inline)) {
+        for_each_index<kGroups>([&](auto group) HYTRAIN_INLINE_BODY {
             constexpr std::size_t kFirst = group * M::kTogether;
             body(kFirst, std::integral_constant<std::size_t, kFirst / kQuarter>());
         });
     } else {
-        for_each_index<4>([&](auto byte) __attribute__((always_inline)) {
+        for_each_index<4>([&](auto byte) HYTRAIN_INLINE_BODY {
             for (std::size_t k = 0; k < kQuarter; k += M::kTogether) {
                 body(byte * kQuarter + k, byte);
             }
@@ -246,8 +256,8 @@ struct Moved {
     Reg m[M::kVectors], v[M::kVectors];
     typename M::Store store;
 
-    [[gnu::always_inline]] inline Moved(const float* p, const MomentRange& r, const void* g,
-                                        std::size_t i, const Constants& c) {
+    HYTRAIN_INLINE Moved(const float* p, const MomentRange& r, const void* g, std::size_t i,
+                         const Constants& c) {
         M::load(r, i, m, v);
         for (std::size_t j = 0; j < M::kVectors; ++j) {
             const std::size_t at = i + j * kLanes;
@@ -260,18 +270,18 @@ struct Moved {
     }
     // Stores a group's registers.
     template <std::size_t kByte>
-    [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, std::size_t first) {
-        for_each_index<M::kTogether>([&](auto j) __attribute__((always_inline)) {
+    HYTRAIN_INLINE void put(const MomentRange& r, std::size_t i, std::size_t first) {
+        for_each_index<M::kTogether>([&](auto j) HYTRAIN_INLINE_BODY {
             store.template put<kByte, j>(r, i + (first + j) * kLanes, m[first + j], v[first + j]);
         });
     }
 };
 
 template <class G, class W, class M>
-[[gnu::always_inline]] inline void commit_unit(float* p, const MomentRange& r, const void* g,
-                                               void* w, std::size_t i, const Constants& c) {
+HYTRAIN_INLINE void commit_unit(float* p, const MomentRange& r, const void* g, void* w,
+                                std::size_t i, const Constants& c) {
     Moved<G, M> u(p, r, g, i, c);
-    for_each_group<M>([&](std::size_t first, auto byte) __attribute__((always_inline)) {
+    for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
         for (std::size_t j = first; j < first + M::kTogether; ++j) {
             const std::size_t at = i + j * kLanes;
             const Reg new_p = step_weights(Vec::load_f32(p + at), u.m[j], Vec::sqrt(u.v[j]), c);
@@ -303,8 +313,9 @@ void commit_loop(float* p, const MomentRange r, std::size_t n, const GradientRan
         PaddedMoments<M> tail(r, i, count);
         const Padded<kUnit> tail_g(g, i, count, G::kBytes);
         Padded<kUnit> tail_w;
-        commit_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_g.data, tail_w.data, 0,
-                                              c);
+        commit_loop<G, typename W::Cached, M>(tail_p.data, tail.range, kUnit,
+                                              {tail_g.data, gradient.dtype, gradient.constants},
+                                              tail_w.data, 0);
         tail_p.write(p, i, count, sizeof(float));
         tail.write(r, i, count);
         tail_w.write(w, i, count, W::kBytes);
@@ -330,8 +341,8 @@ void commit(float* p, const MomentRange& moments, std::size_t n, const GradientR
 // ---- preview ----------------------------------------------------------------------------------
 
 template <class G, class W, class M>
-[[gnu::always_inline]] inline void preview_unit(const float* p, const MomentRange& r, const void* g,
-                                                void* w, std::size_t i, const Constants& c) {
+HYTRAIN_INLINE void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
+                                 std::size_t i, const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
@@ -362,8 +373,9 @@ void preview_loop(const float* p, const MomentRange r, std::size_t n, const Grad
         const PaddedMoments<M> tail(r, i, count);
         const Padded<kUnit> tail_g(g, i, count, G::kBytes);
         Padded<kUnit> tail_w;
-        preview_unit<G, typename W::Cached, M>(tail_p.data, tail.range, tail_g.data, tail_w.data, 0,
-                                               c);
+        preview_loop<G, typename W::Cached, M>(tail_p.data, tail.range, kUnit,
+                                               {tail_g.data, gradient.dtype, gradient.constants},
+                                               tail_w.data, 0);
         tail_w.write(w, i, count, W::kBytes);
     }
 }
@@ -384,14 +396,14 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
 
 // Some registers' operations of one sort after each other, and what waits for none of another
 // between a square root or division and its use: the CPU looks ahead for a few of these chains
-// only. Without L2 decay the preview's moments wait for no new weights.
-template <class G, class W, class M, bool kL2>
-[[gnu::always_inline]] inline void both_unit(float* p, const MomentRange& r, const void* before,
-                                             const void* now, void* w, std::size_t i,
-                                             const Constants& c_before, const Constants& c_now) {
+// only. Of the current step there is no L2 decay: its moments wait for no new weights.
+template <class G, class W, class M>
+HYTRAIN_INLINE void both_unit(float* p, const MomentRange& r, const void* before, const void* now,
+                              void* w, std::size_t i, const Constants& c_before,
+                              const Constants& c_now) {
     constexpr std::size_t kTogether = M::kTogether;
     Moved<G, M> u(p, r, before, i, c_before);
-    for_each_group<M>([&](std::size_t first, auto byte) __attribute__((always_inline)) {
+    for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
         Reg* m = u.m + first;
         Reg* v = u.v + first;
         Reg old_m[kTogether], root[kTogether], new_p[kTogether];
@@ -400,21 +412,17 @@ template <class G, class W, class M, bool kL2>
             root[j] = Vec::sqrt(v[j]);
         }
         u.template put<byte>(r, i, first);
-        const auto weights = [&]() __attribute__((always_inline)) {
-            for (std::size_t j = 0; j < kTogether; ++j) {
-                const std::size_t at = i + (first + j) * kLanes;
-                new_p[j] = step_weights(Vec::load_f32(p + at), old_m[j], root[j], c_before);
-                Vec::template store_f32<false>(p + at, new_p[j]);
-            }
-        };
-        if constexpr (kL2) weights();
         for (std::size_t j = 0; j < kTogether; ++j) {
             const Reg g = G::load(now, i + (first + j) * kLanes);
-            const NewMoments moved = step_moments<kL2>({new_p[j], m[j], v[j]}, g, c_now);
+            const NewMoments moved = step_moments<false>({Reg(), m[j], v[j]}, g, c_now);
             m[j] = moved.m;
             v[j] = moved.v;
         }
-        if constexpr (!kL2) weights();
+        for (std::size_t j = 0; j < kTogether; ++j) {
+            const std::size_t at = i + (first + j) * kLanes;
+            new_p[j] = step_weights(Vec::load_f32(p + at), old_m[j], root[j], c_before);
+            Vec::template store_f32<false>(p + at, new_p[j]);
+        }
         for (std::size_t j = 0; j < kTogether; ++j) {
             root[j] = Vec::sqrt(v[j]);
         }
@@ -425,7 +433,7 @@ template <class G, class W, class M, bool kL2>
     u.store.finish(r, i);
 }
 
-template <class G, class W, class M, bool kL2>
+template <class G, class W, class M>
 void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& previous,
                const GradientRange& current, void* w, std::size_t ahead) {
     constexpr std::size_t kUnit = M::kUnit;
@@ -438,7 +446,7 @@ void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange
             prefetch_run<G::kBytes, kUnit>(previous.data, i + ahead);
             prefetch_run<G::kBytes, kUnit>(current.data, i + ahead);
         }
-        both_unit<G, W, M, kL2>(p, r, previous.data, current.data, w, i, c_before, c_now);
+        both_unit<G, W, M>(p, r, previous.data, current.data, w, i, c_before, c_now);
     }
     if (i < n) {
         const std::size_t count = n - i;
@@ -447,8 +455,9 @@ void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange
         const Padded<kUnit> tail_before(previous.data, i, count, G::kBytes);
         const Padded<kUnit> tail_now(current.data, i, count, G::kBytes);
         Padded<kUnit> tail_w;
-        both_unit<G, typename W::Cached, M, kL2>(tail_p.data, tail.range, tail_before.data,
-                                                 tail_now.data, tail_w.data, 0, c_before, c_now);
+        both_loop<G, typename W::Cached, M>(
+            tail_p.data, tail.range, kUnit, {tail_before.data, previous.dtype, previous.constants},
+            {tail_now.data, current.dtype, current.constants}, tail_w.data, 0);
         tail_p.write(p, i, count, sizeof(float));
         tail.write(r, i, count);
         tail_w.write(w, i, count, W::kBytes);
@@ -459,8 +468,8 @@ inline const void* advance(const void* data, std::size_t elements, DType dtype) 
     return static_cast<const char*>(data) + elements * element_bytes(dtype);
 }
 
-// Two gradients of different types: the two passes in turn over pieces that stay in the cache.
-// Not worth the nine instantiations that a fused loop would take; the numbers are the same.
+// Two gradients of different types, or L2 decay: the two passes in turn over pieces that stay in
+// the cache. Not worth the instances that fused loops would take; the numbers are the same.
 void both_in_turn(float* p, const MomentRange& r, std::size_t n, const GradientRange& previous,
                   const GradientRange& current, const OutRange& out) {
     constexpr std::size_t kPiece = 1024;
@@ -491,20 +500,14 @@ void both_in_turn(float* p, const MomentRange& r, std::size_t n, const GradientR
 void commit_then_preview(float* p, const MomentRange& moments, std::size_t n,
                          const GradientRange& previous, const GradientRange& current,
                          const OutRange& out, std::size_t ahead) {
-    if (previous.dtype != current.dtype) {
+    if (previous.dtype != current.dtype || current.constants.l2 != 0.0F) {
         return both_in_turn(p, moments, n, previous, current, out);
     }
     with_moments(moments.kind, [&](auto kind) {
         with_in(current.dtype, [&](auto in) {
             with_out(out, [&](auto to) {
-                using G = decltype(in);
-                using W = decltype(to);
-                using M = decltype(kind);
-                if (current.constants.l2 == 0.0F) {
-                    both_loop<G, W, M, false>(p, moments, n, previous, current, out.data, ahead);
-                } else {
-                    both_loop<G, W, M, true>(p, moments, n, previous, current, out.data, ahead);
-                }
+                both_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, previous,
+                                                                      current, out.data, ahead);
             });
         });
     });

@@ -23,8 +23,7 @@ struct Fp32Moments {
     static constexpr std::size_t kUnit = kStep;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
-                                                   Reg* v) {
+    HYTRAIN_INLINE static void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_f32(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_f32(r.v + (i + j * kLanes) * kBytes);
@@ -34,8 +33,7 @@ struct Fp32Moments {
     struct Store {
         inline void begin(const MomentRange&, std::size_t, const Reg*, const Reg*) {}
         template <std::size_t kByte, std::size_t kIndex>
-        [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, Reg& m,
-                                               Reg& v) {
+        HYTRAIN_INLINE void put(const MomentRange& r, std::size_t i, Reg& m, Reg& v) {
             Vec::store_f32<false>(r.m + i * kBytes, m);
             Vec::store_f32<false>(r.v + i * kBytes, v);
         }
@@ -65,11 +63,11 @@ alignas(64) constexpr BlockFactors kFactors;
 
 // 32 bits for each element. A block shares the mixed key and upper index, which costs no vector
 // operation; the factors tell its elements apart.
-[[gnu::always_inline]] inline Bits block_bits(const MomentRange& r, std::size_t i) {
+HYTRAIN_INLINE Bits block_bits(const MomentRange& r, std::size_t i) {
     return Vec::set_bits(mix(((r.first_index + static_cast<std::uint32_t>(i)) >> 6) ^ r.key));
 }
 // Of the elements from i on, in a register; i is counted from a block's start.
-[[gnu::always_inline]] inline Bits element_bits(Bits block, std::size_t i) {
+HYTRAIN_INLINE Bits element_bits(Bits block, std::size_t i) {
     const void* factors = kFactors.of + i % kMomentBlock;
     const Bits h = Vec::bits_mul(block, Vec::bits_of(Vec::load_f32(factors)));
     return Vec::bits_xor(h, Vec::shift_right<16>(h));
@@ -85,8 +83,7 @@ struct Bf16Moments {
     static constexpr std::size_t kUnit = kMomentBlock;
     static constexpr std::size_t kVectors = kUnit / kLanes;
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
-                                                   Reg* v) {
+    HYTRAIN_INLINE static void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         for (std::size_t j = 0; j < kVectors; ++j) {
             m[j] = Vec::load_bf16(r.m + (i + j * kLanes) * kBytes);
             v[j] = Vec::load_bf16(r.v + (i + j * kLanes) * kBytes);
@@ -97,14 +94,12 @@ struct Bf16Moments {
         Bits random;  // of the block
         Bits even;    // what the first of two registers became
 
-        [[gnu::always_inline]] inline void begin(const MomentRange& r, std::size_t i, const Reg*,
-                                                 const Reg*) {
+        HYTRAIN_INLINE void begin(const MomentRange& r, std::size_t i, const Reg*, const Reg*) {
             random = block_bits(r, i);
         }
         // The lower random bits round m, the upper ones v.
         template <std::size_t kByte, std::size_t kIndex>
-        [[gnu::always_inline]] inline void put(const MomentRange& r, std::size_t i, Reg& m,
-                                               Reg& v) {
+        HYTRAIN_INLINE void put(const MomentRange& r, std::size_t i, Reg& m, Reg& v) {
             const Bits halves =
                 Vec::rounded_halves(Vec::bits_of(m), Vec::bits_of(v), element_bits(random, i));
             m = Vec::from_bits(Vec::shift_left<16>(halves));
@@ -212,8 +207,7 @@ struct EightBitMoments {
     static constexpr std::size_t kVectors = kUnit / kLanes;
     static constexpr std::size_t kWords = kVectors / 4;  // registers of words
 
-    [[gnu::always_inline]] static inline void load(const MomentRange& r, std::size_t i, Reg* m,
-                                                   Reg* v) {
+    HYTRAIN_INLINE static void load(const MomentRange& r, std::size_t i, Reg* m, Reg* v) {
         const BlockScale<MCode> m_scale(r.m_exponents[i / kMomentBlock]);
         const BlockScale<VCode> v_scale(r.v_exponents[i / kMomentBlock]);
         for (std::size_t w = 0; w < kWords; ++w) {
@@ -233,8 +227,7 @@ struct EightBitMoments {
         BlockRounding<VCode> v_rounding;
         Bits m_words[kWords], v_words[kWords];
 
-        [[gnu::always_inline]] inline void begin(const MomentRange& r, std::size_t i, const Reg* m,
-                                                 const Reg* v) {
+        HYTRAIN_INLINE void begin(const MomentRange& r, std::size_t i, const Reg* m, const Reg* v) {
             const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
             const std::uint32_t v_exponent = VCode::exponent_of(largest(v));
             r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
@@ -246,7 +239,7 @@ struct EightBitMoments {
 
         // The upper random bits round m, the lower ones v; six bits are common to both.
         template <std::size_t kFirstByte, std::size_t kIndex>
-        [[gnu::always_inline]] inline void put(const MomentRange&, std::size_t i, Reg& m, Reg& v) {
+        HYTRAIN_INLINE void put(const MomentRange&, std::size_t i, Reg& m, Reg& v) {
             constexpr int kByte = static_cast<int>(kFirstByte + (kWords == 1 ? kIndex : 0));
             const std::size_t word = i / kLanes % kWords;
             const Bits bits = element_bits(random, i);
@@ -272,7 +265,7 @@ struct EightBitMoments {
             put_byte<kByte>(v_words[word], shift<8 * kByte - VCode::kShift>(v_y));
         }
 
-        [[gnu::always_inline]] inline void finish(const MomentRange& r, std::size_t i) const {
+        HYTRAIN_INLINE void finish(const MomentRange& r, std::size_t i) const {
             for (std::size_t w = 0; w < kWords; ++w) {
                 store_word(r.m + i, w, Vec::bits_and(m_words[w], m_rounding.codes));
                 store_word(r.v + i, w, Vec::bits_and(v_words[w], v_rounding.codes));

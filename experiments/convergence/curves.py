@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from experiments.common.records import Json
+
 WINDOW = 100
 """Steps of the moving average: the noise of single batches goes, which all trainings share."""
 DIGITS = 5
@@ -27,17 +29,20 @@ class Curve:
     """Share of layers that the last step updated on the GPU; None without hytrain."""
 
 
-def read_curve(path: Path) -> Curve:
-    """Read metrics.jsonl of train_lm; a half line, of a process that still writes, is left out."""
+def read_records(path: Path) -> list[Json]:
+    """The lines of train_lm's metrics.jsonl, without a half one of a process that still writes."""
     if not path.is_file():
-        return Curve()
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_curve(path: Path) -> Curve:
+    """Read a curve from train_lm's metrics.jsonl; empty where there is none yet."""
     losses: list[float] = []
     held_out: dict[str, float] = {}
     k = None
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        record = json.loads(line)
+    for record in read_records(path):
         if "eval_loss" in record:
             held_out[str(record["step"])] = _number(record["eval_loss"])
         elif "loss" in record:

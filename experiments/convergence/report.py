@@ -125,7 +125,7 @@ def draw(trainings: Trainings, image: Path) -> None:
     from matplotlib import pyplot
 
     figure, (curves, gaps, kinds) = pyplot.subplots(
-        1, 3, figsize=(15, 4.5), layout="constrained", dpi=110
+        1, 3, figsize=(15, 5.5), layout="constrained", dpi=90
     )
     for kind, style in ((ZERO2, "-"), (ZERO2_EAGER, "--"), (ADAMW, "-."), (HYTRAIN, ":")):
         if (kind, 0) in trainings:
@@ -155,7 +155,8 @@ def draw(trainings: Trainings, image: Path) -> None:
     kinds.set(title="held-out loss, each seed", xlabel="step")
     for axes in (curves, gaps, kinds):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        # Below the axes: seven lines cross in the middle one.
+        axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image)
     pyplot.close(figure)

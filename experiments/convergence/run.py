@@ -1,15 +1,17 @@
-"""Loss curves of many trainings at once, on one GPU: losses do not depend on time.
+"""Loss curves of several trainings at once, on one GPU: losses do not depend on time.
 
     python experiments/convergence/run.py --out out/convergence
 
-Each training is a process of train_lm's script. What they have reached is written to
-`result.json` again and again, so that a run that is cut keeps its curves; report.py reads it.
+Each training is a process of train_lm's script, on cores of its own; the next one starts where
+enough are free. What they have reached is written to `result.json` again and again, so that a run
+that is cut keeps its curves, and `--resume` goes on with those that had not ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -30,9 +32,9 @@ from experiments.convergence.curves import Curve, read_curve
 TRAIN = processes.REPOSITORY / "experiments" / "train_lm" / "train.py"
 MODEL = Path(__file__).with_name("llama_97m.json")
 WRITE_SECONDS = 10.0
-"""Between two writes of the result, and two looks at who will be late."""
-SHED_AFTER_SECONDS = 90.0
-"""By when all have started, and their speed can be told."""
+"""Between two writes of the result, and two looks at what starts, rests and goes on."""
+MARGIN_SECONDS = 20.0
+"""Before the end, when what is wanted first should be reached."""
 
 
 @dataclasses.dataclass
@@ -44,25 +46,28 @@ class Training:
     process: subprocess.Popen[bytes]
     steps: int
     """Of its schedule."""
-    curve: Curve
-    last: tuple[float, int] = (0.0, 0)
-    """When the curve was last read, and its steps then."""
+    cores: list[int]
+    started: float
+    curve: Curve = dataclasses.field(default_factory=Curve)
+    looks: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """When the curve was read, and its steps then."""
     status: str = "running"
+    seconds: float = 0.0
+    """From its start to its end."""
+    rests: bool = False
 
-    def look(self, now: float) -> float:
-        """Read the curve.
-
-        Returns:
-            Steps a second since the last look.
-        """
-        before, steps = self.last
+    def look(self, now: float) -> None:
+        """Read the curve, and find out whether it has ended."""
+        if self.status != "running":
+            return
         self.curve = read_curve(self.folder / "metrics.jsonl")
-        self.last = (now, len(self.curve.losses))
-        if self.status == "running" and self.process.poll() is not None:
-            self.status = "ok" if self.process.returncode == 0 else "failed"
-        elif self.missing == 0:
+        if self.curve.losses:
+            self.looks.append((now, len(self.curve.losses)))
+        self.seconds = now - self.started
+        if self.missing == 0:
             self.stop("ok")
-        return (len(self.curve.losses) - steps) / max(now - before, 1e-9)
+        elif self.process.poll() is not None:
+            self.status = "failed"
 
     @property
     def missing(self) -> int:
@@ -71,6 +76,17 @@ class Training:
         left = enough - len(self.curve.losses)
         # Of a training that is ended before its schedule, the next step says that it is over.
         return max(0, left) or int(str(enough) not in self.curve.held_out)
+
+    def ends_at(self, now: float) -> float:
+        """When it will end, by its speed of the last looks."""
+        (then, before), (_, steps) = self.looks[-4:][0], self.looks[-1]
+        return now + self.missing * (now - then) / max(steps - before, 1e-9)
+
+    def rest(self, rests: bool) -> None:
+        """Halt the process, or let it go on; losses do not depend on time."""
+        if self.status == "running" and rests is not self.rests:
+            os.killpg(self.process.pid, signal.SIGSTOP if rests else signal.SIGCONT)
+            self.rests = rests
 
     def stop(self, status: str) -> None:
         """End it; its curve so far stays."""
@@ -81,33 +97,39 @@ class Training:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all; the exit status is 1 where a training failed."""
-    options = _parser().parse_args(argv)
-    cases = [c for c in all_cases() if not options.only or any(o in c.label for o in options.only)]
+    options = make_parser().parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
+    earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
+    had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == "ok"}
+    cases = [
+        c
+        for c in all_cases()
+        if (c.kind, c.seed) not in had
+        and (not options.only or any(o in c.label for o in options.only))
+    ]
     result: Json = {
         "command": "run.py " + " ".join(sys.argv[1:]),
         "hardware": hardware.describe(options.device),
         "options": {k: getattr(options, k) for k in ("model", "steps", "micro_batch", "seq_len")},
     }
-    until = time.monotonic() + options.limit_seconds
     # A command's limit sends SIGTERM: the processes, each in a session of its own, would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as scratch:
-        trainings: list[Training] = []
+        runs = Runs(cases, options, Path(scratch))
         try:
-            _start_all(cases, options, Path(scratch), trainings)
-            _follow(trainings, options, result, until)
+            while runs.go_on():
+                write(earlier, runs.trainings, options.out, result)
         finally:
-            for training in trainings:
-                training.stop("stopped")
-            _write(trainings, options.out, result)
-        failed = [t for t in trainings if t.status == "failed"]
+            runs.stop()
+            write(earlier, runs.trainings, options.out, result)
+        failed = [t for t in runs.trainings if t.status == "failed"]
         for training in failed:
             print(f"== {training.case.label} failed", *processes.tail(_log(training)), sep="\n")
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0] if __doc__ else "",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -122,37 +144,111 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, default=256)
     add("--eval-every", type=int, default=500)
     add("--eval-sequences", type=int, default=256)
-    add("--zero2-threads", type=int, default=8, help="of DeepSpeed's CPU Adam")
-    add("--limit-seconds", type=float, default=320.0, help="after which all are ended")
+    add("--limit-seconds", type=float, default=520.0, help="after which all are ended")
+    add("--resume", type=Path, help="result.json of an earlier run, whose ended trainings are kept")
     return parser
 
 
-def _start_all(
-    cases: Sequence[Case], options: argparse.Namespace, scratch: Path, into: list[Training]
-) -> None:
-    """Start all; those of DeepSpeed's CPU Adam once it is compiled: the others train already."""
-    environment = _environment(options.device)
-    adam = subprocess.Popen(
-        [sys.executable, "-m", "experiments.common.prepare", "adam"],
-        cwd=processes.REPOSITORY,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        for case in sorted(cases, key=_needs_adam):
-            if _needs_adam(case) and adam.wait():
-                print("DeepSpeed's CPU Adam was not compiled", flush=True)
-            into.append(_start(case, options, scratch / f"run{len(into)}", environment))
-    finally:
-        if adam.poll() is None:
-            processes.stop(adam)
+class Runs:
+    """The cases that wait, those that run, and the cores that are free."""
+
+    def __init__(self, cases: Sequence[Case], options: argparse.Namespace, scratch: Path) -> None:
+        self.trainings: list[Training] = []
+        self._waiting = list(cases)
+        self._options = options
+        self._scratch = scratch
+        self._begin = time.monotonic()
+        self._until = self._begin + options.limit_seconds
+        self._free = sorted(os.sched_getaffinity(0))
+        self._num_cores = len(self._free)
+        self._environment = environment(options.device)
+
+    def go_on(self) -> bool:
+        """Start what there are cores for, and wait; False once all is over."""
+        self.start()
+        waited = min(time.monotonic() + WRITE_SECONDS, self._until)
+        while time.monotonic() < waited:
+            if any(t.process.poll() is not None for t in self._running()):
+                break
+            time.sleep(0.2)
+        now = time.monotonic()
+        for training in self.trainings:
+            was_running = training.status == "running"
+            training.look(now)
+            if was_running and training.status != "running":
+                self._free = sorted([*self._free, *training.cores])
+        self.let_first_ones_pass(now)
+        steps = ", ".join(
+            f"{t.case.label}{' (rests)' if t.rests else ''} {len(t.curve.losses)}"
+            for t in self._running()
+        )
+        print(f"{now - self._begin:4.0f} s: {steps}", flush=True)
+        return now < self._until and bool(self._running() or self._waiting)
+
+    def _running(self) -> list[Training]:
+        return [t for t in self.trainings if t.status == "running"]
+
+    def stop(self) -> None:
+        """End all."""
+        for training in self.trainings:
+            training.stop("stopped")
+
+    def start(self) -> None:
+        """In their order, one that needs more cores than are free before those behind it."""
+        ended = [t.seconds for t in self.trainings if t.status == "ok"]
+        left = self._until - time.monotonic()
+        if ended and left < min(ended):
+            self._waiting.clear()  # they would not come to their end
+        for case in list(self._waiting):
+            needed = min(case.cores, self._num_cores)
+            if needed > len(self._free):
+                return
+            cores = [self._free.pop() for _ in range(needed)]
+            self._waiting.remove(case)
+            folder = self._scratch / f"run{len(self.trainings)}"
+            self.trainings.append(self._process(case, cores, folder))
+
+    def _process(self, case: Case, cores: list[int], folder: Path) -> Training:
+        folder.mkdir()
+        options = self._options
+        threads = max(1, len(cores) - 1)
+        config = ds_config(
+            case, micro_batch=options.micro_batch, cpu_threads=threads,
+            on_gpu=options.device == "cuda",
+        )  # fmt: skip
+        records.write_json(folder / "config.json", config)
+        command = [
+            sys.executable, str(TRAIN), "--engine", case.engine,
+            "--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out"),
+            "--model", options.model, "--attention", case.attention, "--seed", str(case.seed),
+            "--steps", str(options.steps), "--seq-len", str(options.seq_len),
+            "--eval-every", str(options.eval_every),
+            "--eval-sequences", str(options.eval_sequences),
+        ]  # fmt: skip
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=processes.REPOSITORY,
+                env={**self._environment, "OMP_NUM_THREADS": str(threads)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=functools.partial(os.sched_setaffinity, 0, cores),
+            )
+        return Training(case, folder / "out", process, options.steps, cores, time.monotonic())
+
+    def let_first_ones_pass(self, now: float) -> None:
+        """Where what is wanted first would be late, the others rest."""
+        first = [t for t in self._running() if t.case.is_first and len(t.looks) > 1]
+        late = max((t.ends_at(now) for t in first), default=now) > self._until - MARGIN_SECONDS
+        for training in self._running():
+            if not training.case.is_first:
+                training.rest(late)
 
 
-def _needs_adam(case: Case) -> bool:
-    return case.engine == "deepspeed" and case.offload
-
-
-def _environment(device: str) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
+    """Of a training: this repository first on the path, DeepSpeed's extensions in one folder."""
     environment = dict(os.environ)
     paths = [str(processes.REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     environment.update(
@@ -167,75 +263,25 @@ def _environment(device: str) -> dict[str, str]:
     return environment
 
 
-def _start(
-    case: Case, options: argparse.Namespace, folder: Path, environment: dict[str, str]
-) -> Training:
-    folder.mkdir()
-    on_gpu = options.device == "cuda"
-    config = ds_config(case, micro_batch=options.micro_batch, cpu_threads=1, on_gpu=on_gpu)
-    records.write_json(folder / "config.json", config)
-    # The slowest has the cores first.
-    polite = [] if _needs_adam(case) else ["nice", "-n", "10"]
-    command = [
-        *polite, sys.executable, str(TRAIN), "--engine", case.engine,
-        "--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out"),
-        "--model", options.model, "--attention", case.attention, "--seed", str(case.seed),
-        "--steps", str(options.steps), "--seq-len", str(options.seq_len),
-        "--eval-every", str(options.eval_every), "--eval-sequences", str(options.eval_sequences),
-    ]  # fmt: skip
-    threads = options.zero2_threads if _needs_adam(case) else 1
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=processes.REPOSITORY,
-            env={**environment, "OMP_NUM_THREADS": str(threads)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return Training(case, folder / "out", process, options.steps, Curve())
-
-
 def _log(training: Training) -> Path:
     return training.folder.parent / "log"
 
 
-def _follow(
-    trainings: list[Training], options: argparse.Namespace, result: Json, until: float
-) -> None:
-    """Wait for all; end the optional ones where a needed one would come too late."""
-    begin = time.monotonic()
-    while True:
-        waited = time.monotonic()
-        while time.monotonic() < min(waited + WRITE_SECONDS, until):
-            if all(t.process.poll() is not None for t in trainings if t.status == "running"):
-                break
-            time.sleep(0.2)
-        now = time.monotonic()
-        speeds = [training.look(now) for training in trainings]
-        _write(trainings, options.out, result)
-        steps = " ".join(str(len(t.curve.losses)) for t in trainings)
-        print(f"{now - begin:4.0f} s, steps: {steps}", flush=True)
-        if now >= until or all(t.status != "running" for t in trainings):
-            return
-        optional = [t for t in trainings if t.case.optional and t.status == "running"]
-        is_late = any(
-            now + t.missing / max(speed, 1e-9) > until
-            for t, speed in zip(trainings, speeds, strict=True)
-            if t.status == "running" and not t.case.optional
-        )
-        if optional and is_late and now - begin > SHED_AFTER_SECONDS:
-            print(f"ended, so that others are in time: {optional[-1].case.label}", flush=True)
-            optional[-1].stop("left out")
-
-
-def _write(trainings: Sequence[Training], out: Path, result: Json) -> None:
+def write(earlier: Sequence[Json], trainings: Sequence[Training], out: Path, result: Json) -> None:
+    """Of a training that was made twice, what came further."""
     curves = [
-        {**dataclasses.asdict(t.case), "status": t.status, **dataclasses.asdict(t.curve)}
+        {
+            **dataclasses.asdict(t.case), "status": t.status, "seconds": round(t.seconds, 1),
+            **dataclasses.asdict(t.curve),
+        }
         for t in trainings
-    ]
-    records.write_json(out / "result.json", {**result, "trainings": curves})
+    ]  # fmt: skip
+    furthest: dict[tuple[str, int], Json] = {}
+    for training in [*earlier, *curves]:
+        case = training["kind"], training["seed"]
+        if case not in furthest or len(training["losses"]) > len(furthest[case]["losses"]):
+            furthest[case] = training
+    records.write_json(out / "result.json", {**result, "trainings": list(furthest.values())})
 
 
 if __name__ == "__main__":

@@ -3,55 +3,54 @@
     python experiments/hf_trainer/run.py --workloads 0.37B/4x512 0.95B/2x512 2.9B/8x1024 --out DIR
     python experiments/hf_trainer/run.py --workloads toy/2x16 --device cpu --out DIR
 
-Each system of a workload is a process of its own (accelerate's state is one a process), one after
-the other, --rounds times; every other round in the opposite order. DIR/result.json is rewritten
-after every process, and a table is printed.
+The systems of a workload run one after the other in a process of their own, --rounds times.
+DIR/result.json is rewritten after every system, and a table is printed when all have run or
+--budget-seconds are over.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common.hardware import describe
-from experiments.common.processes import REPOSITORY, extensions_dir, free_port
+from experiments.common.item_processes import describe_meanwhile, measure_items
 from experiments.common.records import Json, write_json
 from experiments.common.tables import markdown
-from experiments.hf_trainer.systems import FORM, MARK, SYSTEMS, Workload
+from experiments.hf_trainer.systems import FORM, SYSTEMS, Workload
 
 HEADER = ("workload", "system", "ms a step", "fastest", "over hytrain", "GPU GiB", "on the GPU")
 
 
-def _process(workload: Workload, system: str, arguments: argparse.Namespace, name: str) -> Json:
-    environment = {
-        **os.environ,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "TORCH_EXTENSIONS_DIR": extensions_dir(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.getenv("PYTHONPATH")])),
-    }
-    own = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-    own += ["--workload", str(workload), "--system", system, "--device", arguments.device]
-    log = arguments.out / f"{name}.log"
-    with log.open("w") as errors:
-        done = subprocess.run(
-            own, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=False
-        )
-    results = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not results:
-        return {"failed": done.returncode, "log": log.read_text()[-2000:]}
-    return json.loads(results[-1][len(MARK) :])
+def _command(
+    workload: Workload, arguments: argparse.Namespace
+) -> Callable[[Sequence[str]], list[str]]:
+    worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
+    options = [f"--workload={workload}", f"--device={arguments.device}", "--systems"]
+    return lambda systems: [*worker, *options, *systems]
+
+
+def _measure(arguments: argparse.Namespace) -> Iterator[Json]:
+    """Every workload, round and system, with its result."""
+    deadline = time.monotonic() + arguments.budget_seconds
+    for workload in arguments.workloads:
+        for turn in range(arguments.rounds):
+            found = measure_items(
+                [system for system in SYSTEMS if system in arguments.systems],
+                _command(workload, arguments),
+                arguments.out / f"{workload}_{turn}.log".replace("/", "_"),
+                deadline=deadline,
+                item_seconds=arguments.system_seconds,
+            )
+            for system, result in found:
+                run = {"workload": str(workload), "system": system, "turn": turn}
+                yield run | {"result": result}
 
 
 def rows(runs: list[Json]) -> list[list[str]]:
@@ -68,7 +67,7 @@ def rows(runs: list[Json]) -> list[list[str]]:
     for (workload, system), results in found.items():
         own, base = seconds(workload, system), seconds(workload, "hytrain")
         if own is None:
-            table.append([workload, system, "failed: see its log", *[""] * (len(HEADER) - 3)])
+            table.append([workload, system, results[-1]["failed"], *[""] * (len(HEADER) - 3)])
             continue
         last = [result for result in results if "seconds" in result][-1]
         fastest = min(result["fastest"] for result in results if "seconds" in result)
@@ -95,18 +94,18 @@ def main() -> None:
     add("--out", type=Path, required=True, help="folder for result.json and logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--rounds", type=int, default=1)
+    add("--budget-seconds", type=float, default=1800.0, help="after which it ends")
+    add("--system-seconds", type=float, default=240.0, help="after which one counts as failed")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    record: Json = {"command": sys.argv, "hardware": describe(arguments.device), "runs": []}
-    for workload in arguments.workloads:
-        for turn in range(arguments.rounds):
-            for system in arguments.systems if turn % 2 == 0 else reversed(arguments.systems):
-                name = f"{workload}_{system}_{turn}".replace("/", "_")
-                result = _process(workload, system, arguments, name)
-                run = {"workload": str(workload), "system": system, "turn": turn, "result": result}
-                record["runs"].append(run)
-                write_json(arguments.out / "result.json", record)
-                print(f"{name}: {result.get('seconds', result)}", flush=True)
+    hardware = describe_meanwhile(arguments.device)
+    record: Json = {"command": sys.argv, "hardware": None, "runs": []}
+    for run in _measure(arguments):
+        record["hardware"] = hardware.result()
+        record["runs"].append(run)
+        write_json(arguments.out / "result.json", record)
+        result = run["result"]
+        print(f"{run['workload']} {run['system']}: {result.get('seconds', result)}", flush=True)
     print(markdown(HEADER, rows(record["runs"])))
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from experiments.common.records import Json
 
-MARK = "RESULT "
 FORM = "MODEL/BATCHxTOKENS"
 _DEEPSPEED: Json = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -42,13 +41,14 @@ def _with_hytrain() -> Json:
 
 
 SYSTEMS = {
+    "trainer_alone": System(None, 10, 20),
+    "zero2_offload": System(_DEEPSPEED, 4, 8),
     # k is solved in the first 60 steps.
     "hytrain": System(_with_hytrain(), 70, 20),
-    "zero2_offload": System(_DEEPSPEED, 4, 8),
-    "trainer_alone": System(None, 10, 20),
 }
-"""hytrain, the same JSON without its section, and Trainer without DeepSpeed: bf16 autocast, fp32
-weights, torch's fused AdamW."""
+"""Trainer without DeepSpeed (bf16 autocast, fp32 weights, fused AdamW), with ZeRO-2 offload, and
+the same JSON with hytrain's section; in the order in which one process runs them: what
+transformers is told of DeepSpeed stays."""
 
 
 @dataclass(frozen=True)

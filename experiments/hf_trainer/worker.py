@@ -1,24 +1,28 @@
-"""One process: Trainer on a Llama of random weights and tokens, timed step by step."""
+"""One process: Trainer on a Llama of random weights and tokens, a system after the other."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import gc
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from experiments.common.item_processes import print_result
 from experiments.common.records import Json
-from experiments.hf_trainer.systems import MARK, SYSTEMS, Workload
+from experiments.hf_trainer.systems import SYSTEMS, Workload
 from experiments.solve_k.regime_cells import llama
 
 
@@ -80,16 +84,20 @@ def train(workload: Workload, system: str, device: str, folder: str) -> Json:
         callbacks=[times],
     )
     trainer.train()
+    wrapped: Any = trainer.model_wrapped
     taken = [b - a for a, b in zip(times.ends[warmup - 1 :], times.ends[warmup:], strict=False)]
-    return {
+    result = {
         "seconds": statistics.median(taken),
         "fastest": min(taken),
         "steps": len(taken),
         "loss": trainer.state.log_history[-1]["train_loss"],
         "gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "engine": type(trainer.model_wrapped).__name__,
-        "gpu_layers": _gpu_layers(trainer.model_wrapped),
+        "engine": type(wrapped).__name__,
+        "gpu_layers": _gpu_layers(wrapped),
     }
+    if config is not None:
+        wrapped.destroy()
+    return result
 
 
 def _gpu_layers(engine: Any) -> str | None:
@@ -99,21 +107,43 @@ def _gpu_layers(engine: Any) -> str | None:
     return f"{placement.controller.num_gpu_layers} of {placement.decisions[0].num_layers}"
 
 
+@contextlib.contextmanager
+def _launched_for(system: str, environment: Json) -> Generator[None]:
+    """What a process finds when it begins: accelerate's state, the launcher's variables."""
+    # There is no public way: one process trains with one configuration otherwise.
+    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
+    for key, value in environment.items():
+        if system == "trainer_alone":
+            os.environ.pop(key, None)  # else Trainer would wrap the model for several ranks
+        else:
+            os.environ[key] = value
+    with contextlib.ExitStack() as stack:
+        if system == "hytrain":
+            import hytrain
+
+            stack.enter_context(hytrain.register())
+        yield
+
+
 def main() -> None:
     """A process of run.py."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", type=Workload.of, required=True)
-    parser.add_argument("--system", choices=list(SYSTEMS), required=True)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if arguments.system == "hytrain":
-            import hytrain
-
-            stack.enter_context(hytrain.register())
-        result = train(arguments.workload, arguments.system, arguments.device, folder)
-    print(MARK + json.dumps(result), flush=True)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: os.environ[name] for name in names}
+    for system in arguments.systems:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, _launched_for(system, environment):
+            result = train(arguments.workload, system, arguments.device, folder)
+        result["took"] = time.perf_counter() - begin
+        print_result(system, result)
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ in turns: steps of one host differ by 10 to 30 % within a minute.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ SHAPES = {
 COMPILE_MODES = {"compiled": "default", "graphs": "reduce-overhead"}
 """A cell's word -> the mode of torch.compile; "graphs" are CUDA graphs."""
 FORM = "MODEL/BATCHxTOKENS/CORES[/noclip][/compiled|/graphs[/whole]]"
+_BATCHES = {
+    "0.1B": ("4x512", "16x1024"),
+    "0.37B": ("4x512", "16x1024"),
+    "0.95B": ("2x512", "8x1024"),
+    "2.9B": ("2x512", "8x1024"),
+}
+_CORES = (16, 8, 4, 2)
 _BYTES_OF_BOTH = 44
 """A parameter, at most: the rival has 20 (weight, gradient, master, moments, fp32 gradient), the
 engine 18 with all its state on the GPU, and activations some."""
@@ -75,6 +83,17 @@ class Cell:
         return 1e-3 if self.clips else None
 
 
+def grid() -> list[str]:
+    """Every model with each batch and number of cores, half of them clipped: every pair of models,
+    batches, cores and clipping is there."""
+    return [
+        f"{model}/{batch}/{cores}" + ("/noclip" if (m + b + c) % 2 else "")
+        for c, cores in enumerate(_CORES)
+        for m, (model, batches) in enumerate(_BATCHES.items())
+        for b, batch in enumerate(batches)
+    ]
+
+
 def ds_config(cell: Cell) -> Json:
     """DeepSpeed's configuration of the cell's engine."""
     return {
@@ -88,24 +107,31 @@ def ds_config(cell: Cell) -> Json:
     }
 
 
-def llama(model: str, device: str, dtype: Any) -> Any:
-    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same."""
+def llama(model: str, device: str | None, dtype: Any, blocks: int | None = None) -> Any:
+    """A Llama of a shape of :data:`SHAPES`, with random weights that are always the same.
+
+    Args:
+        model: the shape.
+        device: where its weights are; None for torch's default device.
+        dtype: of them.
+        blocks: so many instead of the shape's.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    blocks, hidden, intermediate = SHAPES[model]
+    number, hidden, intermediate = SHAPES[model]
     heads = max(1, hidden // 128)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_hidden_layers=blocks,
+        num_hidden_layers=blocks or number,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=32000 if model != "toy" else 128,
         use_cache=False,
     )
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device(device or torch.get_default_device()):
         return LlamaForCausalLM(config).to(dtype)
 
 
@@ -128,7 +154,7 @@ class Contest:
 
         self._cell = cell
         self._device = device
-        self._model = make_model(cell, device)
+        self._model: Any = make_model(cell, device)
         shape = (cell.batch, cell.tokens)
         self._ids = torch.randint(0, self._model.config.vocab_size, shape, device=device)
         self.engine: Any = None
@@ -177,20 +203,27 @@ class Contest:
         batch = {"input_ids": self._ids, "labels": self._ids}
         return self._timed(steps, lambda: self._rival.step(batch))
 
-    def train(self, steps: int) -> list[float]:
-        """Whole steps of the engine."""
+    def train(self, steps: int, seconds: float = math.inf) -> list[float]:
+        """Whole steps of the engine, until so many seconds are over."""
 
         def step() -> None:
             self.engine.backward(self.engine(input_ids=self._ids, labels=self._ids).loss)
             self.engine.step()
 
-        return self._timed(steps, step)
+        return self._timed(steps, step, seconds)
 
-    def _timed(self, steps: int, step: Callable[[], object]) -> list[float]:
+    def close(self) -> None:
+        """Frees all of it."""
+        self.engine.destroy()
+        self.engine = self._model = self._rival_model = self._rival = None
+
+    def _timed(
+        self, steps: int, step: Callable[[], object], seconds: float = math.inf
+    ) -> list[float]:
         import torch
 
         times: list[float] = []
-        for _ in range(steps):
+        while len(times) < steps and sum(times) < seconds:
             begin = time.perf_counter()
             step()
             if self._device == "cuda":

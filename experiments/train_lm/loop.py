@@ -53,6 +53,35 @@ class _Pending:
     updates: dict[str, Any]
 
 
+def forward_backward_seconds(
+    model: torch.nn.Module, ids: torch.Tensor, steps: int, warmup: int = 2
+) -> list[float]:
+    """Time a micro-batch's forward and backward passes, whose gradients are dropped.
+
+    Args:
+        model: the bare model, which is left as it was.
+        ids: int64 [B, T], on its device.
+        steps: how many are timed.
+        warmup: how many are made before.
+
+    Returns:
+        Seconds of each.
+    """
+    on_gpu = ids.device.type == "cuda"
+    seconds: list[float] = []
+    for _ in range(warmup + steps):
+        started = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return seconds[warmup:]
+
+
 class Trainer:
     """Runs a job from its first or resumed step to its last."""
 

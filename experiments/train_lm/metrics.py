@@ -156,6 +156,13 @@ class MetricsFile:
         self._file.flush()
 
 
+def write_reference(out: Path, seconds: Sequence[float]) -> None:
+    """Write what passes without an update took."""
+    reference = {"seconds": list(seconds), "median": statistics.median(seconds)}
+    (out / "reference.json").write_text(json.dumps(reference) + "\n")
+    print(f"reference {reference['median']:.3f} s: forward and backward without an update")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read a metrics file; empty if there is none. A half line, of a killed job, is left out."""
     if not path.is_file():

@@ -67,6 +67,8 @@ class Options:
     """Steps between evaluations; 0 evaluates at the start and the end alone."""
     save_every: int
     """Steps between checkpoints; 0 is none."""
+    reference_steps: int
+    """Passes without an update that are timed before the engine is made; 0 is none."""
     resume: str | None
     """Checkpoint to go on from: a tag, or "latest"; None starts anew."""
     overwrite: bool
@@ -168,6 +170,13 @@ def _add_run_arguments(add: Callable[..., argparse.Action]) -> None:
     add("--eval-every", type=int, default=0, metavar="N", help="steps; 0: at start and end alone")
     add("--save-every", type=int, default=0, metavar="N", help="steps; 0 saves nothing")
     add(
+        "--reference-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="time N passes without updates before training, into reference.json",
+    )
+    add(
         "--resume",
         nargs="?",
         const="latest",
@@ -224,6 +233,7 @@ def _check(options: Options) -> None:
         "warmup": 1,
         "vocab_size": 1,
         "save_every": 0,
+        "reference_steps": 0,
         "eval_every": 0,
         "eval_sequences": 0,
     }

@@ -32,7 +32,7 @@ import ds_config
 import metrics
 import models
 from decisions import DecisionsReader, no_decisions
-from loop import Job, StatisticsReader, Trainer
+from loop import Job, StatisticsReader, Trainer, forward_backward_seconds
 from options import OptionError, Options, build_parser, parse_options
 
 # What --overwrite takes away beside the checkpoints; the last is `hytrain explain`'s picture.
@@ -198,6 +198,11 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     if rank == 0:
         _write_run(options, config)
         _describe(options, config_path, changes, plan, sequences, num_parameters)
+    if options.reference_steps:
+        batch = data.to_device(sequences.train_batch(0, plan.micro_batch), device)
+        seconds = forward_backward_seconds(model, batch, options.reference_steps)
+        if rank == 0:
+            metrics.write_reference(options.out, seconds)
     engine, read_statistics, read_decisions = _initialize(options, model, config)
     return Job(
         options=options,

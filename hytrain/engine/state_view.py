@@ -7,7 +7,7 @@ that are kept in fewer bytes than fp32 are copies of their values, which refuse 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class MomentValues(torch.Tensor):
             return result.as_subclass(MomentValues) if is_view else result
 
 
-class ParameterState(Mapping[str, torch.Tensor]):
+class ParameterState(MutableMapping[str, torch.Tensor]):
     """Of one parameter: ``step``, ``exp_avg`` and ``exp_avg_sq``, all fp32.
 
     A moment has the parameter's shape where this rank owns all of it; otherwise it is what the rank
@@ -87,6 +87,37 @@ class ParameterState(Mapping[str, torch.Tensor]):
             moment = moment.as_subclass(MomentValues)
         is_whole = moment.numel() == math.prod(place.shape)
         return moment.view(place.shape) if is_whole else moment
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        """Write a moment's values; it stays where it is.
+
+        What has the same values is left alone: Lightning puts each tensor back as it gives the
+        optimizer's state to the host at its end.
+
+        Raises:
+            KeyError: another key.
+            ConfigError: another shape, another step, or values for a rounded moment.
+        """
+        own = self[key]
+        if own.shape == value.shape and torch.equal(value.to(own), own):
+            return
+        if key == _STEP:
+            raise ConfigError(
+                f"optimizer.state[...]['step'] is {float(own):g} and cannot be set: load a "
+                "checkpoint or a state_dict with another"
+            )
+        if own.shape != value.shape:
+            raise ConfigError(
+                f"optimizer.state[...]['{key}'] has shape {tuple(own.shape)} on this rank and "
+                f"cannot be set to {tuple(value.shape)}"
+            )
+        own.copy_(value)
+
+    def __delitem__(self, key: str) -> None:
+        raise ConfigError(
+            f"optimizer.state[...]['{key}'] cannot be deleted: it is a view of what the next step "
+            "needs"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter((_STEP, *_MOMENTS))

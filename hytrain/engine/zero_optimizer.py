@@ -20,7 +20,7 @@ from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import RankState
 from hytrain.engine.state_view import OptimizerState
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError, UnusedParametersError
 from hytrain.kernels.clipping import Outcome
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
@@ -172,7 +172,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             UnsupportedError: a closure is given, or parameter groups are not those that the engine
                 was built with, or ask for what the kernels do not have; nothing was changed.
             WorkerError: the update worker failed.
-            ConfigError: a parameter got no gradient and ``ignore_unused_parameters`` is false.
+            UnusedParametersError: one got no gradient and ``ignore_unused_parameters`` is false.
             LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         if closure is not None:
@@ -215,7 +215,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """The configuration asks for an error where a parameter got no gradient."""
         unused = self.collector.unused()
         if unused:
-            raise ConfigError(
+            raise UnusedParametersError(
                 f"{len(unused)} parameters got no gradient in the last backward ({unused[0]}, ...) "
                 'and "zero_optimization.ignore_unused_parameters" is false: set it to true, after '
                 "which their gradient counts as zero, or use them in the loss"

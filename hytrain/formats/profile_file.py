@@ -26,6 +26,8 @@ from hytrain.formats.record import Record, parse_record, read_text, write_record
 VERSION = 1
 
 _GIB = 1024**3
+LAUNCH_BOUND_SHARE = 0.9
+"""Share of the device's time from which on it counts as waiting for launches."""
 
 
 def _check_ascending(what: str, column: str, values: Sequence[int]) -> None:
@@ -101,6 +103,17 @@ class LayerSample(Record):
     recompute_peak_bytes: int = Field(ge=0)
     """The same with recomputation."""
 
+    launch_ms: float | None = Field(ge=0.0, default=None)
+    """Of the host, to launch forward and backward, without recomputation, while nothing is queued
+    and nothing updates beside it; None where it was not measured. Where it is as long as both
+    passes, the device waits for the host: a launch-bound size."""
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the device waits for the host; so far as that was measured."""
+        passes = self.forward_ms + self.backward_ms
+        return self.launch_ms is not None and self.launch_ms > LAUNCH_BOUND_SHARE * passes
+
 
 class OutsideSample(Record):
     """All that is outside of the blocks (embedding, head, loss) with one micro-batch."""
@@ -110,6 +123,9 @@ class OutsideSample(Record):
     backward_ms: float = Field(ge=0.0)
     peak_bytes: int = Field(ge=0)
     """Most that was allocated above what was there before, gradients of weights included."""
+
+    launch_ms: float | None = Field(ge=0.0, default=None)
+    """Of the host, to launch both passes; see :class:`LayerSample`."""
 
 
 class CopyRates(Record):
@@ -156,6 +172,13 @@ class DeviceProfile(Record):
     accumulation_ms: float | None = Field(ge=0.0, default=None)
     """By how much longer adding a layer's gradient to that of earlier micro-batches takes than
     copying it, which its measured backward has; None where it was not measured."""
+
+    launch_slowdown: float | None = Field(ge=1.0, default=None)
+    """Ratio of launching beside updates on the CPU, with all but one of the rank's cores, to
+    launching alone; None where it was not measured."""
+
+    update_launch_ms: float | None = Field(ge=0.0, default=None)
+    """Of the host, to launch the update of one layer on the GPU; None where it was not measured."""
 
     measured: AwareDatetime
     settings: str = ""

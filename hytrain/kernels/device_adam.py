@@ -1,4 +1,4 @@
-"""Adam on the device, for the layers whose placement is the GPU: one kernel a segment.
+"""Adam on the device, for the layers whose placement is the GPU: one launch a segment.
 
 The clip coefficient and the skip flag are read from device memory, so nothing here waits for the
 host. The arithmetic is that of the CPU kernel (same constants, fused multiply-adds, correctly
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import (
     MOMENT_BLOCK,
     EightBit,
@@ -20,11 +21,10 @@ from hytrain.kernels.moments import (
     Rounding,
     check_moments,
     moment_kind,
-    rounding_key,
 )
+from hytrain.kernels.rounded_runs import RoundedRuns, Run
 
 _BLOCK = 2048
-_PERIOD = 2**32  # of the lower half of an element's index; the upper half is part of the key
 _kernel_cache: list[Any] = []
 
 
@@ -57,7 +57,7 @@ def device_adam(
     weights: torch.Tensor,
     outcome: torch.Tensor,
     hyper: AdamHyper,
-    rounding: Rounding | None = None,
+    rounding: Rounding | RoundedRuns | None = None,
 ) -> None:
     """One step in place, unless skipped: p, m, v and the training copy.
 
@@ -70,7 +70,8 @@ def device_adam(
             step is skipped (then nothing is written).
         hyper: hyper-parameters of the step.
         rounding: what the random bits depend on that round bf16 moments and codes, bitwise as on
-            the CPU; then p is a run of one parameter. With fp32 moments it is not used.
+            the CPU: of one parameter, of which p is a run, or of several. With fp32 moments it is
+            not used.
 
     Raises:
         KernelArgumentError: the moments differ in kind, or lack ``rounding``.
@@ -80,8 +81,15 @@ def device_adam(
         cuda_adam(p, m, v, gradient, weights, outcome, hyper, rounding)
         return
     scale, skip = (float(value) for value in outcome)
-    if skip == 0.0:
-        commit(p, m, v, Gradient(gradient, scale, hyper), rounding=rounding, out=weights)
+    if skip != 0.0:
+        return
+    if moment_kind(m) == torch.float32:
+        commit(p, m, v, Gradient(gradient, scale, hyper), out=weights)
+        return
+    for begin, end, bits in _runs(rounding, p.numel()).runs:
+        state = p[begin:end], part_of(m, begin, end), part_of(v, begin, end)
+        own = Gradient(gradient[begin:end], scale, hyper)
+        commit(*state, own, rounding=bits, out=weights[begin:end])
 
 
 def cuda_adam(
@@ -92,7 +100,7 @@ def cuda_adam(
     weights: torch.Tensor,
     outcome: torch.Tensor,
     hyper: AdamHyper,
-    rounding: Rounding | None,
+    rounding: Rounding | RoundedRuns | None,
 ) -> None:
     """:func:`device_adam` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
     if not _kernel_cache:
@@ -110,50 +118,23 @@ def cuda_adam(
             p, m, v, gradient, weights, outcome, n, **common, BLOCK=_BLOCK
         )
         return
-    assert rounding is not None  # check_moments
-    for begin, end, key, first in _key_runs(rounding, hyper.step, n):
-        arrays = [tensor[begin:end] for tensor in (p, gradient, weights)]
-        # As int32, so that the kernel is compiled once.
-        bits = {name: (word ^ 2**31) - 2**31 for name, word in (("key", key), ("first", first))}
-        _launch_rounded(kernels, arrays, (m, v), begin, outcome, common | bits)
-
-
-def _key_runs(rounding: Rounding, step: int, n: int) -> list[tuple[int, int, int, int]]:
-    """(begin, end, key, lower half of the first index) of the runs that have one key each."""
-    runs: list[tuple[int, int, int, int]] = []
-    begin = 0
-    while begin < n:
-        high, low = divmod(rounding.first_index + begin, _PERIOD)
-        end = min(n, begin + _PERIOD - low)
-        runs.append((begin, end, rounding_key(rounding, step, high), low))
-        begin = end
-    return runs
-
-
-def _launch_rounded(
-    kernels: Any,
-    arrays: list[torch.Tensor],
-    moments: tuple[Moment, Moment],
-    begin: int,
-    outcome: torch.Tensor,
-    common: dict[str, Any],
-) -> None:
-    p, gradient, weights = arrays
-    n = p.numel()
-    grid = (-(-n // _BLOCK),)
-    m, v = moments
+    runs = _runs(rounding, n)
+    table = runs.table(_BLOCK, p.device)
+    grid, arrays = (runs.num_programs,), (gradient, weights, outcome, table, hyper.step)
+    common["RUNS"] = table.shape[1]
     if isinstance(m, EightBit) and isinstance(v, EightBit):
-        exponents = [moment.exponents[begin // MOMENT_BLOCK :] for moment in (m, v)]
         kernels.adam_8bit_kernel[grid](
-            p, m.codes[begin:], v.codes[begin:], gradient, weights, outcome, n, **common,
-            m_exponents_ptr=exponents[0], v_exponents_ptr=exponents[1],
+            p, m.codes, v.codes, *arrays, **common,
+            m_exponents_ptr=m.exponents, v_exponents_ptr=v.exponents,
             ROWS=_BLOCK // MOMENT_BLOCK, COLUMNS=MOMENT_BLOCK,
         )  # fmt: skip
         return
-    bits = [
-        moment[begin:].view(torch.uint16) for moment in moments if isinstance(moment, torch.Tensor)
-    ]
-    kernels.adam_bf16_kernel[grid](
-        p, bits[0], bits[1], gradient, weights, outcome, n, **common,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
+    bits = [moment.view(torch.uint16) for moment in (m, v) if isinstance(moment, torch.Tensor)]
+    kernels.adam_bf16_kernel[grid](p, *bits, *arrays, **common, BLOCK=_BLOCK)
+
+
+def _runs(rounding: Rounding | RoundedRuns | None, n: int) -> RoundedRuns:
+    assert rounding is not None  # check_moments
+    if isinstance(rounding, RoundedRuns):
+        return rounding
+    return RoundedRuns([Run(0, n, rounding)])

@@ -102,7 +102,7 @@ def zero_moment(kind: torch.dtype, n: int, device: torch.device | str = "cpu") -
     return EightBit(*(torch.zeros(size, dtype=kind, device=device) for size in sizes))
 
 
-def check_moments(m: Moment, v: Moment, rounding: Rounding | None, *, stores: bool) -> None:
+def check_moments(m: Moment, v: Moment, rounding: object, *, stores: bool) -> None:
     """Refuses two moments of different kinds, and codes or bf16 without what rounds them.
 
     Raises:
@@ -175,10 +175,16 @@ def rounding_key(rounding: Rounding, step: int, high: int = 0) -> int:
         step: Number of the step whose moments are stored.
         high: Upper half of the elements' 64-bit indices.
     """
-    state = 0
-    for word in (rounding.seed, rounding.parameter, step, high):
-        z = ((state ^ word) + 0x9E3779B97F4A7C15) % _WORD
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % _WORD
-        state = z ^ (z >> 31)
-    return state >> 32
+    return _absorb(_absorb(parameter_state(rounding), step), high) >> 32
+
+
+def parameter_state(rounding: Rounding) -> int:
+    """What :func:`rounding_key` has made of seed and parameter, before the step: 64 bits."""
+    return _absorb(_absorb(0, rounding.seed), rounding.parameter)
+
+
+def _absorb(state: int, word: int) -> int:
+    z = ((state ^ word) + 0x9E3779B97F4A7C15) % _WORD
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % _WORD
+    return z ^ (z >> 31)

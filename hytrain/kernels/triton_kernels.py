@@ -59,6 +59,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SHIFT = tl.constexpr(19)
 _M_OFFSET = tl.constexpr(0x3C000000)
 _V_OFFSET = tl.constexpr(0x38000000)
+_V_LEAST = tl.constexpr(0x38000000 + (1 << 19))  # of code 1
 # What carries a largest magnitude without a code into the next exponent.
 _M_CARRY = tl.constexpr((1 << 19) + (1 << 16) - 1)
 _V_CARRY = tl.constexpr((1 << 19) + (1 << 8) - 1)
@@ -81,6 +82,34 @@ def random_bits(key, first, offsets):
 
 
 @triton.jit
+def absorb(state, word):
+    """One word of the key's hash: ``_absorb`` of kernels/moments.py."""
+    z = (state ^ word) + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    z = (z ^ (z >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def run_of_program(table_ptr, step, ROWS: tl.constexpr):
+    """Whose elements this program updates, by the table of ``RoundedRuns``.
+
+    Returns:
+        Its number among the run's programs; the run's begin, end and first index; the key.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    firsts = tl.load(table_ptr + tl.arange(0, ROWS))
+    row = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
+    inside = program - tl.load(table_ptr + row)
+    begin = tl.load(table_ptr + ROWS + row)
+    end = tl.load(table_ptr + 2 * ROWS + row)
+    index = tl.load(table_ptr + 3 * ROWS + row)
+    state = tl.load(table_ptr + 4 * ROWS + row).to(tl.uint64, bitcast=True)
+    state = absorb(absorb(state, step.to(tl.uint64)), (index >> 32).to(tl.uint64))
+    return inside, begin, end, index, (state >> 32).to(tl.uint32)
+
+
+@triton.jit
 def to_bf16(value, random):
     """The bits of the stochastically rounded bf16, as uint16."""
     bits = value.to(tl.uint32, bitcast=True)
@@ -94,18 +123,20 @@ def from_bf16(bits):
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=["step"])
 def adam_bf16_kernel(
-    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
+    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, table_ptr, step,
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
-    key, first, BLOCK: tl.constexpr,
+    RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same with moments in bf16 (as uint16); key and first are 32 bits as int32."""
+    """The same with moments in bf16 (as uint16), over the runs of a table."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
     if skip == 0.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < n
+        inside, begin, end, index, key = run_of_program(table_ptr, step, RUNS)
+        elements = inside * BLOCK + tl.arange(0, BLOCK)
+        offsets = begin + elements
+        mask = offsets < end
         p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
         m = from_bf16(tl.load(m_ptr + offsets, mask=mask, other=0))
         v = from_bf16(tl.load(v_ptr + offsets, mask=mask, other=0))
@@ -114,7 +145,7 @@ def adam_bf16_kernel(
             p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
             eps, neg_step_size,
         )  # fmt: skip
-        random = random_bits(key, first, offsets)
+        random = random_bits(key, index, elements)
         tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(m_ptr + offsets, to_bf16(m, random & 0xFFFF), mask=mask)
         tl.store(v_ptr + offsets, to_bf16(v, random >> 16), mask=mask)
@@ -149,23 +180,27 @@ def raised(magnitude, exponent, random, OFFSET: tl.constexpr):
     return y.to(tl.uint32, bitcast=True) + random, has_codes
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=["step"])
 def adam_8bit_kernel(
-    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
+    p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, table_ptr, step,
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
-    key, first, m_exponents_ptr, v_exponents_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    m_exponents_ptr, v_exponents_ptr,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The same with moments in 8-bit codes; a row is a block of them."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
     if skip == 0.0:
-        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside, begin, end, index, key = run_of_program(table_ptr, step, RUNS)
+        blocks = inside * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, COLUMNS)[None, :]
-        offsets = rows * COLUMNS + column
+        elements = blocks * COLUMNS + column
+        offsets = begin + elements
+        rows = begin // COLUMNS + blocks
         # A block's codes are all there, also of a short one; element 16 b + w is at byte 4 w + b.
         codes = rows * COLUMNS + (column % 16) * 4 + column // 16
-        mask = offsets < n
-        row_mask = rows * COLUMNS < n
+        mask = offsets < end
+        row_mask = rows * COLUMNS < end
         p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
         m_exponent = tl.load(m_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
         v_exponent = tl.load(v_exponents_ptr + rows, mask=row_mask, other=0).to(tl.uint32)
@@ -183,7 +218,7 @@ def adam_8bit_kernel(
         tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
 
-        random = random_bits(key, first, offsets)
+        random = random_bits(key, index, elements)
         # Elements after the end must not count for the largest magnitude.
         m_bits = tl.where(mask, m.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
         v_bits = tl.where(mask, v.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
@@ -200,7 +235,7 @@ def adam_8bit_kernel(
         # What is not zero has at least code 1.
         magnitude = v_bits.to(tl.float32, bitcast=True)
         y, has_codes = raised(magnitude, v_exponent, random & 0x7FFFF, _V_OFFSET)
-        least = tl.where(v_bits != 0, _V_OFFSET + (1 << _SHIFT), 0).to(tl.uint32)
+        least = tl.where(v_bits != 0, _V_LEAST, 0).to(tl.uint32)
         code = (tl.maximum(y, least) >> _SHIFT) & 0xFF
         tl.store(v_ptr + codes, tl.where(has_codes, code, 0).to(tl.uint8), mask=row_mask)
 

@@ -12,7 +12,7 @@ from hytrain.formats.moment_kinds import MASTER_BYTES
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
-from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateRun
+from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateLaunch
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
@@ -52,7 +52,7 @@ class LayerState:
 
     _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
-    _runs: list[UpdateRun] = field(default_factory=list[UpdateRun])
+    _launches: list[UpdateLaunch] = field(default_factory=list[UpdateLaunch])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
@@ -109,11 +109,11 @@ class LayerState:
         self._set_parts(parts["master"], parts["moments"])
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def update_runs(self) -> list[UpdateRun]:
-        """The shard cut into what one update can be made for."""
-        if not self._runs:
-            self._runs = self.moments.update_runs(self.layout, self.begin, self.end)
-        return self._runs
+    def update_launches(self) -> list[UpdateLaunch]:
+        """The shard cut into what one launch on the device updates."""
+        if not self._launches:
+            self._launches = self.moments.update_launches(self.layout, self.begin, self.end)
+        return self._launches
 
     def hold_for(self, wait: Callable[[], None]) -> None:
         """Somebody reads the state beside training.

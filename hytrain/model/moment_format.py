@@ -10,6 +10,7 @@ import torch
 
 from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, MomentsName, state_bytes
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
+from hytrain.kernels.rounded_runs import RoundedRuns, Run
 from hytrain.model.layout import LayerLayout
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -38,6 +39,23 @@ class UpdateRun:
     end: int
     group: int
     rounding: Rounding | None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLaunch:
+    """A part of a shard that one launch on the device updates.
+
+    Attributes:
+        begin: in the layer's flat space; a multiple of 64.
+        end: behind its last element, padding included.
+        group: index of its parameter group.
+        rounding: its runs, from ``begin``, and what rounds their moments; None where they are fp32.
+    """
+
+    begin: int
+    end: int
+    group: int
+    rounding: RoundedRuns | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,22 @@ class MomentFormat:
         if self.name == "8bit":
             return StateArrays(weights, EightBit(m, m_exponents), EightBit(v, v_exponents))
         return StateArrays(weights, m.view(self.kind), v.view(self.kind))
+
+    def update_launches(self, layout: LayerLayout, begin: int, end: int) -> list[UpdateLaunch]:
+        """The shard ``[begin, end)`` cut into segments, each of one parameter group and dtype."""
+        launches: list[UpdateLaunch] = []
+        for segment in layout.segments:
+            low, high = max(begin, segment.begin), min(end, segment.end)
+            if low >= high:
+                continue
+            rounded = [
+                Run(run.begin - low, run.end - low, run.rounding)
+                for run in self.update_runs(layout, low, high)
+                if run.rounding is not None
+            ]
+            rounding = RoundedRuns(rounded) if self.is_rounded else None
+            launches.append(UpdateLaunch(low, high, segment.group, rounding))
+        return launches
 
     def update_runs(self, layout: LayerLayout, begin: int, end: int) -> list[UpdateRun]:
         """The shard ``[begin, end)`` cut into runs: of a segment, or of one parameter.

@@ -211,10 +211,10 @@ class UpdatePipeline:
                 layer.before_change()
                 # State that has just left the host may not have arrived yet.
                 self.mover.wait(layer)
-                for run in layer.update_runs():
-                    begin, end = run.begin - layer.begin, run.end - layer.begin
+                for launch in layer.update_launches():
+                    begin, end = launch.begin - layer.begin, launch.end - layer.begin
                     master = layer.master[begin:end]
-                    with layer.storage.writing(run.begin, run.end, master) as weights:
+                    with layer.storage.writing(launch.begin, launch.end, master) as weights:
                         device_adam(
                             master,
                             part_of(layer.exp_avg, begin, end),
@@ -222,8 +222,8 @@ class UpdatePipeline:
                             gradient[begin:end],
                             weights,
                             outcome,
-                            hyper[run.group],
-                            run.rounding,
+                            hyper[launch.group],
+                            launch.rounding,
                         )
                 self.streams.used_on_update(gradient)
                 layer.update.release_gradient()

@@ -87,8 +87,8 @@ class PlacementManager:
         self._warm_up = _WARM_UP
         self._firings = 0
         self._idle_steps = 0
-        self._tuned = tuned_threads
-        """None: their number is fixed."""
+        self.tuned_threads = tuned_threads
+        """Tries numbers of them; None: it is fixed."""
 
     @property
     def host(self) -> HostShare:
@@ -128,7 +128,7 @@ class PlacementManager:
         self._firings = num_firings
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
-        if self._tuned is not None and self._tuned.is_trying:
+        if self.tuned_threads is not None and self.tuned_threads.is_trying:
             # Times at other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
@@ -205,8 +205,8 @@ class PlacementManager:
         self._allocator.after_step(self._steps)
         has_updates = controller.num_gpu_layers < len(self._bytes)
         ready = controller.is_settled and has_updates
-        if self._tuned is not None and self._tuned.end_step(ready=ready):
-            self.threads = replace(self.threads, num_threads=self._tuned.trials.chosen)
+        if self.tuned_threads is not None and self.tuned_threads.end_step(ready=ready):
+            self.threads = replace(self.threads, num_threads=self.tuned_threads.trials.chosen)
             self._measured_since = 0  # times are others from here on
         if not controller.is_settled:
             self._limits = None

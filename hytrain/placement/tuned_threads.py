@@ -73,6 +73,11 @@ class TunedThreads:
             return False
         return self._end_visit(ready=ready)
 
+    def end(self) -> None:
+        """Keeps what has been chosen so far; to be called on all ranks in the same step."""
+        self._use(self.trials.chosen)
+        self.is_trying, self.is_over = False, True
+
     def _ask(self, *, ready: bool) -> None:
         """Begins where all ranks are ready, and have as many counts to try."""
         here = [self.trials.number_of_counts, self.trials.position]
@@ -98,8 +103,7 @@ class TunedThreads:
         if not self.trials.settled:
             self._visit()
             return False
-        self._use(self.trials.chosen)
-        self.is_trying, self.is_over = False, True
+        self.end()
         changed = self.trials.chosen != self._first
         if changed:
             logger.info(

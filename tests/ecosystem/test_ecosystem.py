@@ -1,6 +1,7 @@
 """Libraries that users bring: the same losses with hytrain as with plain DeepSpeed.
 
-They are not in the environment of the other tests: ``make test-ecosystem``.
+They are not in the environment of the other tests: ``make test-ecosystem``. Without
+DS_ACCELERATOR=cpu all trainings of one rank are on the GPU. ``-s`` shows how far losses are apart.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
-TOLERANCE = 2e-5
-"""Of a loss of about 4 after six fp32 steps: sums over ranks have another order."""
+ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
+TOLERANCE = 5e-4 if ON_GPU else 2e-5
+"""Of a loss of about 4 after six fp32 steps at a rate of 1e-2: sums over ranks have another order,
+and on a GPU those of a backward pass, too."""
+BF16_TOLERANCE = 5e-2
+"""bf16 has 8 bits: weights that differ in a last bit of fp32 may be rounded to neighbours."""
 
 CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
     *(
@@ -29,6 +36,7 @@ CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
         for stage in (2, 3)
         for ranks in (1, 2)
     ),
+    ("sft", 3, 1, ("--bf16",)),
     *(("accelerate", stage, ranks, ()) for stage in (2, 3) for ranks in (1, 2)),
     *(("lightning", stage, 1, ()) for stage in (2, 3)),
 ]
@@ -58,42 +66,71 @@ def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: s
     return json.loads((folder / "found.json").read_text())
 
 
-def _assert_close(found: Any, expected: Any) -> None:
+def both(kind: str, stage: int, ranks: int, folder: Path, *more: str) -> tuple[Any, Any]:
+    """What plain DeepSpeed and hytrain found, side by side."""
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(train, kind, engine, stage, ranks, folder / engine, *more)
+            for engine in ("plain", "hytrain")
+        ]
+        plain, ours = (run.result() for run in runs)
+    return plain, ours
+
+
+def _assert_close(found: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
     assert len(found) == len(expected) > 0
-    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert found == pytest.approx(expected, abs=tolerance)
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    """Digit for digit; but on a GPU a backward pass itself is not the same twice."""
+    if ON_GPU:
+        _assert_close(found, expected)
+    else:
+        assert found == expected
+
+
+def _note(line: str) -> None:
+    """Printed, and into the file ECOSYSTEM_NOTES, so that a run that is cut has told."""
+    print(line)
+    if "ECOSYSTEM_NOTES" in os.environ:
+        with Path(os.environ["ECOSYSTEM_NOTES"]).open("a") as file:
+            file.write(line + "\n")
+
+
+def _needs(kind: str, ranks: int) -> None:
+    library = kind if kind in ("accelerate", "lightning") else "trl"
+    pytest.importorskip(library, reason="run `make test-ecosystem`")
+    if ON_GPU and ranks > torch.cuda.device_count():
+        pytest.skip("each rank needs a GPU of its own")
 
 
 @pytest.mark.parametrize(
     ("kind", "stage", "ranks", "more"), CASES, ids=lambda value: str(value).strip("(),'")
 )
 def test_losses(kind: str, stage: int, ranks: int, more: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip(
-        {"accelerate": "accelerate", "lightning": "lightning"}.get(kind, "trl"),
-        reason="run `make test-ecosystem`",
-    )
-    if kind == "lightning" and os.environ.get("DS_ACCELERATOR") == "cpu":
-        pytest.skip("Lightning's DeepSpeedStrategy refuses to run without a GPU")
-    plain, ours = (
-        train(kind, engine, stage, ranks, tmp_path / engine, *more)
-        for engine in ("plain", "hytrain")
-    )
-    _assert_close(ours["losses"], plain["losses"])
-    assert ours.get("generated") == plain.get("generated")
+    _needs(kind, ranks)
+    plain, ours = both(kind, stage, ranks, tmp_path, *more)
+    is_bf16 = "--bf16" in more
+    apart = max(abs(a - b) for a, b in zip(ours["losses"], plain["losses"], strict=True))
+    what = f"{' '.join([kind, *more])}, stage {stage}, {ranks} ranks"
+    _note(f"{what}: losses {apart:.1e} apart, the last {plain['losses'][-1]:.4f}")
+    _note(ours["versions"])
+    _assert_close(ours["losses"], plain["losses"], BF16_TOLERANCE if is_bf16 else TOLERANCE)
+    assert is_bf16 or ours.get("generated") == plain.get("generated")
     if kind == "accelerate":
-        assert ours["again"] == ours["straight"], "load_state continues as if nothing had been"
+        _assert_same(ours["again"], ours["straight"])  # load_state: as if nothing had been
         assert ours["total"] == pytest.approx(plain["total"], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["text", "vit"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer(kind: str, stage: int, tmp_path: Path) -> None:
-    plain, ours = (
-        train(kind, engine, stage, 1, tmp_path / engine) for engine in ("plain", "hytrain")
-    )
+    plain, ours = both(kind, stage, 1, tmp_path)
     for key in ("losses", "evaluated"):
         _assert_close(ours[key], plain[key])
     assert ours["last"] == pytest.approx(min(ours["evaluated"]), abs=TOLERANCE), "the best one"
     assert ours["last"] == pytest.approx(plain["last"], abs=TOLERANCE)
     shutil.rmtree(tmp_path / "hytrain" / "out" / "checkpoint-6")
     resumed = train(kind, "hytrain", stage, 1, tmp_path / "hytrain", "--resume")
-    assert resumed["losses"] == ours["losses"], "as the uninterrupted run, digit for digit"
+    _assert_same(resumed["losses"], ours["losses"])  # as the uninterrupted run

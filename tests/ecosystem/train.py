@@ -1,4 +1,7 @@
-"""One training with a library's own trainer, for test_ecosystem.py: prints nothing, writes JSON."""
+"""One training with a library's own trainer, for test_ecosystem.py: writes what it found as JSON.
+
+On a GPU, or on the CPU with DS_ACCELERATOR=cpu.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,34 +22,39 @@ import hytrain
 
 Result = dict[str, Any]
 _LR = 1e-2
+_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs" / "libraries"
+_ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": options.stage}
+    """What ds_configs/ has for the library; layers of so small a model on both sides."""
+    name = "lightning" if options.kind == "lightning" else "hf"
+    config = json.loads((_CONFIGS / f"{name}_zero{options.stage}.json").read_text())
+    zero = config["zero_optimization"]
     if options.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": 1.0,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-    }
     if options.engine == "hytrain":
-        zero["offload_optimizer"] = {"device": "cpu"}
         offload = {"chunk_elements": 1024, "cpu_threads": 1}
-        config["hytrain"] = {"gpu_fraction": 0.5, "offload": offload}
+        config["hytrain"] |= {"gpu_fraction": 0.5, "offload": offload}
+    else:
+        del config["hytrain"], zero["offload_optimizer"]
     return config
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "output_dir": str(options.folder / "out"), "deepspeed": _config(options), "max_steps": 6,
-        "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "learning_rate": _LR, "lr_scheduler_type": "linear", "seed": 0, "bf16": False,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+        "use_cpu": not _ON_GPU, "bf16": options.bf16, "seed": 0,
+        "learning_rate": _LR, "lr_scheduler_type": "linear",
         "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
+
+
+def _check(engine: Any, options: argparse.Namespace) -> None:
+    """That it is the engine that was asked for."""
+    expected = "HyTrainEngine" if options.engine == "hytrain" else "DeepSpeedEngine"
+    assert type(engine).__name__ == expected, type(engine)
 
 
 def _losses(trainer: Any) -> list[float]:
@@ -81,6 +90,7 @@ def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]
         found["before"] = trainer.evaluate()["eval_loss"]  # plain DeepSpeed's fails
     resumed = str(options.folder / "out" / "checkpoint-4") if options.resume else None
     trainer.train(resume_from_checkpoint=resumed)
+    _check(trainer.model_wrapped, options)
     history = trainer.state.log_history
     found["losses"] = _losses(trainer)
     found["evaluated"] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -109,7 +119,7 @@ def _sft(options: argparse.Namespace) -> Result:
         peft_config=_lora(options),
     )  # fmt: skip
     trainer.train()
-    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+    return {"losses": _losses(trainer), "generated": _generate(trainer, options)}
 
 
 def _dpo(options: argparse.Namespace) -> Result:
@@ -124,7 +134,7 @@ def _dpo(options: argparse.Namespace) -> Result:
         processing_class=samples.tokenizer(), peft_config=_lora(options),
     )  # fmt: skip
     trainer.train()
-    return {"losses": _losses(trainer), "generated": _generate(trainer)}
+    return {"losses": _losses(trainer), "generated": _generate(trainer, options)}
 
 
 def _grpo(options: argparse.Namespace) -> Result:
@@ -144,31 +154,38 @@ def _grpo(options: argparse.Namespace) -> Result:
     )  # fmt: skip
     trainer.train()
     rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]
-    return {"losses": [*_losses(trainer), *rewards], "generated": _generate(trainer)}
+    return {"losses": [*_losses(trainer), *rewards], "generated": _generate(trainer, options)}
 
 
-def _generate(trainer: Any) -> list[list[int]]:
+def _generate(trainer: Any, options: argparse.Namespace) -> list[list[int]]:
     """As online trainers do between two steps."""
+    _check(trainer.model_wrapped, options)
     from trl.models.utils import unwrap_model_for_generation
 
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-        prompt = torch.tensor([[5, 6, 7]])
+        prompt = torch.tensor([[5, 6, 7]], device=trainer.accelerator.device)
         return model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
 
 
 def _accelerate(options: argparse.Namespace) -> Result:
     """An own loop: accumulates, clips, saves and loads in the middle."""
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from torch.utils.data import DataLoader
 
-    plugin = DeepSpeedPlugin(hf_ds_config=_config(options) | {"gradient_accumulation_steps": 2})
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    if not _ON_GPU:
+        # As Trainer does: ranks by gloo. With cpu=True Accelerator itself takes DDP for DeepSpeed.
+        PartialState(cpu=True)
+    # Its own way of accumulation: the file leaves it to whoever prepares the model.
+    plugin = DeepSpeedPlugin(hf_ds_config=_config(options), gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no")
     model = samples.llama()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 64, (32, 8), generator=generator)
     loader = DataLoader(tokens, batch_size=2)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    _check(model, options)
+    assert model.gradient_accumulation_steps() == 2
 
     def train(first: int, last: int) -> list[float]:
         losses: list[float] = []
@@ -194,9 +211,23 @@ def _accelerate(options: argparse.Namespace) -> Result:
     return {"losses": losses + straight, "again": again, "straight": straight, "total": total}
 
 
+def _let_lightning_use_a_cpu() -> None:
+    """Its DeepSpeedStrategy refuses to; on the GPU it runs as it is."""
+    from lightning.pytorch.accelerators.cpu import CPUAccelerator
+    from lightning.pytorch.strategies import deepspeed as strategy
+
+    found: Any = strategy
+    found.CUDAAccelerator = CPUAccelerator
+    found._validate_device_index_selection = lambda *_arguments: None
+    found.DeepSpeedStrategy.root_device = property(lambda _self: torch.device("cpu", 0))
+
+
 def _lightning(options: argparse.Namespace) -> Result:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    if not _ON_GPU:
+        _let_lightning_use_a_cpu()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -206,23 +237,33 @@ def _lightning(options: argparse.Namespace) -> Result:
 
         def training_step(self, batch: Any, _number: int) -> Any:
             loss = self.model(input_ids=batch, labels=batch).loss
+            _check(self.trainer.strategy.model, options)
             self.losses.append(loss.item())
             return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=_LR)
 
-    config = {k: v for k, v in _config(options).items() if v != "auto" and k != "gradient_clipping"}
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 64, (12, 8), generator=generator)
     module = Module()
     pl.Trainer(
-        accelerator="gpu", devices=1, strategy=DeepSpeedStrategy(config=config), max_epochs=1,
+        accelerator="gpu" if _ON_GPU else "cpu", devices=1,
+        strategy=DeepSpeedStrategy(config=_config(options)), max_epochs=1,
         gradient_clip_val=1.0, logger=False, enable_checkpointing=False, precision="32-true",
         enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(options.folder),
     ).fit(module, torch.utils.data.DataLoader(tokens, batch_size=2))  # fmt: skip
     return {"losses": module.losses}
+
+
+def _versions() -> str:
+    packages = ("torch", "deepspeed", "transformers", "accelerate", "trl", "peft", "lightning")
+    return ", ".join(
+        f"{name} {module.__version__}"
+        for name in packages
+        if (module := sys.modules.get(name)) is not None
+    )
 
 
 KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
@@ -239,6 +280,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     compatible_ops["deepspeed_shm_comm"] = False
@@ -249,6 +291,7 @@ def main() -> None:
     with hytrain.register() if is_ours else contextlib.nullcontext():
         found = KINDS[options.kind](options)
     if os.environ.get("RANK", "0") == "0":
+        found["versions"] = _versions()
         (options.folder / "found.json").write_text(json.dumps(found))
 
 

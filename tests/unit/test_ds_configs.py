@@ -11,6 +11,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 CONFIGS = sorted(FOLDER.glob("*.json"))
+LIBRARIES = sorted(FOLDER.glob("libraries/*.json"))
+"""With "auto", which a library fills in: `make test-ecosystem` trains with them."""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -41,6 +43,9 @@ class TestShippedConfig:
         assert config.optimizer_name == "adamw"
         assert config.train_micro_batch_size_per_gpu > 0
 
+
+@pytest.mark.parametrize("path", CONFIGS + LIBRARIES, ids=lambda path: path.name)
+class TestAnyConfig:
     def test_accepted_by_hytrain(self, path: Path) -> None:
         config = pytest.importorskip("hytrain.config").HyTrainConfig
         section = config.from_deepspeed(_read(path))
@@ -55,7 +60,8 @@ class TestShippedConfig:
         assert "auto" not in _strings(_read(path)["hytrain"])
 
     def test_listed_in_the_readme(self, path: Path) -> None:
-        assert f"`{path.name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
+        name = str(path.relative_to(FOLDER))
+        assert f"`{name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_solve_and_split_differ_in_k_alone() -> None:

@@ -139,11 +139,13 @@ def test_profile(factor: float) -> None:
         device.model_copy(
             update={
                 "settings": "words about clocks and power limits " * 5,
+                "launch_slowdown": 2.0 * factor,
+                "update_launch_ms": 0.1 * factor,
                 "layer": tuple(
                     type(row)(
                         **{
                             name: type(value)(value * (1 if name == "samples" else factor))
-                            for name, value in row.model_dump().items()
+                            for name, value in (row.model_dump() | {"launch_ms": 100.0}).items()
                         }
                     )
                     for row in device.layer
@@ -154,6 +156,7 @@ def test_profile(factor: float) -> None:
     ]
     text = fold(profile_table(made.model_copy(update={"devices": tuple(devices)})))
     check_width(text)
+    assert "launch-bound up to" in text
     (heading, *_) = [line for line in text.splitlines() if line.startswith("  samples")]
     assert heading.split()[-2:] == ["ms", "MiB"]
 

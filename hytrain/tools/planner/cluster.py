@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
+from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE
 from hytrain.tools.planner.curves import Table
 
 UNEVEN_FACTOR = 1.25
@@ -23,6 +24,27 @@ def require_positive(what: str, **values: float) -> None:
     for name, value in values.items():
         if not 0.0 < value < math.inf:
             raise PlanError(f"{what}: {name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """Of a host that launches a GPU's work, in milliseconds.
+
+    Attributes:
+        layer_ms: to launch one layer's forward and backward, against samples.
+        outside_ms: what is outside of the layers, likewise; None for nothing.
+        slowdown: of launching, beside updates on the CPU.
+        update_ms: to launch one layer's update on the GPU.
+    """
+
+    layer_ms: Table
+    outside_ms: Table | None
+    slowdown: float
+    update_ms: float
+
+    def outside(self, samples: int) -> float:
+        """To launch what is outside of the layers."""
+        return 0.0 if self.outside_ms is None else self.outside_ms.at(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,7 @@ class GpuProfile:
             micro-batch's samples; None for the problem's.
         fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
         layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
+        launches: what the host takes to launch its work; None where that was not measured.
     """
 
     name: str
@@ -77,6 +100,7 @@ class GpuProfile:
     accumulation_ms: Table | None = None
     fetch_rate: float | None = None
     layer_peak_bytes: Table | None = None
+    launches: LaunchTimes | None = None
 
     def layer_peak(self, samples: int) -> float:
         """C in the passes of a layer: what is outside of the layers (the logits) is not there."""
@@ -89,6 +113,13 @@ class GpuProfile:
         """
         is_alone = self.fetch_rate is not None and activations != "offload"
         return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
+
+    def is_launch_bound(self, size: int) -> bool:
+        """Whether it waits for its host to launch a micro-batch of so many samples."""
+        if self.launches is None or size < 1:
+            return False
+        passes = self.forward_ms.at(size) + self.backward_ms.at(size)
+        return self.launches.layer_ms.at(size) > LAUNCH_BOUND_SHARE * passes
 
     def is_unfilled(self, size: int) -> bool:
         """Whether a micro-batch takes hardly less time than one of twice as many samples.

@@ -98,6 +98,8 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
 def limit_words(rank: RankPlan, gpu: GpuProfile) -> str:
     """What a rank's step is as long as, and whether its memory is full."""
     words = _LIMITS[rank.limit]
+    if rank.limit == "gpu" and gpu.is_launch_bound(rank.microbatch_size):
+        words = "launches by the host"
     return f"{words}, memory" if rank.gpu_bytes > _FULL * gpu.memory_bytes else words
 
 

@@ -25,7 +25,7 @@ from hytrain.formats.profile_file import (
     ProfiledModel,
     ProfileFile,
 )
-from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host
+from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host, LaunchTimes
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
@@ -193,6 +193,20 @@ def gpu_profile(
         sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
         accumulation_ms=_accumulation(device, model),
         fetch_rate=device.copies.from_host,
+        launches=_launches(device),
+    )
+
+
+def _launches(device: DeviceProfile) -> LaunchTimes | None:
+    rows = [row for row in device.layer if row.launch_ms is not None]
+    if not rows:
+        return None
+    outside = [row for row in device.outside if row.launch_ms is not None]
+    return LaunchTimes(
+        layer_ms=times(rows, lambda row: row.launch_ms or 0.0),
+        outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else None,
+        slowdown=device.launch_slowdown or 1.0,
+        update_ms=device.update_launch_ms or 0.0,
     )
 
 

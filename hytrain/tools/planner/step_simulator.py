@@ -7,6 +7,7 @@ time from one decision on clipping to the next:
 
 - GPU of a rank: the update of its K layers, then forward, where each layer waits for its weights,
   further micro-batches, the last one's backward (layer-major: all micro-batches, layer by layer).
+  Where its host needs longer to launch all that, it goes at the host's pace (launching.py).
 - Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
   longer of its update and its copies, its first chunk must have come and its last one go back.
 - Where the decision, at 0, is that the step is clipped: what a job that began before it previewed
@@ -43,6 +44,7 @@ from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import Load
+from hytrain.tools.planner.launching import StepLaunches
 from hytrain.tools.planner.passes import (
     Collectives,
     fetch_seconds,
@@ -83,6 +85,7 @@ class _Rank:
         cpu_preview: of the second one, the weights' copy beside it.
         chunk: of its first chunk's way to the host.
         back: of its last one's back.
+        launches: of its host.
     """
 
     first: float
@@ -96,11 +99,27 @@ class _Rank:
     cpu_preview: float
     chunk: float
     back: float
+    launches: StepLaunches
 
     @property
     def begin(self) -> float:
         """When its forward may begin."""
-        return self.gpu_layers * self.gpu_update
+        launched = self.launches.update_seconds(self.gpu_layers, self._compute - self._launched)
+        return max(self.gpu_layers * self.gpu_update, launched) + self.launches.end
+
+    @property
+    def pace(self) -> float:
+        """By how much longer its passes take than on a host with time for them: 1 or more."""
+        return max(1.0, self._launched / self._compute) if self._compute > 0.0 else 1.0
+
+    @property
+    def _compute(self) -> float:
+        return self.layers * (self.first + self.last) + self.middle
+
+    @property
+    def _launched(self) -> float:
+        """To launch the passes beside the worker's updates."""
+        return self.launches.passes_beside((self.layers - self.gpu_layers) * self.cpu_update)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +162,10 @@ class StepSimulator:
             rate = _worker_rate(problem, host, [shares[rank] for rank in members])
             for rank, gpu in zip(members, host.gpus, strict=True):
                 passes = _passes(problem, gpu, self._collectives, loads[rank], fetch)
-                self._ranks.append(_rank(problem, gpu, passes, shares[rank], rate))
+                work = loads[rank]
+                sizes = micro_sizes(work.batch, work.microbatch)
+                launches = StepLaunches.of(gpu, sizes, self._num_layers, work.activations)
+                self._ranks.append(_rank(problem, gpu, passes, shares[rank], rate, launches))
         if problem.stage == 3:
             if all(work.activations in LAYER_MAJOR for work in loads if work.batch):
                 self._ranks = _layer_by_layer(self._ranks)
@@ -234,12 +256,13 @@ class StepSimulator:
             gathered.append(now)
         finals: list[list[float]] = []
         for rank in kinds:
-            now = rank.begin
+            now, pace = rank.begin, rank.pace
             if rank.first > 0.0:  # a rank without samples waits for nothing
                 for weights in gathered:
-                    now = max(now, weights) + rank.first
-            now += rank.middle
-            finals.append([now + rank.last * number for number in range(1, self._num_layers + 1)])
+                    now = max(now, weights) + pace * rank.first
+            now += pace * rank.middle
+            last = pace * rank.last
+            finals.append([now + last * number for number in range(1, self._num_layers + 1)])
         reduced: list[float] = []
         now = 0.0
         for times in zip(*finals, strict=True):
@@ -347,6 +370,7 @@ def _rank(
     passes: tuple[float, float, float],
     share: Share,
     rate: float,
+    launches: StepLaunches,
 ) -> _Rank:
     model = problem.model
     shard = share.fraction * model.parameters / model.num_layers
@@ -371,6 +395,7 @@ def _rank(
         cpu_preview=max(_PREVIEW * update, sent),
         chunk=chunk,
         back=back,
+        launches=launches,
     )
 
 

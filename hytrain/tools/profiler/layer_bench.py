@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -33,6 +34,8 @@ from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
+_LAUNCHED_PASSES = 3
+"""Of each turn, whose launches are timed."""
 _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
 
@@ -92,7 +95,7 @@ class LayerBench:
         self._wait()
         one = time.perf_counter() - begin
         number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
-        found = SizeMeasurements(self._times(batch, number), memory)
+        found = SizeMeasurements(self._times(batch, number), memory, self._launches(batch))
         self._boundary_bytes = self._hooks.boundary_bytes // size
         return found
 
@@ -102,7 +105,14 @@ class LayerBench:
         Raises:
             torch.cuda.OutOfMemoryError: it does not fit this time; :meth:`clean` then.
         """
-        found.times += self._times(self._batch(size), len(found.times))
+        batch = self._batch(size)
+        found.times += self._times(batch, len(found.times))
+        found.launches += self._launches(batch)
+
+    def launch_seconds(self, size: int) -> float:
+        """What the host takes to launch a pass of a size that fits; nothing is queued."""
+        launches = self._launches(self._batch(size))
+        return statistics.median(points[END] - points[BEGIN] for _, points in launches) / 1e3
 
     def _batch(self, size: int) -> Mapping[str, Any]:
         with self._subject.defaults(self._device):
@@ -115,6 +125,21 @@ class LayerBench:
         self._wait()
         # The first one's host was not ahead of the device.
         return [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
+
+    def _launches(self, batch: Mapping[str, Any]) -> list[tuple[int, Pass[float]]]:
+        """When the host comes to the points of some passes, each begun with an idle device."""
+        if not self._is_cuda:
+            return []  # the host computes
+        passes: list[tuple[int, Pass[float]]] = []
+        for turn in TURNS * _LAUNCHED_PASSES:
+            points: dict[Point, float] = {}
+            self._wait()
+            self._pass(
+                batch, turn, lambda point, p=points: set_once(p, point, 1e3 * time.perf_counter())
+            )
+            passes.append((turn, complete(points, self._subject.name)))
+        self._wait()
+        return passes
 
     def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
         self._hooks.tell = tell

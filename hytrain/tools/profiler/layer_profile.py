@@ -16,7 +16,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,12 +74,14 @@ class LayerProfile:
         outside: of all that is outside of the blocks.
         boundary_bytes: activations between two blocks, a sample.
         idle_bytes: what the allocator holds without model and batch (workspaces).
+        launch_slowdown: of launching, beside updates on the CPU; None where it was not measured.
     """
 
     layer: tuple[LayerSample, ...]
     outside: tuple[OutsideSample, ...]
     boundary_bytes: int
     idle_bytes: int
+    launch_slowdown: float | None = None
 
 
 def profile_layer(
@@ -88,6 +90,7 @@ def profile_layer(
     options: LayerOptions,
     *,
     on_size: Callable[[int, float], None] = lambda size, share: None,
+    beside: Callable[[Callable[[], float]], float] | None = None,
 ) -> LayerProfile:
     """Measures on the current stream of a device.
 
@@ -96,13 +99,15 @@ def profile_layer(
         device: where; on a CPU it works for trying, memory of operations' insides not counted.
         options: which sizes, and how long.
         on_size: called with a size when it begins, and the share of the work that is done.
+        beside: by what updates on the CPU slow launching down; is given what launches passes of the
+            smallest size and returns their seconds. None: that is not measured.
 
     Raises:
         ConfigError: three blocks do not fit, the model has no loss, or its blocks are not called
             one after another.
     """
     try:
-        return _profile_copy(subject, device, options, on_size)
+        return _profile_copy(subject, device, options, on_size, beside)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -113,6 +118,7 @@ def _profile_copy(
     device: torch.device,
     options: LayerOptions,
     on_size: Callable[[int, float], None],
+    beside: Callable[[Callable[[], float]], float] | None,
 ) -> LayerProfile:
     try:
         model = subject.copy(DEPTH, device)
@@ -123,7 +129,11 @@ def _profile_copy(
         ) from error
     bench = LayerBench(subject, model, device)
     try:
-        return _Sizes(subject, bench, device).run(options, on_size)
+        found = _Sizes(subject, bench, device).run(options, on_size)
+        if beside is None or device.type != "cuda":
+            return found
+        smallest = found.layer[0].samples
+        return replace(found, launch_slowdown=beside(lambda: bench.launch_seconds(smallest)))
     finally:
         bench.close()
 

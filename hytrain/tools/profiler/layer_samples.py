@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hytrain.errors import ConfigError
@@ -36,12 +36,14 @@ class SizeMeasurements:
 
     times: list[tuple[int, Pass[float]]]
     memory: dict[int, Pass[Allocated]]
+    launches: list[tuple[int, Pass[float]]] = field(default_factory=list)
+    """When the host came to the points, nothing queued on the device; empty without a GPU."""
 
     def row(self, size: int) -> Row:
         """What a profile has of it."""
         return (
-            _layer_sample(size, self.times, self.memory),
-            _outside_sample(size, self.times, self.memory),
+            _layer_sample(size, self.times, self.memory, _layer_launch(self.launches)),
+            _outside_sample(size, self.times, self.memory, _outside_launch(self.launches)),
         )
 
 
@@ -68,7 +70,25 @@ _Times = Sequence[tuple[int, Pass[float]]]
 _MemoryOfTurns = Mapping[int, Pass[Allocated]]
 
 
-def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSample:
+def _layer_launch(launches: _Times) -> float | None:
+    """Of both passes of a block that keeps its activations."""
+    if not launches:
+        return None
+    each: list[float] = []
+    for block in TURNS:
+        keeping = [points for turn, points in launches if turn == block]
+        forward = _median(keeping, ("enter", block), ("leave", block))
+        each.append(forward + _median(keeping, ("gradient", block), ("gradient", block - 1)))
+    return statistics.mean(each)
+
+
+def _outside_launch(launches: _Times) -> float | None:
+    return sum(_outside_passes(launches)) if launches else None
+
+
+def _layer_sample(
+    size: int, times: _Times, memory: _MemoryOfTurns, launch: float | None
+) -> LayerSample:
     # Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
     forward: list[float] = []
     backward: list[float] = []
@@ -92,6 +112,7 @@ def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSamp
         kept_bytes=max(kept),
         peak_bytes=max(peaks),
         recompute_peak_bytes=max(recompute_peaks),
+        launch_ms=launch,
     )
 
 
@@ -110,12 +131,21 @@ def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
     return kept, max(after.peak - before.now, bottom.peak - top.now + kept)
 
 
-def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> OutsideSample:
+def _outside_passes(times: _Times) -> tuple[float, float]:
+    """Forward and backward of what is outside of the blocks; not negative."""
     last = DEPTH - 1
     passes = [points for _, points in times]
     forward = _median(passes, BEGIN, ("enter", 0)) + _median(passes, ("leave", last), LOSS)
     backward = _median(passes, LOSS, ("gradient", last))
     backward += _median(passes, ("gradient", -1), END)
+    return max(0.0, forward), max(0.0, backward)
+
+
+def _outside_sample(
+    size: int, times: _Times, memory: _MemoryOfTurns, launch: float | None
+) -> OutsideSample:
+    last = DEPTH - 1
+    forward, backward = _outside_passes(times)
     peaks: list[int] = []
     for points in memory.values():
         leave = points["leave", last].now
@@ -127,6 +157,6 @@ def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> Outside
         if points["gradient", -1] is not points[END]:
             peaks.append(points[END].peak - points["gradient", -1].now)
     return OutsideSample(
-        samples=size, forward_ms=max(0.0, forward), backward_ms=max(0.0, backward),
-        peak_bytes=max(0, *peaks),
+        samples=size, forward_ms=forward, backward_ms=backward, peak_bytes=max(0, *peaks),
+        launch_ms=launch,
     )  # fmt: skip

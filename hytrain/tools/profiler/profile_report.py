@@ -84,4 +84,22 @@ def _device_lines(device: DeviceProfile, count: int) -> list[str]:
             )
         )
     table = "\n".join(align(rows, left=(), width=WIDTH - 2))
-    return [*lines, textwrap.indent(table, "  ")]
+    return [*lines, textwrap.indent(table, "  "), *_launch_lines(device)]
+
+
+def _launch_lines(device: DeviceProfile) -> list[str]:
+    """Up to which size the device waits for the host, and what delays that."""
+    bound = [row for row in device.layer if row.is_launch_bound]
+    if not bound:
+        return []
+    last = bound[-1]
+    lines = [
+        f"  launch-bound up to a micro-batch of {last.samples}: the device waits for the host, "
+        f"which needs {last.launch_ms:.3f} ms to launch a layer's passes"
+    ]
+    if device.launch_slowdown is not None:
+        lines.append(
+            f"  beside updates on the CPU launching takes {device.launch_slowdown:.2f} times as "
+            f"long; to launch a layer's update on the GPU {device.update_launch_ms or 0.0:.3f} ms"
+        )
+    return lines

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -120,6 +121,44 @@ def _host_copies(ways: Sequence[_Way]) -> Callable[[Sequence[int]], list[float]]
 # ---- updates on the CPU ----
 
 
+class UpdateArrays:
+    """State, gradients and outgoing copy of some parameters, which the kernel updates."""
+
+    def __init__(self, elements: int, moments: MomentsName = FP32) -> None:
+        """
+        Args:
+            elements: at least.
+            moments: how Adam's moments are kept.
+        """
+        self.elements = n = align_up(elements)  # whole blocks of codes
+        # In huge pages, like the memory that training updates.
+        how = MomentFormat(moments)
+        self.state_bytes = how.state_bytes(n)
+        self._state = how.split(host_zeros(self.state_bytes, dtype=torch.uint8), n)
+        self._moments = native_moments(*self._state[1:], None)
+        previous, current, self._out = (
+            host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3)
+        )
+        self.out_bytes = n * self._out.itemsize
+        hyper = AdamHyper(lr=1e-3)
+        self._steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
+
+    def update(self, threads: int) -> float:
+        """Seconds of the pass that training makes."""
+        begin = time.perf_counter()
+        rounding = Rounding(0, 0)
+        commit_then_preview(
+            *self._state, *self._steps, rounding=rounding, out=self._out, num_threads=threads
+        )
+        return time.perf_counter() - begin
+
+    def sweep(self, threads: int) -> float:
+        """Seconds of a loop that reads and writes the state and computes nothing."""
+        begin = time.perf_counter()
+        _C.read_write(self._state.master.data_ptr(), self._moments, self.elements, threads)
+        return time.perf_counter() - begin
+
+
 @dataclass(frozen=True, slots=True)
 class CpuRates:
     """What one rank reached while all of its host's ranks did the same.
@@ -164,44 +203,28 @@ def cpu_rates(
         elements: of each array; None: beyond the caches.
         moments: how Adam's moments are kept.
     """
-    n = align_up(elements or _elements(ranks_on_host))  # whole blocks of codes
-    # In huge pages, like the memory that training updates.
-    how = MomentFormat(moments)
-    num_bytes = how.state_bytes(n)
-    p, m, v = how.split(host_zeros(num_bytes, dtype=torch.uint8), n)
-    native = native_moments(m, v, None)
-    previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
-    hyper = AdamHyper(lr=1e-3)
-    steps = Gradient(previous, 1.0, hyper), Gradient(current, 1.0, hyper)
-
-    def update(threads: int) -> float:
-        begin = time.perf_counter()
-        rounding = Rounding(0, 0)
-        commit_then_preview(p, m, v, *steps, rounding=rounding, out=out, num_threads=threads)
-        return time.perf_counter() - begin
-
-    def sweep(threads: int) -> float:
-        begin = time.perf_counter()
-        _C.read_write(p.data_ptr(), native, n, threads)
-        return time.perf_counter() - begin
-
-    load = TrainingLoad(device, n * out.itemsize)
+    arrays = UpdateArrays(elements or update_elements(ranks_on_host), moments)
+    n, state_bytes = arrays.elements, arrays.state_bytes
+    load = TrainingLoad(device, arrays.out_bytes)
     updates: dict[int, float] = {}
     in_training: dict[int, float] = {}
     sweeps: dict[int, float] = {}
     for number in range(rounds):
         # A host with fewer counts than another repeats its last one, so that barriers meet.
         threads = counts[min(number, len(counts) - 1)]
-        updates[threads] = n / _repeat(lambda t=threads: update(t), ranks, seconds)
+        updates[threads] = n / _repeat(partial(arrays.update, threads), ranks, seconds)
         with load:
-            loaded = _repeat(lambda t=threads: load.beside(lambda: update(t)), ranks, seconds)
+            beside = partial(load.beside, partial(arrays.update, threads))
+            loaded = _repeat(beside, ranks, seconds)
         in_training[threads] = n / loaded
         # All of the state is read and written.
-        sweeps[threads] = 2 * num_bytes / _repeat(lambda t=threads: sweep(t), ranks, seconds)
+        swept = _repeat(partial(arrays.sweep, threads), ranks, seconds)
+        sweeps[threads] = 2 * state_bytes / swept
     return CpuRates(updates, in_training, sweeps)
 
 
-def _elements(ranks_on_host: int) -> int:
+def update_elements(ranks_on_host: int = 1) -> int:
+    """Of arrays that lie beyond the caches, with those of the host's other ranks, and fit."""
     wanted = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 12 // ranks_on_host)
     fits = int(_MEMORY_SHARE * available_host_bytes()) // (_ARRAY_BYTES * ranks_on_host)
     return max(1 << 16, min(wanted, fits))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from hytrain.placement.calibration import (
     gpu_seconds_per_parameter,
 )
 from hytrain.tools.profiler import collective_profile, rates
+from hytrain.tools.profiler.launching import launch_slowdown, update_launch_ms
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
 from hytrain.tools.profiler.progress import Progress
@@ -105,6 +106,8 @@ class _Measured:
     cpu: rates.CpuRates
     accumulation: float
     """Seconds a parameter."""
+    update_launch_ms: float | None = None
+    """Of the host, a layer; None without a GPU."""
 
 
 def profile_ranks(
@@ -215,7 +218,16 @@ def _measure(
     def on_size(size: int, share: float) -> None:
         progress.show(0.6 * share, f"layer, micro-batch of {size}")
 
-    layer = ranks.together(lambda: profile_layer(subject, device, options.layer, on_size=on_size))
+    me = everybody[ranks.rank]
+
+    def beside(launch: Callable[[], float]) -> float:
+        elements = options.cpu_elements or rates.update_elements(me.ranks_on_host)
+        arrays = rates.UpdateArrays(elements, options.moments)
+        return launch_slowdown(launch, arrays, max(1, me.cores - 1))
+
+    layer = ranks.together(
+        lambda: profile_layer(subject, device, options.layer, on_size=on_size, beside=beside)
+    )
     progress.show(0.6, "update on the GPU" if device.type == "cuda" else "update")
     adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, subject.dtype))
     update = ranks.together(lambda: _update_seconds(device, subject.dtype, options.moments))
@@ -229,12 +241,13 @@ def _measure(
         counts[ranks.rank],
         max(len(each) for each in counts),
         ranks,
-        ranks_on_host=everybody[ranks.rank].ranks_on_host,
+        ranks_on_host=me.ranks_on_host,
         seconds=seconds,
         elements=options.cpu_elements,
         moments=options.moments,
     )
-    return _Measured(layer, 1.0 / update, copies, cpu, adding)
+    launching = ranks.together(lambda: update_launch_ms(device, subject.dtype, options.moments))
+    return _Measured(layer, 1.0 / update, copies, cpu, adding, launching)
 
 
 def _update_seconds(device: torch.device, dtype: torch.dtype, moments: MomentsName) -> float:
@@ -292,6 +305,8 @@ class _Groups:
                 }
             ),
             accumulation_ms=1e3 * self.layer_parameters * max(one.accumulation for one in measured),
+            launch_slowdown=_most([layer.launch_slowdown for layer in layers]),
+            update_launch_ms=_most([one.update_launch_ms for one in measured]),
             measured=self.now,
             settings=self.settings[numbers[0]],
         )
@@ -326,6 +341,11 @@ class _Groups:
         )
 
 
+def _most(values: Sequence[Any]) -> Any:
+    """The largest of what was measured."""
+    return max((value for value in values if value is not None), default=None)
+
+
 _Sample = TypeVar("_Sample", LayerSample, OutsideSample)
 
 
@@ -340,7 +360,7 @@ def slowest(ranks: Sequence[Sequence[_Sample]], kind: type[_Sample]) -> tuple[_S
     joined: list[_Sample] = []
     for size in sorted(common):
         rows = [row for samples in ranks for row in samples if row.samples == size]
-        values = {name: max(getattr(row, name) for row in rows) for name in kind.model_fields}
+        values = {name: _most([getattr(row, name) for row in rows]) for name in kind.model_fields}
         joined.append(kind(**values))
     return tuple(joined)
 

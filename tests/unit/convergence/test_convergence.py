@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 from experiments.convergence import report
 from experiments.convergence.cases import (
     ADAMW,
+    FIXED_FRACTION,
     HYTRAIN,
     ZERO2,
     ZERO2_EAGER,
@@ -22,11 +28,13 @@ from experiments.convergence.cases import (
 )
 from experiments.convergence.curves import (
     WINDOW,
+    Curve,
     largest_difference,
     last_common_step,
     read_curve,
     smoothed,
 )
+from experiments.convergence.run import Runs, Training, make_parser, write
 
 
 def test_cases_differ_in_what_is_compared_alone() -> None:
@@ -48,7 +56,7 @@ def test_cases_differ_in_what_is_compared_alone() -> None:
     ]
     found = {(s["moments"], s["moments_seed"], s["gpu_fraction"]) for s in sections}
     for moments in ("fp32", "bf16", "8bit"):
-        assert {(moments, 0, "solve"), (moments, 1, "solve"), (moments, 2, 0.5)} <= found
+        assert {(moments, 0, "solve"), (moments, 1, "solve"), (moments, 2, FIXED_FRACTION)} <= found
 
 
 def test_a_curve_is_read_while_it_is_written(tmp_path: Path) -> None:
@@ -120,3 +128,74 @@ def test_the_tables_of_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row.endswith("| 0.2000 | +0.0010 | 0.0010 |")
     assert f"{ZERO2}, seed 0: stopped after 300" in text
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
+
+
+@contextlib.contextmanager
+def _running(
+    case: Case, folder: Path, steps: int, looks: list[tuple[float, int]]
+) -> Generator[Any]:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    curve = Curve(losses=[1.0] * looks[-1][1])
+    training = Training(case, folder, process, steps, [0], 0.0, curve, looks)
+    try:
+        yield training
+    finally:
+        training.stop("stopped")
+
+
+def _is_halted(training: Training) -> bool:
+    """Of its process; a signal takes a moment."""
+    time.sleep(0.05)
+    state = Path(f"/proc/{training.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
+
+
+def test_what_is_wanted_first_has_the_machine_where_it_would_be_late(tmp_path: Path) -> None:
+    first, *_, last = all_cases()
+    assert first.is_first
+    assert not last.is_first
+    runs = Runs([], make_parser().parse_args(["--limit-seconds", "100"]), tmp_path)
+    now = time.monotonic()
+    looks = [(now - 10, 100), (now, 200)]
+    with (
+        _running(first, tmp_path, 400, looks) as one,
+        _running(last, tmp_path, 400, looks) as other,
+    ):
+        runs.trainings += [one, other]
+        for steps, is_late in ((1000, False), (4000, True), (1000, False)):
+            one.steps = steps  # three quarters of them, at ten a second, in 80
+            runs.let_first_ones_pass(now)
+            assert _is_halted(other) is is_late
+            assert not _is_halted(one)
+
+
+def test_trainings_start_as_cores_get_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_a, **_n: pytest.fail("no process"))
+    started: list[list[int]] = []
+
+    def process(_runs: Runs, case: Case, cores: list[int], folder: Path) -> Training:
+        started.append(cores)
+        return Training(case, folder, None, 4000, cores, 0.0)  # pyright: ignore
+
+    monkeypatch.setattr(Runs, "_process", process)
+    cases = all_cases()
+    runs = Runs(cases, make_parser().parse_args([]), tmp_path)
+    runs.start()
+    assert [t.case for t in runs.trainings] == cases[: len(started)]
+    taken = [core for cores in started for core in cores]
+    assert len(set(taken)) == len(taken) == sum(case.cores for case in cases[: len(started)]) <= 16
+    assert sum(case.cores for case in cases[: len(started) + 1]) > 16
+
+
+def test_a_run_goes_on_with_another_s_trainings(tmp_path: Path) -> None:
+    one, two = all_cases()[:2]
+    earlier = [_training(one, 0.0), _training(two, 0.0, 300)]
+    ended = Training(two, tmp_path, None, 400, [0], 0.0, Curve(losses=[1.0] * 200))  # pyright: ignore
+    write(earlier, [ended], tmp_path, {"command": ""})
+    found = json.loads((tmp_path / "result.json").read_text())["trainings"]
+    assert [len(t["losses"]) for t in found] == [400, 300]
+    ended.curve = Curve(losses=[1.0] * 400)
+    write(earlier, [ended], tmp_path, {"command": ""})
+    found = json.loads((tmp_path / "result.json").read_text())["trainings"]
+    assert [len(t["losses"]) for t in found] == [400, 400]

@@ -14,7 +14,7 @@ from support.engines import built, join_process_group, make_config
 from support.models import Mlp, make_batch, make_model
 
 import hytrain
-from hytrain.errors import CheckpointError, ConfigError
+from hytrain.errors import CheckpointError, ConfigError, UnusedParametersError
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_unused_parameters_that_are_not_ignored(stage: int) -> None:
         with built(model, config) as engine:
             before = engine.fp32_state_dict()
             if is_refused:
-                with pytest.raises(ConfigError, match=r"extra\.weight.*ignore_unused_parameters"):
+                with pytest.raises(UnusedParametersError, match=r"extra\.weight.*ignore_unused"):
                     _step(engine)
                 engine.zero_grad()
                 for name, tensors in engine.fp32_state_dict().items():
@@ -120,5 +120,28 @@ def test_state_of_a_parameter(gpu_fraction: float) -> None:
                     assert_same_bits(kind, values[kind], expected)
         state[model.embed.weight]["exp_avg"].zero_()
         assert not safe_get_full_optimizer_state(model.embed.weight, "exp_avg").any()
+        values = state[model.embed.weight]
+        values["exp_avg"] = torch.full_like(values["exp_avg"], 2.0)
+        assert (safe_get_full_optimizer_state(model.embed.weight, "exp_avg") == 2.0).all()
         with pytest.raises(KeyError):
-            state[model.embed.weight]["fp32"]
+            values["fp32"]
+        with pytest.raises(ConfigError, match=r"'step'\] is 3 and cannot be set"):
+            values["step"] = torch.tensor(4.0)
+        with pytest.raises(ConfigError, match="has shape"):
+            values["exp_avg"] = torch.zeros(1)
+        with pytest.raises(ConfigError, match="cannot be deleted"):
+            del values["exp_avg"]
+
+
+def test_state_that_is_put_back_is_the_same() -> None:
+    """As Lightning does at the end of a fit, to give the state to the host."""
+    section = {"moments": "8bit"}
+    with built(make_model("mlp"), make_config(gpu_fraction=0.5, hytrain=section)) as engine:
+        _step(engine)
+        before = engine.fp32_state_dict()
+        for values in engine.optimizer.state.values():
+            for key, value in values.items():
+                values[key] = value.cpu()
+        for name, tensors in engine.fp32_state_dict().items():
+            for kind, tensor in tensors.items():
+                assert_same_bits(f"{kind} of {name}", tensor, before[name][kind])

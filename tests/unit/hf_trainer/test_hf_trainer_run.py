@@ -29,7 +29,9 @@ def test_rows() -> None:
 
     ours = {"seconds": 0.1, "fastest": 0.09, "gpu_gib": 2.0, "gpu_layers": "3 of 6"}
     plain = {"seconds": 0.3, "fastest": 0.28, "gpu_gib": None, "gpu_layers": None}
-    found = rows([run("hytrain", ours), run("zero2_offload", plain), run("other", {"failed": 1})])
+    found = rows(
+        [run("hytrain", ours), run("zero2_offload", plain), run("other", {"failed": "it hung"})]
+    )
     assert found[0] == ["toy/2x16", "hytrain", "100.0", "90.0", "1.00", "2.0", "3 of 6"]
     assert found[1][2:5] == ["300.0", "280.0", "3.00"]
-    assert found[2][2] == "failed: see its log"
+    assert found[2][2] == "it hung"

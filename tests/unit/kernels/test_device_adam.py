@@ -6,13 +6,21 @@ import os
 
 import pytest
 import torch
-from moment_cases import KINDS, make_rounded, same_moment
+from moment_cases import KINDS, RoundedCase, make_rounded, same_moment
 from support.reference_adam import stored_moments
 
 from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.device_adam import adam_constants, cuda_adam, device_adam
+from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import EightBit, Moment, Rounding
+from hytrain.kernels.rounded_runs import RoundedRuns, Run
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
+)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HYPERS = [
     AdamHyper(lr=1e-3, weight_decay=0.1, step=7),
@@ -84,7 +92,7 @@ def test_a_skipped_step_writes_nothing(function: object) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA
 @pytest.mark.parametrize("n", [1, 1000, 2048, 100003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hyper", HYPERS, ids=["adamw", "l2"])
@@ -100,7 +108,7 @@ def test_gpu_is_bitwise_the_cpu_kernel(hyper: AdamHyper, dtype: torch.dtype, n: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA
 @pytest.mark.parametrize("n", [1, 10, 5_000_003])
 def test_gpu_norm(n: int) -> None:
     norm = GradientNorm(1, torch.device("cuda"), ClipSettings(1.0, True), lambda _tensor: None)
@@ -139,7 +147,7 @@ def test_rounded_moments_on_a_cpu_are_the_cpu_kernel(kind: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA
 @pytest.mark.parametrize("n", [1, 1000, 2048, 100003])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("first", FIRSTS)
@@ -162,10 +170,68 @@ def test_rounded_moments_on_a_gpu_are_bitwise_the_cpu_kernel(
     assert same_moment(on_device(v, "cpu"), case.v)
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
+# Short and long runs, one that is cut where the upper half of its index changes, and a gap.
+RUNS = RoundedRuns(
+    [
+        Run(0, 63, Rounding(1, 2, 0)),
+        Run(64, 4200, Rounding(1, 3, 2**32 - 192)),
+        Run(4224, 4225, Rounding(1, 4, 0)),
+        Run(4288, 7000, Rounding(1, 2**64 - 1, 5 * 2**32 + 128)),
+        Run(7040, 7100, Rounding(1, 6, 64)),
+    ]
 )
+
+
+def _one_by_one(case: RoundedCase, weights: torch.Tensor, outcome: torch.Tensor) -> None:
+    """What an update of all runs at once has to give."""
+    for begin, end, rounding in RUNS.runs:
+        part = case.part(begin, end)
+        device_adam(*part.state, part.current, weights[begin:end], outcome, HYPERS[0], rounding)
+
+
+def _same_runs(actual: RoundedCase, expected: RoundedCase) -> None:
+    assert torch.equal(actual.p, expected.p)
+    for begin, end, _ in RUNS.runs:
+        for name in ("m", "v"):
+            moments = (part_of(getattr(case, name), begin, end) for case in (actual, expected))
+            assert same_moment(*moments)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("interpreter", marks=INTERPRETED),
+        pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    ],
+)
+def test_runs_of_several_parameters_are_updated_at_once(device: str, kind: torch.dtype) -> None:
+    """Bitwise as one by one, by one launch on a GPU."""
+    n, home = 7104, "cuda" if device == "cuda" else "cpu"
+    actual, expected = (make_rounded(n, kind, torch.bfloat16) for _ in range(2))
+    for case in (actual, expected):
+        case.p, case.current = case.p.to(home), case.current.to(home)
+        case.m, case.v = (on_device(moment, home) for moment in (case.m, case.v))
+    weights, others = (torch.full((n,), 7.0, dtype=torch.bfloat16, device=home) for _ in range(2))
+    update = cuda_adam if device == "interpreter" else device_adam
+    for skip in (1.0, 0.0):
+        outcome = torch.tensor([SCALE, skip], device=home)
+        update(*actual.state, actual.current, weights, outcome, HYPERS[0], RUNS)
+        if device == "interpreter":
+            for begin, end, rounding in RUNS.runs:
+                part = expected.part(begin, end)
+                own = RoundedRuns([Run(0, end - begin, rounding)])
+                update(*part.state, part.current, others[begin:end], outcome, HYPERS[0], own)
+        else:
+            _one_by_one(expected, others, outcome)
+        assert torch.equal(weights, others)
+        _same_runs(actual, expected)
+    assert bool((weights[:63] != 7.0).any())
+    assert bool((weights[7000:7040] == 7.0).all())
+
+
+@INTERPRETED
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("first", FIRSTS)
 def test_rounding_in_triton_is_the_reference(first: int, kind: torch.dtype) -> None:

@@ -200,4 +200,10 @@ def test_a_profile_of_a_gpu(tmp_path: Path) -> None:
     assert min(found.copies.model_dump().values()) > 1e9
     assert found.copies.to_host_both <= 1.1 * found.copies.to_host
     assert found.update_rate > 1e9
+    for row in (*found.layer, *found.outside):
+        assert row.launch_ms is not None
+        assert 0.0 < row.launch_ms < 1e3
+    assert found.launch_slowdown is not None
+    assert found.update_launch_ms is not None
+    assert 0.0 < found.update_launch_ms < 10.0
     assert torch.cuda.memory_allocated(device) - before <= found.idle_bytes + 2**20

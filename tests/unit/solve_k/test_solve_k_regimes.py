@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.solve_k import regimes
-from experiments.solve_k.regime_cells import Cell
+from experiments.solve_k.regime_cells import Cell, grid
 
 
 def test_cells() -> None:
@@ -29,17 +30,31 @@ def test_other_cells_are_refused(text: str) -> None:
         Cell.of(text)
 
 
+def test_the_grid_has_every_pair() -> None:
+    cells = [Cell.of(text) for text in grid()]
+    assert len(set(cells)) == len(cells) == 32
+    columns = [[(cell.model, cell.tokens * cell.batch), cell.cores, cell.clips] for cell in cells]
+    for first, second in itertools.combinations(range(3), 2):
+        one, other = ({row[at] for row in columns} for at in (first, second))
+        assert {(row[first], row[second]) for row in columns} == set(itertools.product(one, other))
+
+
 @pytest.mark.experiment
-def test_a_cell(tmp_path: Path) -> None:
-    command = [sys.executable, regimes.__file__, "--cells", "toy/2x16/2", "--device", "cpu"]
-    command += ["--out", str(tmp_path), "--steps", "20", "--stay", "10", "--rounds", "1"]
+def test_two_cells_of_one_process(tmp_path: Path) -> None:
+    cells = ["toy/2x16/1/noclip", "toy/2x16/1"]
+    command = [sys.executable, regimes.__file__, "--cells", *cells, "--device", "cpu"]
+    command += ["--out", str(tmp_path), "--steps", "20", "--stay", "10", "--rounds", "2"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
-    cell = json.loads((tmp_path / "regimes.json").read_text())["cells"]["toy/2x16/2"]
+    found = json.loads((tmp_path / "regimes.json").read_text())["cells"]
+    assert list(found) == cells
+    cell = found["toy/2x16/1"]
+    assert found[cells[0]]["seconds"]["imports"] > 0.0 == cell["seconds"]["imports"]
+    assert cell["stayed"] == 10
     assert str(cell["solved"]) in cell["fixed"]
     assert cell["fixed"][str(cell["best"])] == min(cell["fixed"].values())
     assert cell["solved_over_best"] >= 1.0
     beside = cell["beside"]
     assert beside["hytrain_over_all_gpu"] > 0 < beside["hytrain_over_compute"]
     assert cell["compute"] == beside["compute"]
-    row = next(line for line in done.stdout.splitlines() if line.startswith("| toy/2x16/2 |"))
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| toy/2x16/1 |"))
     assert f"{beside['hytrain_over_all_gpu']:.3f}" in row

@@ -1,0 +1,210 @@
+"""The published 10 B setting of HyTrainDNN: the loss curve of 300 steps, and their times.
+
+    python experiments/convergence/ten_b.py --out out/ten_b
+
+A Llama of 9.84 B parameters (30 blocks of width 5120), 8 x 1024 tokens a step, `"hytrain": {}`,
+gradients clipped to a norm of 1. What is reached is written to `ten_b.json` again and again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run as a script, Python puts this folder on the path, and the package lies two levels above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common import hardware, processes, records
+from experiments.common.records import Json
+from experiments.convergence.curves import read_curve, read_records, smoothed
+from experiments.convergence.run import TRAIN, environment
+
+WRITE_SECONDS = 5.0
+LAST_STEPS = 100
+"""Whose times are the result: k is solved by then."""
+WINDOW = 20
+"""Steps of the chart's moving average."""
+
+
+def ds_config(steps: int, micro_batch: int, *, on_gpu: bool) -> Json:
+    """What a user would write, with a schedule for so many steps."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": on_gpu},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": steps,
+                "warmup_num_steps": max(2, steps // 10),
+                "warmup_min_ratio": 0.0,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+        "hytrain": {},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, and draws what was reached; the exit status is 1 where no step was made."""
+    options = _parser().parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + options.limit_seconds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    result: Json = {
+        "hardware": hardware.describe(options.device),
+        "options": {k: getattr(options, k) for k in ("model", "steps", "micro_batch", "seq_len")},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        process = _start(options, Path(scratch))
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(min(WRITE_SECONDS, max(0.1, until - time.monotonic())))
+                result.update(_reached(Path(scratch)))
+                records.write_json(options.out / "ten_b.json", result)
+                print(f"{until - time.monotonic():4.0f} s left: {_line(result)}", flush=True)
+        finally:
+            processes.stop(process)
+        if process.returncode not in (0, -signal.SIGKILL):
+            print(*processes.tail(Path(scratch) / "log"), sep="\n")
+    if not result.get("losses"):
+        return 1
+    print("", *table(result), sep="\n")
+    draw(result, options.out / "ten_b.png")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0] if __doc__ else "",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("out/ten_b"))
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--model", default="llama-10b", help="of train_lm")
+    add("--steps", type=int, default=300)
+    add("--micro-batch", type=int, default=8)
+    add("--seq-len", type=int, default=1024)
+    add("--limit-seconds", type=float, default=470.0, help="after which it is ended")
+    return parser
+
+
+def _start(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
+    config = ds_config(options.steps, options.micro_batch, on_gpu=options.device == "cuda")
+    records.write_json(folder / "config.json", config)
+    command = [
+        sys.executable, str(TRAIN), "--deepspeed_config", str(folder / "config.json"),
+        "--out", str(folder / "out"), "--model", options.model, "--steps", str(options.steps),
+        "--seq-len", str(options.seq_len), "--eval-sequences", str(2 * options.micro_batch),
+        "--reference-steps", "5",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=processes.REPOSITORY,
+            env=environment(options.device),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _reached(folder: Path) -> Json:
+    """Loss, time and k of each step, held-out losses, and what the passes alone take."""
+    metrics = folder / "out" / "metrics.jsonl"
+    curve = read_curve(metrics)
+    steps = [record for record in read_records(metrics) if "step_s" in record]
+    reference = folder / "out" / "reference.json"
+    last = [record["step_s"] for record in steps[-LAST_STEPS:]]
+    return {
+        "losses": curve.losses,
+        "step_seconds": [round(r["step_s"], 4) for r in steps],
+        "k": [r.get("k") for r in steps],
+        "clipped": sum(r.get("clip_coefficient", 1.0) < 1.0 for r in steps),
+        "held_out": curve.held_out,
+        "last_median_seconds": statistics.median(last) if last else None,
+        "reference_seconds": records.read_json(reference)["median"] if reference.exists() else None,
+        "gpu_memory_gib": steps[-1].get("gpu_memory_gib") if steps else None,
+        "host_memory_gib": steps[-1]["host_memory_gib"] if steps else None,
+    }
+
+
+def _line(result: Json) -> str:
+    losses = result["losses"]
+    if not losses:
+        return "no step yet"
+    seconds, k = result["step_seconds"][-1], result["k"][-1]
+    return f"{len(losses)} steps, loss {losses[-1]:.3f}, {seconds:.3f} s, k {k}"
+
+
+def table(result: Json) -> list[str]:
+    """Markdown: the result in short."""
+    losses, reference = result["losses"], result["reference_seconds"]
+    median, held_out = result["last_median_seconds"], result["held_out"]
+    last = statistics.fmean(losses[-WINDOW:])
+    share = f" ({reference / median:.1%} of the speed of {reference:.3f} s)" if reference else ""
+    gpu = result["gpu_memory_gib"]
+    rows = {
+        "steps; of these clipped": f"{len(losses)}; {result['clipped']}",
+        "loss of the first step; mean of the last": f"{losses[0]:.3f}; {last:.3f}",
+        "held-out losses": "; ".join(f"{v:.3f} after {step}" for step, v in held_out.items()),
+        f"step, median of the last {LAST_STEPS}": f"{median:.3f} s{share}",
+        "k": f"{result['k'][-1]}",
+        "GPU; host memory": f"{gpu or 0.0:.1f}; {result['host_memory_gib']:.1f} GiB",
+    }
+    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+def draw(result: Json, image: Path) -> None:
+    """Loss over steps, and below it what each step took."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses, seconds = result["losses"], result["step_seconds"]
+    steps = range(1, len(losses) + 1)
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, figsize=(7, 5.5), sharex=True, height_ratios=[2.5, 1], layout="constrained"
+    )
+    upper.plot(steps, losses, linewidth=0.8, alpha=0.5, label="training batch")
+    if len(losses) >= WINDOW:
+        upper.plot(steps[WINDOW - 1 :], smoothed(losses, WINDOW), label=f"mean of {WINDOW} steps")
+    held_out = sorted((int(step), value) for step, value in result["held_out"].items())
+    if held_out:
+        upper.plot(*zip(*held_out, strict=True), "o", label="held out")
+    upper.set(ylabel="loss (nats a token)")
+    lower.plot(steps, seconds, linewidth=0.8, label="step")
+    if result["reference_seconds"]:
+        lower.axhline(
+            result["reference_seconds"], linestyle="--", color="0.4", label="forward and backward"
+        )
+    lower.set(xlabel="step", ylabel="seconds", ylim=(0, 2.5 * statistics.median(seconds)))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(image, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Predicted and measured steps of launch-bound models, profiled and trained in one process.
+
+    python experiments/solve_k/planned_steps.py --workloads 0.37B/4x512 0.95B/2x512
+    python experiments/solve_k/planned_steps.py --workloads toy/2x16 --device cpu
+
+A workload is profiled as `hytrain profile` does it, for some seconds and its own batch only. Then a
+fresh engine trains it with no, half and all layers on the GPU, some steps of each in turns, and the
+same numbers are predicted as `hytrain plan` predicts them. Hosts drift: what is left between both
+is the drift of half a minute as well. After every workload DIR/planned_steps.json is rewritten and
+the table so far is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+# Run as a script, Python puts this folder on the path, and the package lies two levels above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from experiments.common.processes import end, free_port
+from experiments.common.records import Json, write_json
+from experiments.common.tables import markdown
+from experiments.solve_k.regime_cells import SHAPES, Cell, Contest, llama
+from hytrain.formats.profile_file import ProfileFile
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.step_simulator import StepSimulator
+from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_report import profile_table
+from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+
+_PARTS = (0.0, 0.5, 1.0)
+HEADER = ("workload", "layers on the GPU", "predicted ms", "measured ms", "predicted / measured")
+
+
+def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
+    """Of the cell's model and batch."""
+
+    def build(layers: int | None, seq_len: int) -> tuple[Any, Any]:
+        blocks = SHAPES[cell.model][0] if layers is None else layers
+        model = llama(cell.model, None, torch.get_default_dtype(), blocks)
+
+        def batch(samples: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, model.config.vocab_size, (samples, seq_len))
+            return {"input_ids": ids, "labels": ids}
+
+        return model, batch
+
+    subject = MeasuredModel(cell.model, build, seq_len=cell.tokens)
+    layer = LayerOptions(micro_batches=(cell.batch,), seconds=seconds)
+    options = ProfileOptions(layer=layer, rate_seconds=0.1)
+    return profile_ranks(subject, torch.device(device), options)
+
+
+def predict(found: ProfileFile, cell: Cell, part: float) -> float:
+    """Seconds of a step with a part of the layers on the GPU."""
+    options = PlanOptions(
+        batch=cell.batch,
+        gpu_reserve=lambda total: 0,
+        host_reserve=lambda total: 0,
+        activations=("store",),
+        clipped_share=1.0 if cell.clips else 0.0,
+    )
+    problem = problem_from(found, options)
+    collectives = Collectives.of(problem, even=True)
+    gpu = problem.cluster.ranks[0][1]
+    work = load(problem, gpu, collectives, cell.batch, cell.batch, "store")
+    share = Share(1.0, round(part * problem.model.num_layers))
+    return StepSimulator(problem, [work], [share], even=True).seconds()
+
+
+def measure(cell: Cell, device: str, rounds: int) -> dict[float, float]:
+    """Median seconds of steps with these parts of the layers on the GPU."""
+    contest = Contest(cell, device)
+    contest.start_engine()
+    tuned = contest.engine.optimizer.placement.tuned_threads
+    if tuned is not None:
+        tuned.end()
+    contest.train(4)
+    seen: dict[float, list[float]] = {part: [] for part in _PARTS}
+    for turn in range(rounds):
+        for part in _PARTS if turn % 2 else reversed(_PARTS):
+            contest.engine.set_gpu_fraction(part)
+            seen[part] += contest.train(9)[4:]
+    contest.close()
+    return {part: statistics.median(times) for part, times in seen.items()}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workloads", nargs="+", required=True, help="MODEL/BATCHxTOKENS")
+    add("--out", type=Path, default=Path(), help="folder for planned_steps.json")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--seconds", type=float, default=3.0, help="of measuring a block's passes")
+    add("--rounds", type=int, default=2, help="of every number of layers")
+    arguments = parser.parse_args()
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(names, MASTER_PORT=str(free_port()))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[list[str]] = []
+    record: Json = {"command": sys.argv, "workloads": {}}
+    for text in arguments.workloads:
+        cell = Cell.of(f"{text}/{len(os.sched_getaffinity(0))}")
+        found = profile(cell, arguments.device, arguments.seconds)
+        print(profile_table(found), flush=True)
+        measured = measure(cell, arguments.device, arguments.rounds)
+        predicted = {part: predict(found, cell, part) for part in _PARTS}
+        for part in _PARTS:
+            pair = (predicted[part], measured[part])
+            times = [f"{1e3 * seconds:.1f}" for seconds in pair]
+            rows.append([text, f"{part:.0%}", *times, f"{pair[0] / pair[1]:.3f}"])
+        record["workloads"][text] = {
+            "profile": found.model_dump(mode="json"),
+            "predicted": predicted,
+            "measured": measured,
+        }
+        write_json(arguments.out / "planned_steps.json", record)
+        print(markdown(HEADER, rows), flush=True)
+    end(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Launch-bound steps: recorded ones are predicted, and launching counts where the GPU waits for it.
+
+experiments/solve_k/regimes.json holds what steps took and were made of on hosts with few and many
+cores. A profile is made here of what it would have measured there: passes with all updates on the
+GPU, and their slowdown beside updates on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain.formats.profile_file import (
+    CopyRates,
+    DeviceProfile,
+    HostProfile,
+    LayerSample,
+    OutsideSample,
+    ProfiledModel,
+    ProfileFile,
+    UpdateRate,
+)
+from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.placement.prediction import predict
+from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.launching import StepLaunches
+from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.step_simulator import StepSimulator
+
+RECORD = Path(__file__).resolve().parents[3] / "experiments/solve_k/regimes.json"
+CELLS: dict[str, Any] = {
+    name: cell
+    for name, cell in json.loads(RECORD.read_text())["cells"].items()
+    if "failed" not in cell
+    and cell.get("launch_bound", True)
+    and {"0", str(cell["layers"])} <= cell["costs"].keys()
+}
+DAY = datetime(2026, 11, 23, tzinfo=timezone.utc)
+
+
+def _compute(costs: dict[str, Any]) -> float:
+    """Seconds of both passes."""
+    blocks = costs["blocks"] * (costs["block"]["forward"] + costs["block"]["backward"])
+    outside = sum(
+        costs[part][name] for part in ("first", "last") for name in ("forward", "backward")
+    )
+    return blocks + outside + costs["between"]
+
+
+def profile_of(cell: dict[str, Any]) -> ProfileFile:
+    on_cpu, on_gpu = cell["costs"]["0"], cell["costs"][str(cell["layers"])]
+    block, first, last = (on_gpu[part] for part in ("block", "first", "last"))
+    forward, backward = 1e3 * block["forward"], 1e3 * block["backward"]
+    outside = 1e3 * (_compute(on_gpu) - on_gpu["blocks"] * (block["forward"] + block["backward"]))
+    parameters = block["parameters"]
+    # The pass that all steps of a cell make: of the other few were seen. By the bytes they move.
+    clips = on_cpu["clipped_share"] > 0.5
+    update = 30 / 26 * on_cpu["block"]["cpu_commit"] if clips else on_cpu["block"]["cpu_update"]
+    rate = parameters / update
+    layers = on_gpu["blocks"] + 2
+    copies = {name: 2 * parameters / block[way] for name, way in _COPIES.items()}
+    device = DeviceProfile(
+        host="vm",
+        label="H200",
+        device="NVIDIA H200",
+        multiprocessors=132,
+        limit_bytes=10**11,
+        memory_bytes=10**11,
+        layer=(
+            LayerSample(
+                samples=1,
+                forward_ms=forward,
+                backward_ms=backward,
+                recompute_backward_ms=forward + backward,
+                kept_bytes=0,
+                peak_bytes=0,
+                recompute_peak_bytes=0,
+                launch_ms=forward + backward,
+            ),
+        ),
+        outside=(
+            OutsideSample(
+                samples=1, forward_ms=outside, backward_ms=0.0, peak_bytes=0, launch_ms=outside
+            ),
+        ),
+        update_rate=parameters / block["gpu_update"],
+        copies=CopyRates(**copies),
+        launch_slowdown=max(1.0, _compute(on_cpu) / _compute(on_gpu)),
+        update_launch_ms=1e3 * max(0.0, on_gpu["tail"] - on_cpu["tail"]) / layers,
+        measured=DAY,
+    )
+    host = HostProfile(
+        host="vm",
+        ranks=("H200",),
+        cores=16,
+        memory_bytes=10**12,
+        bandwidth=1e12,
+        updates=(UpdateRate(threads=16, rate=rate, in_training=rate),),
+        measured=DAY,
+    )
+    model = ProfiledModel(
+        name="llama",
+        num_layers=on_gpu["blocks"],
+        layer_parameters=parameters,
+        outside_parameters=(first["parameters"], last["parameters"]),
+        seq_len=512,
+        dtype="bf16",
+        boundary_bytes=0,
+    )
+    return ProfileFile(model=model, devices=(device,), hosts=(host,))
+
+
+_COPIES = {
+    "to_host": "to_host",
+    "from_host": "to_device",
+    "to_host_both": "to_host",
+    "from_host_both": "to_device",
+}
+
+
+def problem_of(name: str) -> PlanProblem:
+    cell = CELLS[name]
+    options = PlanOptions(
+        batch=1,
+        gpu_reserve=lambda total: 0,
+        host_reserve=lambda total: 0,
+        activations=("store",),
+        clipped_share=cell["costs"]["0"]["clipped_share"],
+    )
+    return problem_from(profile_of(cell), options)
+
+
+def predicted(problem: PlanProblem, on_gpu: float) -> float:
+    gpu = problem.cluster.ranks[0][1]
+    work = load(problem, gpu, Collectives.of(problem, even=True), 1, 1, "store")
+    share = Share(1.0, round(on_gpu * problem.model.num_layers))
+    return StepSimulator(problem, [work], [share], even=True).seconds()
+
+
+def _by_own_costs(cell: dict[str, Any], number: str) -> float:
+    """The step that costs recorded at this number of layers add up to."""
+    record = dict(cell["costs"][number])
+    first, block, last = (LayerCosts(**record.pop(key)) for key in ("first", "block", "last"))
+    costs = StepCosts(layers=(first, *[block] * record.pop("blocks"), last), **record)
+    (candidate,) = predict(costs, gpu_layers=[int(number)]).candidates
+    return candidate.step_seconds
+
+
+def _explains(cell: dict[str, Any], number: str) -> bool:
+    """Costs are of five steps, steps of all turns, and the hosts drifted: where they do not even
+    account for their own steps, nothing that is made of them can."""
+    return abs(_by_own_costs(cell, number) / cell["fixed"][number] - 1.0) < 0.08
+
+
+RECORDED = [(name, number) for name, cell in CELLS.items() for number in cell["costs"]]
+EXPLAINED = [(name, number) for name, number in RECORDED if _explains(CELLS[name], number)]
+
+
+def test_most_recorded_costs_account_for_their_steps() -> None:
+    assert len(EXPLAINED) >= 2 / 3 * len(RECORDED)
+
+
+@pytest.mark.parametrize(("name", "number"), EXPLAINED)
+def test_a_recorded_launch_bound_step_is_predicted(name: str, number: str) -> None:
+    cell = CELLS[name]
+    found = predicted(problem_of(name), int(number) / cell["layers"])
+    assert found / cell["fixed"][number] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> None:
+    problem = problem_of(name)
+    found = make_plan(problem)
+    assert isinstance(found, Plan)
+    (rank,) = found.ranks
+    assert rank.gpu_layers == problem.model.num_layers
+    assert "launches by the host" in plan_text(problem, found, ())
+    gpu = problem.cluster.ranks[0][1]
+    assert not replace(gpu, launches=None).is_launch_bound(1)
+
+
+def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
+    problem = problem_of("0.37B/4x512/16")
+    host, gpu = problem.cluster.ranks[0]
+    times = gpu.launches
+    assert times is not None
+
+    def step(on_gpu: float, **changes: Any) -> float:
+        launches = replace(times, **changes)
+        other = replace(host, gpus=(replace(gpu, launches=launches),))
+        cluster = replace(problem.cluster, hosts=(other,))
+        return predicted(replace(problem, cluster=cluster), on_gpu)
+
+    nothing = Table(((1.0, 0.0),))
+    free = {"layer_ms": nothing, "outside_ms": nothing}
+    for on_gpu in (0.0, 0.5):
+        alone = step(on_gpu, slowdown=1.0)
+        assert step(on_gpu) > 1.02 * alone
+        # A host that is far ahead is not seen, whatever slows it down.
+        assert step(on_gpu, slowdown=1.5, **free) == pytest.approx(
+            step(on_gpu, slowdown=1.0, **free)
+        )
+    assert step(1.0) == step(1.0, slowdown=1.0)
+    # All launches of updates come behind backward; what the GPU needs for them runs beside.
+    layers = problem.model.num_layers
+    assert step(1.0, update_ms=1.0) - step(1.0, update_ms=0.5) == pytest.approx(5e-4 * layers)
+    assert step(1.0, update_ms=0.5, **free) == pytest.approx(step(1.0, update_ms=0.0, **free))
+
+
+def test_what_launching_takes_beside_updates() -> None:
+    launches = StepLaunches(passes=2.0, slowdown=2.0, update=0.1, end=0.0)
+    assert launches.passes_beside(0.0) == 2.0
+    assert launches.passes_beside(1.0) == 2.5  # for one second half of it is launched
+    assert launches.passes_beside(9.0) == 4.0  # all of it beside updates
+    assert launches.update_seconds(10, idle=-1.0) == pytest.approx(1.0)
+    assert launches.update_seconds(10, idle=0.4) == pytest.approx(0.6)
+    assert launches.update_seconds(10, idle=3.0) == 0.0
+
+
+def test_recomputed_forwards_are_launched_again() -> None:
+    gpu = problem_of("0.37B/4x512/16").cluster.ranks[0][1]
+    stored, again = (StepLaunches.of(gpu, [(1, 1)], 24, how) for how in ("store", "recompute"))
+    forward = gpu.forward_ms.at(1) * 24 / 1e3
+    assert again.passes - stored.passes == pytest.approx(forward)
+    assert StepLaunches.of(gpu, [(3, 1)], 24, "store").passes == pytest.approx(3 * stored.passes)
+    assert StepLaunches.of(replace(gpu, launches=None), [(1, 1)], 24, "store") == StepLaunches()

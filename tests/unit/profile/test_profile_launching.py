@@ -1,0 +1,89 @@
+"""What launching takes of the host: at which points it is read, and beside updates on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hytrain.tools.profiler import launching
+from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
+from hytrain.tools.profiler.layer_samples import Allocated, Pass, SizeMeasurements
+from hytrain.tools.profiler.rates import UpdateArrays
+
+
+def _points(forward: float, backward: float, outside: float) -> Pass[float]:
+    """Of a pass through three blocks; what is outside of them takes ``outside`` four times."""
+    now = outside
+    points: dict[Point, float] = {BEGIN: 0.0}
+    for block in range(3):
+        points["enter", block] = now
+        now += forward
+        points["leave", block] = now
+    now += outside
+    points[LOSS] = now
+    now += outside
+    for block in range(2, -1, -1):
+        points["gradient", block] = now
+        now += backward
+    points["gradient", -1] = now
+    points[END] = now + outside
+    return points
+
+
+def test_a_row_has_the_hosts_time_beside_the_devices() -> None:
+    memory: dict[int, Pass[Allocated]] = {
+        turn: {p: Allocated(0, 0) for p in _points(1.0, 1.0, 1.0)} for turn in (1, 2)
+    }
+    times = [(turn, _points(3.0, 5.0, 1.0)) for turn in (1, 2)]
+    launches = [(turn, _points(2.0, 4.0, 0.5)) for turn in (1, 2)]
+    layer, outside = SizeMeasurements(times, memory, launches).row(4)
+    assert (layer.forward_ms, layer.backward_ms, layer.launch_ms) == (3.0, 5.0, 6.0)
+    assert outside.launch_ms == pytest.approx(2.0)
+    assert not layer.is_launch_bound
+    assert layer.model_copy(update={"launch_ms": 7.5}).is_launch_bound
+    layer, outside = SizeMeasurements(times, memory).row(4)
+    assert layer.launch_ms is None is outside.launch_ms
+    assert not layer.is_launch_bound
+
+
+class _Arrays(UpdateArrays):
+    """Counts updates."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.is_updating = threading.Event()
+
+    def update(self, threads: int) -> float:
+        self.threads.append(threads)
+        self.is_updating.set()
+        time.sleep(1e-4)
+        return 1e-4
+
+
+def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, calls = _Arrays(), 0
+
+    def launch() -> float:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            return 2.0
+        arrays.is_updating.clear()
+        assert arrays.is_updating.wait(10.0)  # they go on all the time
+        return 3.0
+
+    assert launching.launch_slowdown(launch, arrays, 3) == 1.5
+    assert set(arrays.threads) == {3}
+    number = len(arrays.threads)
+    time.sleep(0.01)
+    assert len(arrays.threads) == number
+    # A host that was faster beside updates than alone is one that drifts.
+    monkeypatch.setattr(launching, "_TURNS", 1)
+    assert launching.launch_slowdown(iter([2.0, 1.0]).__next__, arrays, 1) == 1.0
+
+
+def test_without_a_gpu_there_is_nothing_to_launch() -> None:
+    assert launching.update_launch_ms(torch.device("cpu"), torch.bfloat16) is None
