@@ -58,7 +58,9 @@ def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
     subject = MeasuredModel(cell.model, build, seq_len=cell.tokens)
     layer = LayerOptions(micro_batches=(cell.batch,), seconds=seconds)
     options = ProfileOptions(layer=layer, rate_seconds=0.1)
-    return profile_ranks(subject, torch.device(device), options)
+    # Of its memory's limit torch tells by number only.
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    return profile_ranks(subject, where, options)
 
 
 def predict(found: ProfileFile, cell: Cell, part: float) -> float:

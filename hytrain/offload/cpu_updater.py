@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 STALL_SECONDS = 60.0
 """A wait for the worker in which it finishes no chunk for so long is told of."""
 
-SHRINK_STEPS = 8
+SHRINK_STEPS = 64
 """Without a move, before pinned memory is given back: layers that come and go shall not have it
-registered anew each time."""
+registered anew each time, and placements that are compared, for tens of steps after a move, not
+have the driver held up meanwhile, whose lock every launch takes."""
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
