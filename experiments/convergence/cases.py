@@ -85,13 +85,11 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def ds_config(case: Case, *, micro_batch: int, cpu_threads: int, on_gpu: bool) -> Json:
-    """The DeepSpeed JSON of a case: DeepSpeed's own betas, clipping at 1.
-
-    With a second moment of such a long memory (0.999), one that is rounded to nearest would stop
-    to move (arXiv 2603.16731): the harder case for moments in fewer bytes.
-    """
-    config: Json = {
+def training_config(
+    micro_batch: int, *, steps: int, warmup: int, lr: float, beta2: float, on_gpu: bool
+) -> Json:
+    """ZeRO-2 with the optimizer on the host, AdamW, clipping at 1, a cosine of so many steps."""
+    return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "steps_per_print": 10**9,
         "bf16": {"enabled": on_gpu},
@@ -102,19 +100,30 @@ def ds_config(case: Case, *, micro_batch: int, cpu_threads: int, on_gpu: bool) -
         },
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 6e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": lr, "betas": [0.9, beta2], "eps": 1e-8, "weight_decay": 0.1},
         },
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
-                "total_num_steps": 4000,
-                "warmup_num_steps": 200,
+                "total_num_steps": steps,
+                "warmup_num_steps": warmup,
                 "warmup_min_ratio": 0.0,
                 "warmup_type": "linear",
                 "cos_min_ratio": 0.1,
             },
         },
     }
+
+
+def ds_config(case: Case, *, micro_batch: int, cpu_threads: int, on_gpu: bool) -> Json:
+    """The DeepSpeed JSON of a case: DeepSpeed's own betas, clipping at 1.
+
+    With a second moment of such a long memory (0.999), one that is rounded to nearest would stop
+    to move (arXiv 2603.16731): the harder case for moments in fewer bytes.
+    """
+    config = training_config(
+        micro_batch, steps=4000, warmup=200, lr=6e-4, beta2=0.999, on_gpu=on_gpu
+    )
     if case.engine == "deepspeed" and not case.offload:
         del config["zero_optimization"]["offload_optimizer"]
         config["optimizer"]["params"]["torch_adam"] = True  # its own would have to be compiled

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import hardware, processes, records
 from experiments.common.records import Json
+from experiments.convergence.cases import training_config
 from experiments.convergence.curves import read_curve, read_records, smoothed
 from experiments.convergence.run import TRAIN, environment
 
@@ -35,31 +36,10 @@ WINDOW = 20
 
 def ds_config(steps: int, micro_batch: int, *, on_gpu: bool) -> Json:
     """What a user would write, with a schedule for so many steps."""
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": on_gpu},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": steps,
-                "warmup_num_steps": max(2, steps // 10),
-                "warmup_min_ratio": 0.0,
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.1,
-            },
-        },
-        "hytrain": {},
-    }
+    config = training_config(
+        micro_batch, steps=steps, warmup=max(2, steps // 10), lr=1e-4, beta2=0.95, on_gpu=on_gpu
+    )
+    return {**config, "hytrain": {}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
