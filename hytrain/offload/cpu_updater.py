@@ -27,6 +27,8 @@ SHRINK_STEPS = 64
 """Without a move, before pinned memory is given back: layers that come and go shall not have it
 registered anew each time, and placements that are compared, for tens of steps after a move, not
 have the driver held up meanwhile, whose lock every launch takes."""
+RELEASE_STEPS = 16
+"""One part of it is given back in so many steps, so that a median of steps does not show it."""
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -273,7 +275,8 @@ class CpuUpdater:
             num_bytes = self.pinned.retire(self.worker, self._on_host(()))
             if num_bytes:
                 logger.info("%.1f MiB of pinned memory are given back", num_bytes / 2**20)
-        if self.pinned.is_retiring:
+        # Unpinning waits for the device and holds the driver's lock: one part in so many steps.
+        elif self.pinned.is_retiring and self._steps_without_move % RELEASE_STEPS == 0:
             self.pinned.release(self.worker)
 
     # -- moves ---------------------------------------------------------------------------------

@@ -325,6 +325,7 @@ def test_pinned_memory_of_layers_that_have_left_is_given_back(
     free_solver(monkeypatch, 8)
     monkeypatch.setattr(pinned_module, "_ARENA_BYTES", 1)  # a slot each
     monkeypatch.setattr(cpu_updater, "SHRINK_STEPS", 8)
+    monkeypatch.setattr(cpu_updater, "RELEASE_STEPS", 2)
     config = make_config(gpu_fraction=0.0, clipping=0.02)
     with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
         shadow = Shadow(engine)
