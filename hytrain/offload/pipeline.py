@@ -15,7 +15,7 @@ import torch
 from hytrain import _C
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import ConfigError
-from hytrain.kernels.clipping import GradientNorm, Outcome
+from hytrain.kernels.clipping import ClipForecast, GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
 from hytrain.kernels.moment_codes import part_of
@@ -70,6 +70,7 @@ class UpdatePipeline:
         for layer in self.layers:
             layer.update.gradient_ready = streams.new_event()
         self._unscale = 1.0
+        self._forecast = ClipForecast()
         self._hyper: tuple[AdamHyper, ...] = ()
         self._record = native_record(1.0, ())
 
@@ -94,6 +95,7 @@ class UpdatePipeline:
         self._unscale = unscale
         self._hyper = hyper
         self._record = native_record(unscale, hyper)
+        hold = hold or self._forecast.is_clipped
         self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
     def reducing(self) -> AbstractContextManager[None]:
@@ -188,6 +190,7 @@ class UpdatePipeline:
         self._update_on_device(hyper)
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
+        self._forecast.note(outcome)
         if outcome.skip:
             self._drop_all()
         else:
