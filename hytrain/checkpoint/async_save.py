@@ -17,14 +17,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
 from hytrain.checkpoint.gather import ParameterPlace
-from hytrain.checkpoint.snapshot import StateSnapshot, copy_threads
+from hytrain.checkpoint.snapshot import StateSnapshot
 from hytrain.checkpoint.target import SaveTarget, begin_writing
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
-from hytrain.hardware.host_share import HostShare, share_host
+from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
@@ -58,17 +59,22 @@ def free_room(share: HostShare) -> int:
 class AsyncSaver:
     """Runs one save at a time."""
 
-    def __init__(self, kept: KeptState, current_step: Callable[[], int]) -> None:
-        """A collective.
+    def __init__(
+        self, kept: KeptState, current_step: Callable[[], int], share: HostShare
+    ) -> None:
+        """A collective. Takes host memory for copies of the state, as far as there is room.
 
         Args:
             kept: whose state is saved.
             current_step: steps that training has made.
+            share: this rank's part of its host.
         """
         self._kept = kept
         self._current_step = current_step
         self.collectives = open_group(kept.collectives)
-        self._share: HostShare | None = None
+        self._share = share
+        self._memory = CopyMemory()
+        self._memory.fit(kept.layers, lambda: free_room(share))
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._raise_at = 0
@@ -95,7 +101,9 @@ class AsyncSaver:
         self._kept.begin_reading()
         contents = collect_contents(self._kept, model_states)
         copies = list(frozen)
-        snapshot = self._snapshot = StateSnapshot(self._kept.pipeline)
+        # Layers have come to the host, or left it.
+        self._memory.fit(self._kept.layers, lambda: free_room(self._share))
+        snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
         # A daemon: the interpreter's end would join any other thread, which may wait for ranks
         # that are gone. That it is waited for in order is close()'s.
         self._thread = threading.Thread(
@@ -122,6 +130,9 @@ class AsyncSaver:
             # Training may wait for a layer: whatever has happened, it goes on.
             snapshot.release()
             self._snapshot = None
+            if free_room(self._share) == 0:
+                # Somebody else needs what is left; the next save takes it anew, if it is there.
+                self._memory.give_back()
 
     def _save(
         self,
@@ -132,9 +143,7 @@ class AsyncSaver:
     ) -> None:
         faults.point("save.begun")
         begun = time.monotonic()
-        if self._share is None:
-            self._share = share_host(self.collectives)
-        without = snapshot.take(free_room(self._share), copy_threads(self._share.cores))
+        without = snapshot.take(free_room(self._share))
         copied = time.monotonic()
         if without and not self._warned:
             self._warned = True
@@ -184,6 +193,11 @@ class AsyncSaver:
         self._error = error
 
     @property
+    def copy_bytes(self) -> int:
+        """Host memory for copies of the state, kept from save to save."""
+        return self._memory.num_bytes
+
+    @property
     def is_running(self) -> bool:
         """Whether a save has not ended."""
         return self._thread is not None and self._thread.is_alive()
@@ -217,9 +231,12 @@ class AsyncSaver:
             abandon: other ranks, if there are any, may be gone: it is waited for a few seconds
                 only. What it leaves is no checkpoint, and is removed by a later save.
         """
-        if self._thread is None:
-            return
-        abandon = abandon and self.collectives.world_size > 1
+        if self._thread is not None:
+            self._end(abandon=abandon and self.collectives.world_size > 1)
+        self._memory.give_back()
+
+    def _end(self, *, abandon: bool) -> None:
+        assert self._thread is not None
         self._thread.join(_ABANDON_SECONDS if abandon else None)
         snapshot = self._snapshot
         if self._thread.is_alive():

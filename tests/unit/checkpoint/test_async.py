@@ -120,9 +120,9 @@ def test_copies_on_the_device(
     on_host: list[LayerSnapshot] = []
     copy = LayerSnapshot.copy
 
-    def noted(self: LayerSnapshot, pool: Any) -> None:
+    def noted(self: LayerSnapshot) -> None:
         on_host.append(self)
-        copy(self, pool)
+        copy(self)
 
     monkeypatch.setattr(LayerSnapshot, "copy", noted)
     with environment("HYTRAIN_DELAYS", "7:3000"), engine_of(run) as engine:
