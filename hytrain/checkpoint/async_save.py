@@ -9,17 +9,20 @@ of all ranks are whole.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from hytrain.checkpoint.contents import ModelStatesLater, SaveContents, take_contents
 from hytrain.checkpoint.copy_memory import CopyMemory
-from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
-from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.snapshot import StateSnapshot
 from hytrain.checkpoint.target import SaveTarget, begin_writing
 from hytrain.checkpoint.writer import write_contents
@@ -73,9 +76,21 @@ class AsyncSaver:
         self._current_step = current_step
         self.collectives = open_group(kept.collectives)
         self._share = share
+        self._places = list_parameters(kept.layers)
         self._memory = CopyMemory()
         self._memory.fit(kept.layers, lambda: free_room(share))
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._ended.set()
+        self._is_given_up = False
+        # It waits before the first save: starting a thread takes milliseconds of a call, as Python
+        # lets the new one run first. A daemon: the interpreter's end would join any other, which
+        # may wait for ranks that are gone. That a save is waited for in order is close()'s.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs, self._ended), name="hytrain-save", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
         self._error: CheckpointError | None = None
         self._raise_at = 0
         self._warned = False
@@ -84,45 +99,43 @@ class AsyncSaver:
     def save(
         self,
         target: SaveTarget,
-        model_states: Callable[[list[ParameterPlace]], ModelStates],
+        model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
         frozen: Iterable[Mapping[int, torch.Tensor]],
     ) -> None:
         """Begins a save of what there is now; an earlier one must have been waited for.
 
         Args:
             target: where to.
-            model_states: see :func:`collect_contents`; called at once.
+            model_states: see :func:`take_contents`; called at once.
             frozen: see :func:`write_contents`; walked through at once.
 
         Raises:
             HyTrainError: the engine is closed, or its last step failed midway.
         """
-        assert self._thread is None
+        assert self._ended.is_set()
         self._kept.begin_reading()
-        contents = collect_contents(self._kept, model_states)
+        contents = take_contents(self._kept, self._places, model_states, self.collectives)
+        taken = self._kept.pipeline.streams.record_current()
         copies = list(frozen)
         # Layers have come to the host, or left it.
         self._memory.fit(self._kept.layers, lambda: free_room(self._share))
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
-        # A daemon: the interpreter's end would join any other thread, which may wait for ranks
-        # that are gone. That it is waited for in order is close()'s.
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(target, contents, copies, snapshot),
-            name="hytrain-save",
-            daemon=True,
-        )
-        self._thread.start()
+        self._ended.clear()
+        self._jobs.put(partial(self._run, target, contents, taken, copies, snapshot))
 
     def _run(
         self,
         target: SaveTarget,
-        contents: SaveContents,
+        contents: Callable[[], SaveContents],
+        taken: torch.cuda.Event | None,
         frozen: list[Mapping[int, torch.Tensor]],
         snapshot: StateSnapshot,
     ) -> None:
         try:
-            with self._kept.pipeline.streams.beside():
+            streams = self._kept.pipeline.streams
+            with streams.beside():
+                # Without this wait buffers that the call has copied could be read half copied.
+                streams.compute_waits(taken)
                 self._save(target, contents, frozen, snapshot)
         except BaseException as error:
             self._note(target, error)
@@ -137,7 +150,7 @@ class AsyncSaver:
     def _save(
         self,
         target: SaveTarget,
-        contents: SaveContents,
+        put_together: Callable[[], SaveContents],
         frozen: list[Mapping[int, torch.Tensor]],
         snapshot: StateSnapshot,
     ) -> None:
@@ -154,6 +167,7 @@ class AsyncSaver:
                 without / 1e9,
             )
         faults.point("save.snapshot")
+        contents = put_together()
         saving = begin_writing(target, contents, self.collectives)
         write_contents(
             target,
@@ -200,7 +214,7 @@ class AsyncSaver:
     @property
     def is_running(self) -> bool:
         """Whether a save has not ended."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._ended.is_set()
 
     def check(self) -> None:
         """After a step: raises what a save has failed with, on all ranks after the same one.
@@ -217,9 +231,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: it failed, and that has not been raised yet.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._ended.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -231,18 +243,27 @@ class AsyncSaver:
             abandon: other ranks, if there are any, may be gone: it is waited for a few seconds
                 only. What it leaves is no checkpoint, and is removed by a later save.
         """
-        if self._thread is not None:
-            self._end(abandon=abandon and self.collectives.world_size > 1)
-        self._memory.give_back()
-
-    def _end(self, *, abandon: bool) -> None:
-        assert self._thread is not None
-        self._thread.join(_ABANDON_SECONDS if abandon else None)
+        abandon = abandon and self.collectives.world_size > 1
+        self._jobs.put(None)
+        has_ended = self._ended.wait(_ABANDON_SECONDS if abandon else None)
         snapshot = self._snapshot
-        if self._thread.is_alive():
+        if not has_ended:
+            self._is_given_up = True
+            self._ended = threading.Event()  # the thread has the other
+            self._ended.set()
             logger.warning("an asynchronous save is given up: its checkpoint will not be there")
             if snapshot is not None:
                 snapshot.release()
         elif self._error is not None:
             logger.error("the last asynchronous save failed: %s", self._error)
-        self._thread = None
+        if has_ended and not self._is_given_up:
+            self._thread.join()
+        self._memory.give_back()
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:
+    # It has the queue alone: a saver that is dropped takes its engine's state with it.
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+        ended.set()

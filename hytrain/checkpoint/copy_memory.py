@@ -15,6 +15,7 @@ import torch
 from hytrain import _C
 from hytrain.errors import HostMemoryError
 from hytrain.kernels.host_memory import host_zeros
+from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, _C.StateArrays] = {}
         self._toucher: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -48,6 +50,7 @@ class CopyMemory:
         here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
         for index in self._copies.keys() - here.keys():
             del self._copies[index]
+            del self._targets[index]
         missing = [layer for index, layer in here.items() if index not in self._copies]
         left = room() if missing else 0
         new: list[torch.Tensor] = []
@@ -63,6 +66,8 @@ class CopyMemory:
                 break
             left -= size
             self._copies[layer.index] = copy
+            arrays = layer.moments.split(copy, layer.shard_size)
+            self._targets[layer.index] = native_arrays(*arrays, layer.moments.seed)
             new.append(copy)
         if new:
             self._touch(new)
@@ -70,6 +75,10 @@ class CopyMemory:
     def of(self, layer: LayerState) -> torch.Tensor | None:
         """The layer's: uint8, 1-D, of its state's length; None: there is no room."""
         return self._copies.get(layer.index)
+
+    def target(self, layer: LayerState) -> _C.StateArrays:
+        """For the update worker: the same memory."""
+        return self._targets[layer.index]
 
     def _touch(self, new: list[torch.Tensor]) -> None:
         self._halt()
@@ -102,3 +111,4 @@ class CopyMemory:
         """Gives all of it back; nothing of it may be in use. May be called twice."""
         self._halt()
         self._copies.clear()
+        self._targets.clear()

@@ -27,7 +27,6 @@ from hytrain.checkpoint.device_copies import DeviceCopies
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
 from hytrain.kernels.host_memory import host_zeros
-from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.testing import faults
@@ -62,8 +61,7 @@ class LayerSnapshot:
         """Whether the update worker takes the copy."""
         if copy is not None:
             self._memory = copy
-            target = native_arrays(*layer.moments.split(copy, self._numel), layer.moments.seed)
-            self._cpu.worker.capture(layer.worker_index, target)
+            self._cpu.worker.capture(layer.worker_index, memory.target(layer))
         elif self.is_on_host:
             self._cpu.settle(layer)
         layer.hold_for(self.wait, updates=not self.is_captured)

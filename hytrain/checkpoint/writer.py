@@ -20,13 +20,20 @@ import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import finish_save, give_up_save
-from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents, key_of
+from hytrain.checkpoint.contents import (
+    ModelStates,
+    ModelStatesLater,
+    SaveContents,
+    key_of,
+    take_contents,
+)
 from hytrain.checkpoint.gather import (
     Delivery,
     ParameterPlace,
     StateSource,
     gather_round,
     gather_states,
+    list_parameters,
 )
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
 from hytrain.checkpoint.rounds import plan_rounds
@@ -191,7 +198,7 @@ class ModelStatesFile:
 def write_checkpoint(
     target: SaveTarget,
     kept: KeptState,
-    model_states: Callable[[list[ParameterPlace]], ModelStates],
+    model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
     frozen: Iterable[Mapping[int, torch.Tensor]],
 ) -> None:
     """Saves everything that a run needs to go on; a collective.
@@ -201,7 +208,7 @@ def write_checkpoint(
     Args:
         target: where to.
         kept: whose state is written; it is flushed, which changes no number.
-        model_states: see :func:`collect_contents`.
+        model_states: see :func:`take_contents`.
         frozen: see :func:`write_contents`.
 
     Raises:
@@ -210,7 +217,8 @@ def write_checkpoint(
             cannot be a folder's.
     """
     kept.flush()
-    contents = collect_contents(kept, model_states)
+    places = list_parameters(kept.layers)
+    contents = take_contents(kept, places, model_states, kept.collectives)()
     saving = begin_writing(target, contents, kept.collectives)
     write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
 

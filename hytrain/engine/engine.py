@@ -72,6 +72,7 @@ class HyTrainEngine(DeepSpeedEngine):
     _collectives: ShardCollectives | None = None
     _plan_watch: PlanWatch | None = None
     _saver: AsyncSaver | None = None
+    _kept_checkpoints: EngineCheckpoints | None = None
     _termination: Termination | None = None
     _tracing: Tracing | None = None
     _in_forward = False
@@ -268,7 +269,10 @@ class HyTrainEngine(DeepSpeedEngine):
         return module_tensors(self._model, self._open_guards())
 
     def _checkpoints(self) -> EngineCheckpoints:
-        return EngineCheckpoints(self, self.open_optimizer(), self._module_tensors)
+        optimizer = self.open_optimizer()
+        if self._kept_checkpoints is None:
+            self._kept_checkpoints = EngineCheckpoints(self, optimizer, self._module_tensors)
+        return self._kept_checkpoints
 
     def _open_guards(self) -> LayerGuards:
         assert self._guards is not None

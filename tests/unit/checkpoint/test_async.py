@@ -270,7 +270,7 @@ def test_a_failure_is_raised_and_training_can_go_on(
         with monkeypatch.context() as patch:
             patch.setattr(writer, "write_file", _full)
             engine.save_checkpoint(tmp_path / "async", tag="t")
-            engine._saver._thread.join()
+            engine._saver._ended.wait()
         done = 2 if where != "step" else 3
 
         def notice() -> None:
