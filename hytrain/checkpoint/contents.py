@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -57,10 +58,12 @@ class ModuleTensors:
 
     Attributes:
         state: name -> a :class:`LaterTensor` for each parameter, else what the module has.
+        others: what of it is not a :class:`LaterTensor`.
         constants: key of what is not trained -> where it is.
     """
 
     state: dict[str, Any]
+    others: dict[str, Any]
     constants: dict[str, Constant]
 
     @classmethod
@@ -86,7 +89,11 @@ class ModuleTensors:
                     constants[key] = Constant(name, value, value._version)
             return found
 
-        return cls({name: later(name, value) for name, value in state.items()}, constants)
+        entries = {name: later(name, value) for name, value in state.items()}
+        others = {
+            name: entry for name, entry in entries.items() if not isinstance(entry, LaterTensor)
+        }
+        return cls(entries, others, constants)
 
 
 def key_of(place: ParameterPlace) -> str:
@@ -149,16 +156,13 @@ def take_contents(
     Returns:
         Puts it together; a collective, in any thread.
     """
-    state = pack_optimizer_state(
-        kept.hyper.groups,
-        kept.hyper.steps,
-        places,
-        clip=kept.pipeline.norm.settings.max_norm,
-        num_ranks=kept.collectives.world_size,
-        scaling=kept.scaling,
-        moments=kept.moments,
-    )
-    steps = [float(kept.hyper.steps[place.group]) for place in places]
+    # Lists of all parameters are left to the function: they take long, and do not change.
+    groups = [
+        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in kept.hyper.groups
+    ]
+    steps = list(kept.hyper.steps)
+    clip, scaling = kept.pipeline.norm.settings.max_norm, copy.deepcopy(kept.scaling)
     randomness = random_state(kept.device)
     later, failure = None, None
     if kept.collectives.rank == 0:
@@ -169,7 +173,17 @@ def take_contents(
         states, problem = None, failure
         if later is not None:
             states, problem = _attempt(lambda: later(everywhere))
-        return SaveContents(places, steps, state, states, problem)
+        state = pack_optimizer_state(
+            groups,
+            steps,
+            places,
+            clip=clip,
+            num_ranks=kept.collectives.world_size,
+            scaling=scaling,
+            moments=kept.moments,
+        )
+        made = [float(steps[place.group]) for place in places]
+        return SaveContents(places, made, state, states, problem)
 
     return put_together
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.archive_writer import LaterTensor, PickledObjects
+from hytrain.checkpoint.archive_writer import PickledObjects
 from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
-from hytrain.checkpoint.contents import Constant, ModelStates, ModelStatesLater
+from hytrain.checkpoint.contents import ModelStates, ModelStatesLater, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
@@ -211,22 +211,22 @@ class EngineCheckpoints:
         # Names, shapes and dtypes are looked at here, and no values: nothing is to be waited for,
         # and seeing to that for each takes milliseconds of an asynchronous save's call.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            common, constants = self._common_state(places, no_frozen=no_frozen)
+            common, module = self._common_state(places, no_frozen=no_frozen)
         decisions = tuple(self._optimizer.placement.decisions)
         taken = common, client_state, self._data_position()
         if later:
-            taken = _copied(*taken)
+            taken = _copied(*taken, module.others)
 
         def put_together(randomness: Sequence[Mapping[str, Any]]) -> ModelStates:
             states, client, position = taken
             objects = pack_model_states(states, client, decisions, randomness, position)
-            return ModelStates(PickledObjects(objects), constants, pack_metadata(objects))
+            return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
 
         return put_together
 
     def _common_state(
         self, places: list[ParameterPlace], *, no_frozen: bool
-    ) -> tuple[dict[str, Any], Mapping[str, Constant]]:
+    ) -> tuple[dict[str, Any], ModuleTensors]:
         module = self._structure.module_tensors(places, no_frozen=no_frozen)
         # DeepSpeed would copy frozen weights now, and under ZeRO-3 they are not there.
         with self._structure.answering():
@@ -237,7 +237,7 @@ class EngineCheckpoints:
             frozen = self._structure.frozen_shapes()
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
-        return common, module.constants
+        return common, module
 
 
 _KNOWN = (
@@ -247,18 +247,22 @@ _KNOWN = (
 
 
 def _copied(
-    common: Mapping[str, Any], client: Mapping[str, Any], position: Mapping[str, Any] | None
+    common: Mapping[str, Any],
+    client: Mapping[str, Any],
+    position: Mapping[str, Any] | None,
+    module: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any] | None]:
-    """All of it as it is now: later changes do not reach it."""
-    module: Mapping[str, Any] = common["module"]
+    """All of it as it is now: later changes do not reach it.
+
+    Args:
+        common, client, position: what is copied.
+        module: of the module's state dict, what is not written later.
+    """
     buffers = {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
-    others = {
-        name: value
-        for name, value in module.items()
-        if name not in buffers and not isinstance(value, LaterTensor)
-    }
+    others = {name: value for name, value in module.items() if name not in buffers}
     changing = {key: value for key, value in common.items() if key not in (*_KNOWN, "module")}
     others, changing, client, position = copy_objects((others, changing, client, position))
-    copies = {**copy_tensors(buffers), **others}
-    state = {name: copies.get(name, value) for name, value in module.items()}
+    state = common["module"]
+    if module:
+        state = {**state, **copy_tensors(buffers), **others}
     return {**common, **changing, "module": state}, client, position

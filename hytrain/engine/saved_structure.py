@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.checkpoint.archive_writer import LaterTensor
 from hytrain.checkpoint.contents import Constant, ModuleTensors
 from hytrain.checkpoint.gather import ParameterPlace
 
@@ -98,37 +97,38 @@ class _State:
 
     def __init__(
         self,
-        entries: dict[str, LaterTensor | tuple[dict[str, torch.Tensor], str]],
+        state: dict[str, Any],
+        buffers: dict[str, tuple[dict[str, torch.Tensor], str]],
         constants: Mapping[str, Constant],
     ) -> None:
-        self._entries = entries
+        self._state = state
+        self._buffers = buffers
         self._constants = constants
 
     @classmethod
     def of(cls, module: nn.Module, tensors: Mapping[str, Any], made: ModuleTensors) -> _State | None:
         """None where an entry is neither a parameter nor a buffer under its own name."""
-        entries: dict[str, LaterTensor | tuple[dict[str, torch.Tensor], str]] = {}
+        buffers: dict[str, tuple[dict[str, torch.Tensor], str]] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
         for name, value in tensors.items():
             path, _, leaf = name.rpartition(".")
             owner = modules.get(path)
             if owner is None:
                 return None
-            if owner._parameters.get(leaf) is value:
-                entries[name] = made.state[name]
-            elif owner._buffers.get(leaf) is value:
-                entries[name] = (vars(owner)["_buffers"], leaf)
-            else:
+            if owner._buffers.get(leaf) is value:
+                buffers[name] = vars(owner)["_buffers"], leaf
+            elif owner._parameters.get(leaf) is not value:
                 return None
-        return cls(entries, made.constants)
+        # In the state dict's order, and with no tensor of the first save kept alive.
+        state = {name: None if name in buffers else entry for name, entry in made.state.items()}
+        return cls(state, buffers, made.constants)
 
     def now(self) -> ModuleTensors:
         """With the buffers, and the versions of what is not trained, as they are."""
-        state = {
-            name: entry if isinstance(entry, LaterTensor) else entry[0][entry[1]].detach()
-            for name, entry in self._entries.items()
-        }
-        return ModuleTensors(state, {key: old.again() for key, old in self._constants.items()})
+        buffers = {name: owner[leaf].detach() for name, (owner, leaf) in self._buffers.items()}
+        state = {**self._state, **buffers} if buffers else self._state
+        constants = {key: old.again() for key, old in self._constants.items()}
+        return ModuleTensors(state, buffers, constants)
 
 
 class _Seen:
