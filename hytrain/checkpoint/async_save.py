@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hytrain.checkpoint.contents import ModelStatesLater, SaveContents, take_contents
 from hytrain.checkpoint.copy_memory import CopyMemory
+from hytrain.checkpoint.file_writers import WRITERS
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.snapshot import StateSnapshot
 from hytrain.checkpoint.target import SaveTarget, begin_writing
@@ -54,6 +55,11 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
     return ShardCollectives(group)
 
 
+def _writers(cores: int) -> int:
+    """Threads that write beside training: it has the other cores."""
+    return max(2, min(WRITERS, cores // 4))
+
+
 def free_room(share: HostShare) -> int:
     """Bytes of host memory that copies of this rank's state may take."""
     return max(0, share.memory(host_memory_pools()) - _RESERVE_BYTES)
@@ -62,9 +68,7 @@ def free_room(share: HostShare) -> int:
 class AsyncSaver:
     """Runs one save at a time."""
 
-    def __init__(
-        self, kept: KeptState, current_step: Callable[[], int], share: HostShare
-    ) -> None:
+    def __init__(self, kept: KeptState, current_step: Callable[[], int], share: HostShare) -> None:
         """A collective. Takes host memory for copies of the state, as far as there is room.
 
         Args:
@@ -178,6 +182,7 @@ class AsyncSaver:
             self._kept.device,
             snapshot.state,
             snapshot.delivered,
+            _writers(self._share.cores),
         )
         if self.collectives.rank == 0:
             size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)

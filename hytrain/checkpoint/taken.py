@@ -13,7 +13,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _MOST_ON_DEVICE = 64 * 2**20
-"""Bytes of tensors on a device that are copied there: nothing is waited for. More go to the host."""
+"""Bytes of tensors that are copied on their device: nothing is waited for. More go to the host."""
 
 
 def copy_objects(objects: Any) -> Any:

@@ -27,8 +27,8 @@ from hytrain.checkpoint.engine_state import (
 from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
-from hytrain.checkpoint.taken import copy_objects, copy_tensors
 from hytrain.checkpoint.tags import find_tag, older_tags
+from hytrain.checkpoint.taken import copy_objects, copy_tensors
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import from_first, raise_together
@@ -241,8 +241,12 @@ class EngineCheckpoints:
 
 
 _KNOWN = (
-    "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments",
-)  # fmt: skip
+    "buffer_names",
+    "param_shapes",
+    "shared_params",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+)
 """Keys of what the module's structure says: nobody changes these objects."""
 
 

@@ -21,7 +21,8 @@ from hytrain.checkpoint.gather import ParameterPlace
 _NAMES = ("_get_buffer_names", "_get_zero_param_shapes", "_get_shared_params")
 """What DeepSpeed's engine asks itself for a checkpoint."""
 _DEFAULTS = {
-    name: getattr(nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    name: getattr(nn.Module, name)
+    for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
 }
 
 
@@ -106,7 +107,9 @@ class _State:
         self._constants = constants
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Mapping[str, Any], made: ModuleTensors) -> _State | None:
+    def of(
+        cls, module: nn.Module, tensors: Mapping[str, Any], made: ModuleTensors
+    ) -> _State | None:
         """None where an entry is neither a parameter nor a buffer under its own name."""
         buffers: dict[str, tuple[dict[str, torch.Tensor], str]] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
