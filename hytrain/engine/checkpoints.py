@@ -24,7 +24,7 @@ from hytrain.checkpoint.engine_state import (
     stored_randomness,
     taken_keys,
 )
-from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
@@ -61,6 +61,12 @@ class EngineCheckpoints:
         self._optimizer = optimizer
         self._module_tensors = module_tensors
         self._structure = SavedStructure(engine, module_tensors)
+
+    def prepare(self) -> None:
+        """Before an asynchronous save: what takes its first call longer than the others'."""
+        if self._optimizer.collectives.rank == 0:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                self._structure.prepare(list_parameters(self._optimizer.kept.layers))
 
     def save(
         self,

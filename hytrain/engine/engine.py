@@ -142,6 +142,7 @@ class HyTrainEngine(DeepSpeedEngine):
             )
             optimizer.before_close.append(lambda: saver.close(abandon=is_failing()))
             finish_save_at_exit(saver)
+            self._checkpoints().prepare()
         if settings.sigterm_dir is not None:
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)

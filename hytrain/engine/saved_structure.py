@@ -69,6 +69,12 @@ class SavedStructure:
                 self._states[no_frozen] = found
         return made
 
+    def prepare(self, places: list[ParameterPlace]) -> None:
+        """Looks at the module before the first save, whose call is then as short as the others'."""
+        self.module_tensors(places, no_frozen=False)
+        with self.answering():
+            self.frozen_shapes()
+
     @contextmanager
     def answering(self) -> Generator[None]:
         """While it lasts, DeepSpeed's engine does not walk through the module for what is known."""
