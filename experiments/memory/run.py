@@ -6,7 +6,8 @@
 
 Each size and ZeRO stage has a process of its own, which builds an engine and says what it is at.
 DIR/result.json is rewritten with every figure; tables come last. The command ends after
---budget-seconds, whatever hangs, with what it has. Checkpoints are written to --folder, and removed when the command has ended.
+--budget-seconds, whatever hangs, with what it has. Checkpoints are written to --folder, and removed
+when the command has ended.
 """
 
 from __future__ import annotations
