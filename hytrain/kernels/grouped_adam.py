@@ -98,7 +98,8 @@ class GroupedAdam:
         per_launch = _NUM_FIELDS * self._rows
         num_words = len(launches) * per_launch + num_groups * _NUM_CONSTANTS // 2
         self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._constants = self._device_words[len(launches) * per_launch :].view(torch.float32)
+        self.constants = self._device_words[len(launches) * per_launch :].view(torch.float32)
+        """Of each parameter group, ``adam_constants`` of the step, fp32 on the device."""
         self._launches: list[_Launch] = []
         tables = np.zeros((len(launches), _NUM_FIELDS, self._rows), dtype=np.int64)
         for number, segments in enumerate(launches):
@@ -113,7 +114,8 @@ class GroupedAdam:
         )
         self._buffers = [self._buffer(tables, num_words, device) for _ in range(_NUM_BUFFERS)]
         self._next = 0
-        self._aligned: list[bool] = []
+        self.aligned: list[bool] = []
+        """Of each launch of the step: it moves vectors."""
         self._hyper: Sequence[AdamHyper] = ()
 
     def _fill(self, table: np.ndarray[Any, Any], segments: Sequence[Segment]) -> int:
@@ -184,7 +186,7 @@ class GroupedAdam:
         if buffer.sent is not None:
             buffer.sent.record()
         bits = np.bitwise_or.reduceat(addresses, self._begins) | self._fixed_bits
-        self._aligned = (bits % _VECTOR == 0).tolist()
+        self.aligned = (bits % _VECTOR == 0).tolist()
         self._hyper = hyper
 
     def launch(self, number: int, outcome: torch.Tensor) -> None:
@@ -213,9 +215,9 @@ class GroupedAdam:
         kernel, dtypes = _kernel_cache
         launch = self._launches[number]
         kernel[(launch.programs,)](
-            launch.table, self._constants, outcome,
+            launch.table, self.constants, outcome,
             GRADIENT=dtypes[launch.gradient_dtype], WEIGHTS=dtypes[launch.weights_dtype],
-            ALIGNED=self._aligned[number], ROWS=self._rows, BLOCK=_BLOCK,
+            ALIGNED=self.aligned[number], ROWS=self._rows, BLOCK=_BLOCK,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
