@@ -109,7 +109,7 @@ def assert_same(actual: list[Layer], expected: list[Layer]) -> None:
 def test_a_group_is_bitwise_its_segments(
     sizes: tuple[int, ...], shift: int, weights: torch.dtype, gradient: torch.dtype, device: str
 ) -> None:
-    """Aligned or not, with two parameter groups, over steps with other gradients; one is skipped."""
+    """Aligned or not, two parameter groups, other gradients every step; one step is skipped."""
     actual, expected = (
         [make_layer(n + 1, k, gradient, weights, device, shift) for k, n in enumerate(sizes)]
         for _ in range(2)
