@@ -51,6 +51,71 @@ def adam_kernel(
         tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def row_of_program(table_ptr, ROWS: tl.constexpr):
+    """Which row of a table this program is of, by the rows' first programs, which come first in it.
+
+    Returns:
+        The row, and the program's number among the row's programs.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    firsts = tl.load(table_ptr + tl.arange(0, ROWS))
+    row = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
+    return row, program - tl.load(table_ptr + row)
+
+
+@triton.jit
+def address_in(table_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer that a table holds; the compiler cannot see its alignment, and is told of it."""
+    pointer = tl.load(table_ptr).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def adam_grouped_kernel(
+    table_ptr, constants_ptr, outcome_ptr,
+    GRADIENT: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`adam_kernel` over the segments of a table (kernels/grouped_adam.py has its fields).
+
+    With ALIGNED every address is a multiple of 16 bytes and every length one of 16 elements:
+    without knowing that, loads and stores would be of single elements.
+    """
+    scale = tl.load(outcome_ptr)
+    skip = tl.load(outcome_ptr + 1)
+    row, inside = row_of_program(table_ptr, ROWS)
+    if skip == 0.0:
+        fields = table_ptr + row
+        n = tl.load(fields + ROWS)
+        if ALIGNED:
+            n = tl.multiple_of(n, 16)
+        p_ptr = address_in(fields + 2 * ROWS, tl.float32, ALIGNED)
+        m_ptr = address_in(fields + 3 * ROWS, tl.float32, ALIGNED)
+        v_ptr = address_in(fields + 4 * ROWS, tl.float32, ALIGNED)
+        w_ptr = address_in(fields + 5 * ROWS, WEIGHTS, ALIGNED)
+        g_ptr = address_in(fields + 6 * ROWS, GRADIENT, ALIGNED)
+        constants = constants_ptr + 8 * tl.load(fields + 7 * ROWS)
+        offsets = inside * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < n
+        p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+        m = tl.load(m_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+        p, m, v = adam_step(
+            p, m, v, g,
+            tl.load(constants), tl.load(constants + 1), tl.load(constants + 2),
+            tl.load(constants + 3), tl.load(constants + 4), tl.load(constants + 5),
+            tl.load(constants + 6), tl.load(constants + 7),
+        )  # fmt: skip
+        tl.store(p_ptr + offsets, p, mask=mask)
+        tl.store(m_ptr + offsets, m, mask=mask)
+        tl.store(v_ptr + offsets, v, mask=mask)
+        tl.store(w_ptr + offsets, p.to(WEIGHTS), mask=mask)
+
+
 # ---- moments in fewer bytes: csrc/adam/moments_kernel.inl in Triton, operation by operation ----
 
 _SIGN = tl.constexpr(0x80000000)
@@ -97,10 +162,7 @@ def run_of_program(table_ptr, step, ROWS: tl.constexpr):
     Returns:
         Its number among the run's programs; the run's begin, end and first index; the key.
     """
-    program = tl.program_id(0).to(tl.int64)
-    firsts = tl.load(table_ptr + tl.arange(0, ROWS))
-    row = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
-    inside = program - tl.load(table_ptr + row)
+    row, inside = row_of_program(table_ptr, ROWS)
     begin = tl.load(table_ptr + ROWS + row)
     end = tl.load(table_ptr + 2 * ROWS + row)
     index = tl.load(table_ptr + 3 * ROWS + row)

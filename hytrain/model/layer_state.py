@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from hytrain.formats.moment_kinds import MASTER_BYTES
+from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout
@@ -18,6 +19,23 @@ from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.model.storage import ResidentStorage
 
 StatePart = Literal["master", "moments"]
+
+
+class UpdatePart(NamedTuple):
+    """What of a layer one parameter group's update on the device changes.
+
+    Attributes:
+        launch: its place in the layer's flat space, and what rounds its moments.
+        begin: its first element in the shard.
+        master: fp32 master weights, a view.
+        m, v: the moments, views.
+    """
+
+    launch: UpdateLaunch
+    begin: int
+    master: torch.Tensor
+    m: Moment
+    v: Moment
 
 
 @dataclass(slots=True)
@@ -49,11 +67,14 @@ class LayerState:
     """State that is moving to the device is there."""
     moving: bool = False
     """A move of the state has not been waited for; the worker may not have finished it."""
+    state_moves: int = 0
+    """How often the state has come to lie in other memory."""
 
     _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
     _holds_updates: bool = False
     _launches: list[UpdateLaunch] = field(default_factory=list[UpdateLaunch])
+    _parts: list[UpdatePart] = field(default_factory=list[UpdatePart])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
@@ -92,6 +113,8 @@ class LayerState:
 
     def _set_parts(self, master: torch.Tensor, moments: torch.Tensor) -> None:
         self._moments_memory = moments
+        self._parts = []  # views of it would keep the old memory
+        self.state_moves += 1
         self.master, self.exp_avg, self.exp_avg_sq = self.moments.arrays(master, moments)
 
     @property
@@ -110,11 +133,16 @@ class LayerState:
         self._set_parts(parts["master"], parts["moments"])
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def update_launches(self) -> list[UpdateLaunch]:
-        """The shard cut into what one launch on the device updates."""
+    def update_parts(self) -> list[UpdatePart]:
+        """The shard cut into what one launch on the device can update; kept until it moves."""
         if not self._launches:
             self._launches = self.moments.update_launches(self.layout, self.begin, self.end)
-        return self._launches
+        if not self._parts:
+            for launch in self._launches:
+                begin, end = launch.begin - self.begin, launch.end - self.begin
+                m, v = (part_of(moment, begin, end) for moment in (self.exp_avg, self.exp_avg_sq))
+                self._parts.append(UpdatePart(launch, begin, self.master[begin:end], m, v))
+        return self._parts
 
     def hold_for(self, wait: Callable[[], None], *, updates: bool) -> None:
         """Somebody reads the state beside training.
@@ -152,6 +180,8 @@ class LayerState:
         """Lets go of state, gradient and storage; weights that a parameter still views stay."""
         self._held_for = None
         self.update.release_gradient()
+        self._parts = []
+        self.state_moves += 1
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
         self.memory = self._moments_memory = torch.empty(0, dtype=torch.uint8)
         self.storage.release()

@@ -60,6 +60,8 @@ class ShardedStorage:
                 part = home[taken : taken + size].view(dtype).zero_()
                 taken += size
             self.parts.append((begin, part))
+        self.moves = 0
+        """How often the shard has come to lie in other memory."""
         self.is_gathered = False
         self.reads: WatchedParameters | None = None
         """Told of reads where no module of the layer runs and it was not gathered explicitly."""
@@ -159,6 +161,7 @@ class ShardedStorage:
             kept: as :attr:`kept`, with the same elements, on any device.
         """
         self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
+        self.moves += 1
 
     # -- the whole layer -----------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ class ResidentStorage:
         """(begin, end, flat tensor of end - begin elements) for each run of one dtype."""
         for dtype, begin, end in layout.dtype_runs:
             self.runs.append((begin, end, torch.zeros(end - begin, dtype=dtype, device=device)))
+        self.moves = 0
+        """How often the training copy has come to lie in other memory."""
         self._views: list[tuple[ParameterSlot, torch.Tensor, int]] = []
         with torch.no_grad():
             for slot in layout.slots:
@@ -63,6 +65,7 @@ class ResidentStorage:
         self.runs = [
             (begin, end, flat) for (begin, end, _), flat in zip(self.runs, kept, strict=True)
         ]
+        self.moves += 1
         self._point_here()
 
     def slice(self, begin: int, end: int) -> torch.Tensor:

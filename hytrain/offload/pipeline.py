@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -17,10 +16,9 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import ConfigError
 from hytrain.kernels.clipping import ClipForecast, GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
-from hytrain.kernels.device_adam import device_adam
-from hytrain.kernels.moment_codes import part_of
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
+from hytrain.offload.device_update import DeviceUpdate, UpdateObserver
 from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
@@ -28,18 +26,6 @@ from hytrain.trace.recorder import Recorder
 
 _IN_LINE = nullcontext()
 """Nothing is another stream's."""
-
-
-class UpdateObserver(Protocol):
-    """Who is told of updates on the device, on the stream that makes them."""
-
-    def updates_begin(self) -> None:
-        """The first update of a step is about to be queued."""
-        ...
-
-    def layer_updated(self, index: int) -> None:
-        """A layer's update has been queued."""
-        ...
 
 
 class UpdatePipeline:
@@ -61,6 +47,7 @@ class UpdatePipeline:
         self._collectives = collectives
         self._direct = norm.settings.direct
         self.mover = LayerMover(cpu, streams)
+        self._device_update = DeviceUpdate(self.layers, streams, self.mover)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
         self.trace: Recorder | None = None
@@ -200,47 +187,8 @@ class UpdatePipeline:
 
     def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
         self.is_torn = True  # until the last layer has made the step
-        outcome = self.norm.outcome
-        with self.streams.on_update():
-            if self.observer is not None:
-                self.observer.updates_begin()
-            if self.trace is not None:
-                self.trace.updates_begin()
-            for layer in self.layers:
-                if layer.placement != "gpu":
-                    continue
-                gradient = layer.update.gradient
-                assert gradient is not None
-                layer.before_update()
-                # State that has just left the host may not have arrived yet.
-                self.mover.wait(layer)
-                for launch in layer.update_launches():
-                    begin, end = launch.begin - layer.begin, launch.end - layer.begin
-                    master = layer.master[begin:end]
-                    with layer.storage.writing(launch.begin, launch.end, master) as weights:
-                        device_adam(
-                            master,
-                            part_of(layer.exp_avg, begin, end),
-                            part_of(layer.exp_avg_sq, begin, end),
-                            gradient[begin:end],
-                            weights,
-                            outcome,
-                            hyper[launch.group],
-                            launch.rounding,
-                        )
-                self.streams.used_on_update(gradient)
-                layer.update.release_gradient()
-                layer.update.overwrite()
-                if layer.update.weights_ready is not None:
-                    # One event a layer: the first layers' forward need not wait for the last's
-                    # update. Without it forward would read weights that are being written.
-                    layer.update.weights_ready.record(self.streams.update)
-                if self.observer is not None:
-                    self.observer.layer_updated(layer.index)
-                if self.trace is not None:
-                    self.trace.layer_updated(layer.index, layer.shard_size)
-            # The next decision drops it: compute could write there before the update has read it.
-            self.streams.used_on_update(outcome)
+        observers = [told for told in (self.observer, self.trace) if told is not None]
+        self._device_update.run(hyper, self.norm.outcome, observers)
 
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""

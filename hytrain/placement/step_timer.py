@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +30,8 @@ class StepSample:
         between: from the end of the first forward to the begin of the last backward.
         backward: of each layer in the last micro-batch.
         tail: from the end of the last backward to the begin of the next forward.
-        gpu_update: of each layer whose update ran on the GPU.
+        gpu_update: of each layer whose update ran on the GPU; what several took together is
+            shared out by their elements.
         seconds: the whole step.
         launch_bound: when the host had launched the last of backward, the device had nearly
             ended it: it had waited for the host.
@@ -96,7 +98,7 @@ class _Recording:
     gradients: list[tuple[int, _Mark]] = field(default_factory=list)
     backward_end: _Mark | None = None
     updates_begin: _Mark | None = None
-    updates: list[tuple[int, _Mark]] = field(default_factory=list)
+    updates: list[tuple[Mapping[int, int], _Mark]] = field(default_factory=list)
     next_begin: _Mark | None = None
     owns_next: bool = False
     launch_bound: bool = False
@@ -223,10 +225,10 @@ class StepTimer:
         if self._measures:
             self._current.updates_begin = self._clock.mark()
 
-    def layer_updated(self, index: int) -> None:
-        """One of them is queued."""
+    def layers_updated(self, sizes: Mapping[int, int]) -> None:
+        """One of them is queued: of these layers at once, with so many elements each."""
         if self._measures:
-            self._current.updates.append((index, self._clock.mark()))
+            self._current.updates.append((sizes, self._clock.mark()))
 
     def invalidate(self) -> None:
         """The current step is no ordinary one."""
@@ -303,8 +305,10 @@ class StepTimer:
         gpu_update: dict[int, float] = {}
         if r.updates_begin is not None:
             begin = r.updates_begin
-            for index, mark in r.updates:
-                gpu_update[index] = seconds(begin, mark)
+            for sizes, mark in r.updates:
+                # An update is bound by memory bandwidth: each element takes the same time.
+                each = seconds(begin, mark) / sum(sizes.values())
+                gpu_update.update((index, each * size) for index, size in sizes.items())
                 begin = mark
         tail = seconds(r.backward_end, r.next_begin)
         if not isinstance(r.backward_end, torch.cuda.Event):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -45,7 +45,9 @@ class _Open(NamedTuple):
 
 
 _now = time.monotonic_ns
-_Raw = tuple[str, str, Mark, Mark, dict[str, Any]]
+_Raw = tuple[str, str, Mark, Mark, dict[str, Any], tuple[float, float]]
+"""The last is which part it is of what lies between the marks."""
+_ALL = (0.0, 1.0)
 _SETTLE_SPANS = 20_000
 """Marks are turned into times when there are so many, or at the end: it takes microseconds each."""
 
@@ -87,7 +89,7 @@ class Recorder:
 
     def add(self, lane: str, name: str, begin: Mark, end: Mark, args: dict[str, Any]) -> None:
         """A span of any lane, between marks."""
-        self._raw.append((lane, name, begin, end, args))
+        self._raw.append((lane, name, begin, end, args, _ALL))
 
     # -- phases, on the host ---------------------------------------------------------------------
 
@@ -277,12 +279,21 @@ class Recorder:
         """Updates on the device follow, on the current stream."""
         self._updates_from = self.clock.mark()
 
-    def layer_updated(self, layer: int, parameters: int) -> None:
-        """One of them is queued."""
+    def layers_updated(self, sizes: Mapping[int, int]) -> None:
+        """One of them is queued, of one layer or of several at once: each has its share of it.
+
+        Args:
+            sizes: parameters of each, by its number.
+        """
         assert self._updates_from is not None
         begin, self._updates_from = self._updates_from, self.clock.mark()
-        args = {names.ARG_LAYER: layer, names.ARG_PARAMETERS: parameters, **self._now_args()}
-        self.add(names.GPU_UPDATE, f"update layer {layer}", begin, self._updates_from, args)
+        total, before = sum(sizes.values()), 0
+        for layer, size in sizes.items():
+            args = {names.ARG_LAYER: layer, names.ARG_PARAMETERS: size, **self._now_args()}
+            share = (before / total, (before + size) / total)
+            before += size
+            name = f"update layer {layer}"
+            self._raw.append((names.GPU_UPDATE, name, begin, self._updates_from, args, share))
 
     # -- steps, and what there is in the end -----------------------------------------------------
 
@@ -302,9 +313,12 @@ class Recorder:
         """Turns marks that the device has passed into times."""
         raw, clock = self._raw, self.clock
         while raw and clock.is_past(raw[0][2]) and clock.is_past(raw[0][3]):
-            lane, name, begin, end, args = raw.popleft()
+            lane, name, first, last, args, (low, high) = raw.popleft()
             self.dropped += len(self._spans) == self._spans.maxlen
-            self._spans.append(Span(lane, name, clock.ns(begin), clock.ns(end), args))
+            begin, end = clock.ns(first), clock.ns(last)
+            if (low, high) != _ALL:
+                begin, end = begin + low * (end - begin), begin + high * (end - begin)
+            self._spans.append(Span(lane, name, begin, end, args))
         while self._finals and clock.is_past(self._finals[0][2]):
             step, layer, mark = self._finals.popleft()
             self._final_times.append(Final(step, layer, clock.ns(mark)))

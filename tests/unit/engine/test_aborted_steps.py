@@ -18,7 +18,7 @@ from torch import nn
 from training import FRACTIONS, Faulty, UserError, backward, inputs
 
 from hytrain.errors import AbortedBackwardError, AbortedStepError, GradientOrderError
-from hytrain.offload import pipeline
+from hytrain.kernels import grouped_adam
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -273,7 +273,7 @@ def test_a_step_that_fails_midway(
         backward(engine, 2)
         with monkeypatch.context() as patch:
             if gpu_fraction:
-                patch.setattr(pipeline, "device_adam", _failing_at(2, pipeline.device_adam))
+                patch.setattr(grouped_adam, "device_adam", _failing_at(2, grouped_adam.device_adam))
             else:
                 cpu = engine.optimizer.pipeline.cpu
                 patch.setattr(cpu, "finalize", _failing_at(1, cpu.finalize))

@@ -236,7 +236,7 @@ class Simulation:
         timer.updates_begin()
         for index in range(self.here):
             self.now += self._noisy(costs.layers[index].gpu_update)
-            timer.layer_updated(index)
+            timer.layers_updated({index: 1})
         self.now += costs.tail
         coefficient = 0.5 if self.machine.clipped else 1.0
         outcome: Any = SimpleNamespace(skip=False, coefficient=coefficient)

@@ -65,7 +65,7 @@ class Life:
         self.timer.updates_begin()
         for index, seconds in (updates or {}).items():
             self.device.passes(seconds)
-            self.timer.layer_updated(index)
+            self.timer.layers_updated({index: 1})
         self.device.passes(tail)
         self.timer.end_step(measure_next=measure_next)
 
@@ -301,7 +301,7 @@ def test_an_update_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     life.timer.updates_begin()
     after = device.now
     device.now = after + 100.0  # on the update stream, beside the next forward
-    life.timer.layer_updated(0)
+    life.timer.layers_updated({0: 1})
     device.now = after + 0.5
     life.timer.end_step()
     device.has_come_to = after + 50.0

@@ -1,0 +1,244 @@
+"""Adam on the device for many segments in few launches, where moments are fp32.
+
+A launch reads from a table in device memory whose elements are where. Of all that, only the
+gradients' addresses and the constants of the step change from one step to the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.device_adam import adam_constants, device_adam
+
+_BLOCK = 2048  # elements of a program, as in device_adam
+_NUM_FIELDS = 8
+_GRADIENT, _GROUP = 6, 7
+"""Of a table's fields: first program, elements, p, m, v, weights, gradient, parameter group."""
+_FEWEST_ROWS = 16  # so that launches of few segments share a compiled kernel
+_NEVER = 2**62
+_NUM_CONSTANTS = 8
+_NUM_BUFFERS = 2
+_VECTOR = 16
+"""Bytes, and elements: with addresses and lengths that are multiples the kernel moves vectors."""
+_TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_kernel_cache: list[Any] = []
+
+
+class Segment(NamedTuple):
+    """Elements of one parameter group.
+
+    Attributes:
+        p: fp32 master weights, n elements, as all of these on the device.
+        m, v: the moments, fp32, n elements each.
+        weights: the training copy, n elements.
+        gradient: number of the gradient in what :meth:`GroupedAdam.begin_step` is given.
+        first: its first element in that.
+        group: number of its hyper-parameters there.
+    """
+
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    weights: torch.Tensor
+    gradient: int
+    first: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    rows: int
+    programs: int
+    gradient_dtype: torch.dtype
+    weights_dtype: torch.dtype
+    table: torch.Tensor  # its part of the table on the device
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A table on the host, on its way to the device."""
+
+    words: torch.Tensor
+    integers: np.ndarray[Any, np.dtype[np.int64]]
+    constants: np.ndarray[Any, np.dtype[np.float32]]
+    sent: torch.cuda.Event | None
+
+
+class GroupedAdam:
+    """Launches over segments whose places do not change; their gradients' may, every step.
+
+    Addresses are kept, not tensors: those must live for as long as this is launched.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Sequence[Segment]],
+        gradient_dtypes: Sequence[torch.dtype],
+        num_groups: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            launches: each one's segments, at least one, of one gradient dtype and weights dtype.
+            gradient_dtypes: of each gradient.
+            num_groups: of hyper-parameters.
+            device: of all tensors. On a GPU it is made on the stream of the launches: the table's
+                memory is that stream's, so that what takes it later comes after the last launch.
+        """
+        self._num_groups = num_groups
+        self._rows = max(map(len, launches), default=1)
+        self._rows = max(_FEWEST_ROWS, 1 << (self._rows - 1).bit_length())
+        per_launch = _NUM_FIELDS * self._rows
+        num_words = len(launches) * per_launch + num_groups * _NUM_CONSTANTS // 2
+        self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.constants = self._device_words[len(launches) * per_launch :].view(torch.float32)
+        """Of each parameter group, ``adam_constants`` of the step, fp32 on the device."""
+        self._launches: list[_Launch] = []
+        tables = np.zeros((len(launches), _NUM_FIELDS, self._rows), dtype=np.int64)
+        for number, segments in enumerate(launches):
+            programs = self._fill(tables[number], segments)
+            part = self._device_words[number * per_launch : (number + 1) * per_launch]
+            dtype = gradient_dtypes[segments[0].gradient]
+            weights = segments[0].weights.dtype
+            self._launches.append(_Launch(len(segments), programs, dtype, weights, part))
+        self._find_gradients(launches, gradient_dtypes)
+        self._fixed_bits = np.array(
+            [np.bitwise_or.reduce(t[1:_GRADIENT], axis=None) for t in tables], dtype=np.int64
+        )
+        self._buffers = [self._buffer(tables, num_words, device) for _ in range(_NUM_BUFFERS)]
+        self._next = 0
+        self.aligned: list[bool] = []
+        """Of each launch of the step: it moves vectors."""
+        self._hyper: Sequence[AdamHyper] = ()
+
+    def _fill(self, table: np.ndarray[Any, Any], segments: Sequence[Segment]) -> int:
+        """Writes what stays; returns the number of programs."""
+        table[0] = _NEVER  # rows behind the last one are never reached
+        program = 0
+        for row, segment in enumerate(segments):
+            addresses = [t.data_ptr() for t in (*segment[:3], segment.weights)]
+            n = segment.p.numel()
+            table[:_GRADIENT, row] = program, n, *addresses
+            table[_GROUP, row] = segment.group
+            program += -(-n // _BLOCK)
+        return program
+
+    def _find_gradients(
+        self, launches: Sequence[Sequence[Segment]], dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Where gradients' addresses are written, and what they are made of."""
+        places = [
+            ((number * _NUM_FIELDS + _GRADIENT) * self._rows + row, segment)
+            for number, segments in enumerate(launches)
+            for row, segment in enumerate(segments)
+        ]
+        self._places = np.array([place for place, _ in places], dtype=np.int64)
+        self._gradient_of = np.array([s.gradient for _, s in places], dtype=np.int64)
+        first_bytes = [s.first * dtypes[s.gradient].itemsize for _, s in places]
+        self._first_bytes = np.array(first_bytes, dtype=np.int64)
+        self._begins = np.cumsum([0, *map(len, launches[:-1])])
+
+    def _buffer(
+        self, tables: np.ndarray[Any, Any], num_words: int, device: torch.device
+    ) -> _Buffer:
+        is_cuda = device.type == "cuda"
+        words = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        integers = words.numpy()
+        integers[: tables.size] = tables.reshape(-1)
+        constants = integers[tables.size :].view(np.float32).reshape(-1, _NUM_CONSTANTS)
+        return _Buffer(words, integers, constants, torch.cuda.Event() if is_cuda else None)
+
+    @property
+    def num_launches(self) -> int:
+        """How many launches there are."""
+        return len(self._launches)
+
+    def begin_step(self, gradients: Sequence[torch.Tensor], hyper: Sequence[AdamHyper]) -> None:
+        """Sends the table of a step to the device, on the current stream, which launches follow.
+
+        Args:
+            gradients: 1-D, contiguous, of the dtypes that were announced. They must not be given
+                back to another stream before the launches have read them (``record_stream``).
+            hyper: each parameter group's hyper-parameters.
+        """
+        if not self._launches:
+            return
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % _NUM_BUFFERS
+        if buffer.sent is not None:
+            # The copy reads the buffer when the stream has come to it: without this wait the
+            # addresses of this step could go to the launches of the step before the last one.
+            buffer.sent.synchronize()
+        bases = np.array([gradient.data_ptr() for gradient in gradients], dtype=np.int64)
+        addresses = bases[self._gradient_of] + self._first_bytes
+        buffer.integers[self._places] = addresses
+        # In float64, rounded to fp32 here as a kernel's argument is at the call.
+        buffer.constants[:] = [list(adam_constants(each).values()) for each in hyper]
+        # One table on the device is enough: launches of the last step come before on this stream.
+        self._device_words.copy_(buffer.words, non_blocking=True)
+        if buffer.sent is not None:
+            buffer.sent.record()
+        bits = np.bitwise_or.reduceat(addresses, self._begins) | self._fixed_bits
+        self.aligned = (bits % _VECTOR == 0).tolist()
+        self._hyper = hyper
+
+    def launch(self, number: int, outcome: torch.Tensor) -> None:
+        """One of the launches, of the step that was begun: p, m, v and weights in place.
+
+        Args:
+            number: which.
+            outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 where the
+                step is skipped (then nothing is written).
+        """
+        if self._device_words.device.type == "cuda":
+            self.triton_launch(number, outcome)
+        else:
+            self.reference_launch(number, outcome)
+
+    def triton_launch(self, number: int, outcome: torch.Tensor) -> None:
+        """:meth:`launch` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
+        if not _kernel_cache:
+            # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
+            import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+            from hytrain.kernels import triton_kernels
+
+            dtypes = {dtype: getattr(tl, name) for dtype, name in _TRITON_DTYPES.items()}
+            _kernel_cache.extend((triton_kernels.adam_grouped_kernel, dtypes))
+        kernel, dtypes = _kernel_cache
+        launch = self._launches[number]
+        kernel[(launch.programs,)](
+            launch.table, self.constants, outcome,
+            GRADIENT=dtypes[launch.gradient_dtype], WEIGHTS=dtypes[launch.weights_dtype],
+            ALIGNED=self.aligned[number], ROWS=self._rows, BLOCK=_BLOCK,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def reference_launch(self, number: int, outcome: torch.Tensor) -> None:
+        """The slow twin of :meth:`launch` in host memory: ``device_adam``, segment by segment.
+
+        It finds the tensors by the table, as the kernel does.
+        """
+        launch = self._launches[number]
+        table = launch.table.view(_NUM_FIELDS, self._rows)
+        for row in range(launch.rows):
+            _first, n, *addresses, group = table[:, row].tolist()
+            dtypes = [torch.float32] * 3 + [launch.weights_dtype, launch.gradient_dtype]
+            p, m, v, weights, gradient = (
+                _tensor_at(address, n, dtype)
+                for address, dtype in zip(addresses, dtypes, strict=True)
+            )
+            device_adam(p, m, v, gradient, weights, outcome, self._hyper[group])
+
+
+def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The elements at an address of the host, not a copy."""
+    memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -1,0 +1,231 @@
+"""Updates the layers whose state is on the device: neighbours together, in few launches.
+
+On a step that the host's launches bound, what each launch takes of Python is the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.device_adam import device_adam
+from hytrain.kernels.grouped_adam import GroupedAdam, Segment
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.mover import LayerMover
+from hytrain.offload.streams import Streams
+
+FIRST_ELEMENTS = 16 << 20
+MOST_ELEMENTS = 64 << 20
+"""Of layers that are updated together. The next forward waits for a layer's whole launch: the first
+launch is a small one, and each may have twice as many elements as the one before it."""
+MOST_LAYERS = 8
+ALONE_ELEMENTS = 32 << 20
+"""A layer of more is updated alone: its launch costs little beside its update, and the event behind
+that lets the next forward begin sooner."""
+
+
+class UpdateObserver(Protocol):
+    """Who is told of updates on the device, on the stream that makes them."""
+
+    def updates_begin(self) -> None:
+        """The first update of a step is about to be queued."""
+        ...
+
+    def layers_updated(self, sizes: Mapping[int, int]) -> None:
+        """The update of one layer, or of several at once, has been queued.
+
+        Args:
+            sizes: elements of each, by its number, in order: how their time is shared out.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Layers whose update is queued before that of the next ones.
+
+    Attributes:
+        layers: in order.
+        sizes: elements of each, by its number.
+        launches: numbers of the grouped launches that update them; None: a launch of
+            :func:`device_adam` for each part of the one layer.
+    """
+
+    layers: tuple[LayerState, ...]
+    sizes: Mapping[int, int]
+    launches: range | None
+
+
+def is_groupable(layer: LayerState) -> bool:
+    """Whether its update is only a matter of addresses.
+
+    Rounded moments have a table of their own, and a shard on the host is written by a copy.
+    """
+    return not layer.moments.is_rounded and not layer.storage.on_host
+
+
+def batches(layers: Sequence[LayerState]) -> list[list[LayerState]]:
+    """Neighbours that are updated together."""
+    found: list[list[LayerState]] = []
+    limit, taken = FIRST_ELEMENTS, 0
+    for layer in layers:
+        last = found[-1] if found else []
+        taken += layer.shard_size
+        if (
+            not last
+            or len(last) == MOST_LAYERS
+            or taken > limit
+            or max(layer.shard_size, last[-1].shard_size) > ALONE_ELEMENTS
+            or not (is_groupable(layer) and is_groupable(last[-1]))
+        ):
+            limit = min(MOST_ELEMENTS, limit * 2) if last else limit
+            found.append([])
+            taken = layer.shard_size
+        found[-1].append(layer)
+    return found
+
+
+class _Plan:
+    """What stays from step to step while layers, their memory and gradients' dtypes do."""
+
+    def __init__(self, layers: Sequence[LayerState], num_groups: int, device: torch.device) -> None:
+        gradients = [layer.update.gradient for layer in layers]
+        dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
+        launches: list[list[Segment]] = []
+        self.batches: list[Batch] = []
+        number = 0
+        for batch in batches(layers):
+            begin = len(launches)
+            if is_groupable(batch[0]):
+                launches += _launches(batch, number, dtypes)
+            numbers = range(begin, len(launches)) if is_groupable(batch[0]) else None
+            sizes = {layer.index: layer.shard_size for layer in batch}
+            self.batches.append(Batch(tuple(batch), sizes, numbers))
+            number += len(batch)
+        self.grouped = GroupedAdam(launches, dtypes, num_groups, device)
+
+
+def _launches(
+    batch: Sequence[LayerState], number: int, dtypes: Sequence[torch.dtype]
+) -> list[list[Segment]]:
+    """The segments of some layers, each launch of one gradient dtype and one of weights.
+
+    Args:
+        batch: the layers.
+        number: of the first one's gradient.
+        dtypes: of all gradients.
+    """
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Segment]] = {}
+    for gradient, layer in enumerate(batch, number):
+        for part in layer.update_parts():
+            launch = part.launch
+            weights = layer.storage.slice(launch.begin, launch.end)
+            assert isinstance(part.m, torch.Tensor)
+            assert isinstance(part.v, torch.Tensor)
+            segment = Segment(
+                part.master, part.m, part.v, weights, gradient, part.begin, launch.group
+            )
+            by_dtypes.setdefault((dtypes[gradient], weights.dtype), []).append(segment)
+    return list(by_dtypes.values())
+
+
+class DeviceUpdate:
+    """Makes a step of every layer on the device."""
+
+    def __init__(self, layers: Sequence[LayerState], streams: Streams, mover: LayerMover) -> None:
+        self._layers = layers
+        self._streams = streams
+        self._mover = mover
+        self._plan_of: tuple[object, ...] = ()
+        self._plan: _Plan | None = None
+
+    def run(
+        self,
+        hyper: tuple[AdamHyper, ...],
+        outcome: torch.Tensor,
+        observers: Sequence[UpdateObserver],
+    ) -> None:
+        """Queues the updates on their stream; the host waits for nothing.
+
+        Args:
+            hyper: each parameter group's hyper-parameters.
+            outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
+            observers: are told.
+        """
+        layers = [layer for layer in self._layers if layer.placement == "gpu"]
+        gradients: list[torch.Tensor] = []
+        for layer in layers:
+            assert layer.update.gradient is not None
+            gradients.append(layer.update.gradient)
+        with self._streams.on_update():
+            plan = self._current_plan(layers, gradients, len(hyper))
+            plan.grouped.begin_step(gradients, hyper)
+            for observer in observers:
+                observer.updates_begin()
+            for batch in plan.batches:
+                for layer in batch.layers:
+                    layer.before_update()
+                    # State that has just left the host may not have arrived yet.
+                    self._mover.wait(layer)
+                if batch.launches is None:
+                    self._update_alone(batch.layers[0], hyper, outcome)
+                else:
+                    for number in batch.launches:
+                        plan.grouped.launch(number, outcome)
+                self._queued(batch, observers)
+            # The next decision drops it: compute could write there before the update has read it.
+            self._streams.used_on_update(outcome)
+
+    def _current_plan(
+        self, layers: Sequence[LayerState], gradients: Sequence[torch.Tensor], num_groups: int
+    ) -> _Plan:
+        """The plan of these layers' memory; within ``on_update``."""
+        key = (
+            num_groups,
+            *[
+                (layer.index, layer.state_moves, layer.storage.moves, gradient.dtype)
+                for layer, gradient in zip(layers, gradients, strict=True)
+            ],
+        )
+        if self._plan is None or key != self._plan_of:
+            self._plan = _Plan(layers, num_groups, self._streams.device)
+            self._plan_of = key
+        return self._plan
+
+    def _update_alone(
+        self, layer: LayerState, hyper: tuple[AdamHyper, ...], outcome: torch.Tensor
+    ) -> None:
+        gradient = layer.update.gradient
+        assert gradient is not None
+        for part in layer.update_parts():
+            launch = part.launch
+            with layer.storage.writing(launch.begin, launch.end, part.master) as weights:
+                device_adam(
+                    part.master,
+                    part.m,
+                    part.v,
+                    gradient[part.begin : part.begin + part.master.numel()],
+                    weights,
+                    outcome,
+                    hyper[launch.group],
+                    launch.rounding,
+                )
+
+    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver]) -> None:
+        for layer in batch.layers:
+            update = layer.update
+            assert update.gradient is not None
+            # It is dropped here, with the launch that reads it still to run.
+            self._streams.used_on_update(update.gradient)
+            update.release_gradient()
+            update.overwrite()
+            if update.weights_ready is not None:
+                # Behind each launch: the first layers' forward need not wait for the last's
+                # update. Without it forward would read weights that are being written.
+                update.weights_ready.record(self._streams.update)
+        for observer in observers:
+            observer.layers_updated(batch.sizes)

@@ -1,0 +1,165 @@
+"""Layers that are updated together on the device: who with whom, and bitwise as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.comparisons import assert_same_bits
+from support.engines import built, make_config
+from support.models import HIDDEN, loss_of, make_model
+from torch import nn
+
+from hytrain.kernels.grouped_adam import GroupedAdam
+from hytrain.offload import device_update
+from hytrain.offload.device_update import FIRST_ELEMENTS, MOST_ELEMENTS, MOST_LAYERS, batches
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(60)]
+
+MEBI = 1 << 20
+STEPS = 8
+
+
+# -- who with whom ---------------------------------------------------------------------------------
+
+
+def layer(size: int, *, is_rounded: bool = False, on_host: bool = False) -> Any:
+    return SimpleNamespace(
+        shard_size=size,
+        moments=SimpleNamespace(is_rounded=is_rounded),
+        storage=SimpleNamespace(on_host=on_host),
+    )
+
+
+def counts(layers: Sequence[Any]) -> list[int]:
+    """How many layers each launch has."""
+    found = batches(layers)
+    assert [each for batch in found for each in batch] == list(layers)
+    for batch in found[1:]:
+        assert len(batch) == 1 or sum(each.shard_size for each in batch) <= MOST_ELEMENTS
+    assert len(found[0]) == 1 or sum(each.shard_size for each in found[0]) <= FIRST_ELEMENTS
+    return [len(batch) for batch in found]
+
+
+def test_launches_grow_from_a_small_one() -> None:
+    assert counts([layer(13_000_000)] * 26) == [1, 2, 5, 5, 5, 5, 3]
+    assert counts([layer(MEBI)] * 26) == [8, 8, 8, 2]
+    assert MOST_LAYERS == 8
+
+
+def test_large_layers_are_updated_alone() -> None:
+    assert counts([layer(52_000_000)] * 18) == [1] * 18
+    small, large = layer(MEBI), layer(33 * MEBI)
+    assert counts([small, small, large, small, small]) == [2, 1, 2]
+
+
+def test_what_a_table_of_addresses_cannot_do_is_done_alone() -> None:
+    plain = layer(MEBI)
+    for other in (layer(MEBI, is_rounded=True), layer(MEBI, on_host=True)):
+        assert counts([plain, other, other, plain, plain]) == [1, 1, 1, 2]
+
+
+def test_none() -> None:
+    assert batches([]) == []
+
+
+# -- bitwise as one by one -------------------------------------------------------------------------
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, and vectors with other hyper-parameters."""
+    trained = list(model.parameters())
+    return [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {
+            "params": [p for p in trained if p.dim() < 2],
+            "lr": 3e-3,
+            "betas": (0.8, 0.99),
+            "weight_decay": 0.0,
+        },
+    ]
+
+
+def step(engine: Any, number: int, *, overflows: bool = False) -> None:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(2, HIDDEN, generator=generator).to(engine.device)
+    loss = loss_of(engine(inputs=inputs))
+    engine.backward(loss * float("inf") if overflows else loss * (10.0 if number % 3 else 0.01))
+    engine.step()
+
+
+def trained(config: dict[str, Any], moves: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """Every layer's state and weights after each step, and how often groups were made anew."""
+    found: list[dict[str, torch.Tensor]] = []
+    made: list[GroupedAdam] = []
+    model = make_model("mlp")
+    with (
+        built(model, config, model_parameters=groups(model)) as engine,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        original = device_update.GroupedAdam
+
+        def making(*arguments: Any) -> GroupedAdam:
+            made.append(original(*arguments))
+            return made[-1]
+
+        patch.setattr(device_update, "GroupedAdam", making)
+        for number in range(STEPS):
+            if moves:
+                engine.optimizer.placement.set_gpu_fraction((0.5, 1.0, 0.5, 0.0)[number // 2 % 4])
+            step(engine, number, overflows=number == 3 and config["bf16"]["enabled"])
+            if moves and number in (1, 4):
+                engine.offload_states()
+                engine.reload_states()
+            engine.optimizer.pipeline.flush()
+            state: dict[str, torch.Tensor] = {}
+            for each in engine.optimizer.layer_states:
+                for name, tensor in zip(("p", "m", "v"), each.state, strict=True):
+                    state[f"{name} of {each.name}"] = tensor.clone()
+                for begin, weights in each.storage.shard_slices(each.begin, each.end):
+                    state[f"weights of {each.name} from {begin}"] = weights.clone()
+            found.append(state)
+    return found, len(made)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("most_layers", [8, 2])
+def test_training_is_bitwise_that_of_single_launches(
+    most_layers: int, bf16: bool, stage: int, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With clipped steps, a skipped one, two parameter groups; layers and memory that move."""
+    config = make_config(gpu_fraction=0.7, stage=stage, bf16=bf16, clipping=0.5)
+    config["bf16"]["check_grad_overflow"] = bf16
+    monkeypatch.setattr(device_update, "MOST_LAYERS", most_layers)
+    together, made = trained(config, moves)
+    if not moves:
+        assert made == 1  # what stays is not made again
+    monkeypatch.setattr(device_update, "is_groupable", lambda _layer: False)
+    alone, _ = trained(config, moves)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert_same_bits(name, tensor, theirs[name])
+    weights = {name: [each[name] for each in together] for name in together[0]}
+    assert all(torch.equal(each[2], each[3]) for each in weights.values()) == bf16  # skipped
+    assert all(not torch.equal(each[3], each[4]) for each in weights.values())
+
+
+def test_observers_are_told_of_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_update, "MOST_LAYERS", 2)
+    told: list[dict[int, int]] = []
+    observer = SimpleNamespace(
+        updates_begin=lambda: told.clear(), layers_updated=lambda sizes: told.append(dict(sizes))
+    )
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        engine.optimizer.pipeline.observer = observer
+        step(engine, 0)
+        states = engine.optimizer.layer_states
+        assert [list(sizes) for sizes in told] == [[0, 1], [2, 3], [4, 5]]
+        sizes = {index: size for sizes in told for index, size in sizes.items()}
+        assert sizes == {state.index: state.shard_size for state in states}
