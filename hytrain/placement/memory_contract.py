@@ -23,6 +23,8 @@ CALIBRATION_BYTES = 16 << 24
 _WRITER_BYTES = 2 * MASTER_BYTES
 """Bytes an element of the largest parameter, beside the parameter: its rounded copy, and the part
 of the file that is being put together."""
+_WRITERS_BYTES = 9 * 2 * _MIB
+"""Stacks and heaps of the threads that write a checkpoint: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
     host = {
         "build": max(on_host, CALIBRATION_BYTES),
         "step": on_host + (flying if terms.gpu_base is None else 0),
-        "save": on_host + gathered + _WRITER_BYTES * terms.largest_parameter,
+        "save": on_host + gathered + _WRITER_BYTES * terms.largest_parameter + _WRITERS_BYTES,
         "load": on_host + gathered,
         "evaluation": on_host,
     }
