@@ -168,7 +168,7 @@ class DeviceUpdate:
                 observer.updates_begin()
             for batch in plan.batches:
                 for layer in batch.layers:
-                    layer.before_change()
+                    layer.before_update()
                     # State that has just left the host may not have arrived yet.
                     self._mover.wait(layer)
                 if batch.launches is None:
