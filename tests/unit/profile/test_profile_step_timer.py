@@ -292,6 +292,21 @@ def test_a_device_that_has_caught_up_waited_for_the_host(
     assert sample.launch_bound is not behind
 
 
+def test_updates_in_one_launch_share_their_time_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch, has_events=True)
+    life = Life(device)
+    life.forward()
+    life.backward()
+    life.timer.end_backward()
+    life.timer.updates_begin()
+    for sizes, seconds in (({0: 300, 1: 100}, 8.0), ({2: 50}, 1.0)):
+        device.passes(seconds)
+        life.timer.layers_updated(sizes)
+    life.timer.end_step()
+    (sample,) = life.samples()
+    assert sample.gpu_update == {0: 6.0, 1: 2.0, 2: 1.0}
+
+
 def test_an_update_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch, has_events=True)
     life = Life(device)

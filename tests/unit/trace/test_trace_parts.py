@@ -215,6 +215,24 @@ def test_a_backward_that_never_ended_ends_with_its_step() -> None:
     assert found == {"forward", "forward layer 0", "backward", "backward layer 0", "step 4"}
 
 
+def test_layers_that_are_updated_together_share_their_time_by_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(TraceClock(CPU), [], most_spans=10)
+    marks = iter([1000, 5000, 5500])
+    monkeypatch.setattr(recorder.clock, "mark", lambda: next(marks))
+    recorder.updates_begin()
+    recorder.layers_updated({3: 100, 4: 200, 7: 100})
+    recorder.layers_updated({8: 64})
+    found = [(s.name, s.begin_ns, s.end_ns, s.args[names.ARG_PARAMETERS]) for s in recorder.spans()]
+    assert found == [
+        ("update layer 3", 1000, 2000, 100),
+        ("update layer 4", 2000, 4000, 200),
+        ("update layer 7", 4000, 5000, 100),
+        ("update layer 8", 5000, 5500, 64),
+    ]
+
+
 def test_counters_are_read_until_they_are_stopped() -> None:
     sampler = CounterSampler({"one": lambda: 1.0, "none": lambda: None}, most=3)
     time.sleep(0.25)

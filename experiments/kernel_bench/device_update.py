@@ -1,0 +1,157 @@
+"""The update of GPU-placed layers, together and one by one, in turns: host time and GPU time.
+
+    python -m experiments.kernel_bench.device_update --out result.json
+
+Needs a GPU. "together" is what training does; "by layer" is the same kernel with a launch for each
+layer; "single" is a launch for each parameter group of each layer (``device_adam``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from hytrain.formats.text_table import align
+from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.model.discovery import LayerParameters
+from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import lay_out
+from hytrain.model.storage import ResidentStorage
+from hytrain.offload import device_update
+from hytrain.offload.device_update import DeviceUpdate
+from hytrain.offload.mover import LayerMover
+from hytrain.offload.streams import Streams
+
+MODELS = {"26 x 13 M": (26, 13_000_000), "18 x 52 M": (18, 52_000_000)}
+HYPER = (AdamHyper(lr=1e-3, step=3), AdamHyper(lr=1e-3, weight_decay=0.0, step=3))
+NORMS = 4096
+"""Elements of a layer that are in a parameter group of their own."""
+SLEEP_CYCLES = 20_000_000  # some 10 ms
+KINDS: dict[str, tuple[str, Any] | None] = {
+    "together": None,
+    "by layer": ("MOST_LAYERS", 1),
+    "single": ("is_groupable", lambda _layer: False),
+}
+HEADING = ("layers", "groups", "update", "host us", "least", "GPU ms", "least", "G elements/s")
+
+
+def make_layers(count: int, size: int, groups: int, device: torch.device) -> list[LayerState]:
+    """Layers of zeros, all on the device."""
+    layers: list[LayerParameters] = []
+    group_of: dict[int, int] = {}
+    for index in range(count):
+        layer = LayerParameters(f"layers.{index}")
+        for name, numel in (("matrices", size - NORMS), ("norms", NORMS)):
+            parameter = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16, device=device))
+            layer.parameters.append((f"layers.{index}.{name}", parameter))
+            group_of[id(parameter)] = int(groups == 2 and name == "norms")
+        layers.append(layer)
+    states: list[LayerState] = []
+    for layout in lay_out(layers, group_of, 1):
+        storage = ResidentStorage(layout, device)
+        state = LayerState(layout, storage, 0, layout.size, [layout.size], "gpu", torch.bfloat16)
+        state.set_state(torch.zeros(state.state_bytes, dtype=torch.uint8, device=device))
+        state.update.weights_ready = torch.cuda.Event()
+        states.append(state)
+    return states
+
+
+def measure(
+    states: list[LayerState], groups: int, rounds: int, deadline: float
+) -> dict[str, list[tuple[float, float]]]:
+    """(host seconds, GPU seconds) of each kind's updates, the kinds in turns."""
+    device = states[0].master.device
+    streams = Streams(device)
+    # Nothing moves here: the mover is asked whether a layer has arrived, and it has.
+    mover = LayerMover(cast("Any", None), streams)
+    updates = {kind: DeviceUpdate(states, streams, mover) for kind in KINDS}
+    gradients = [torch.ones(state.shard_size, device=device).bfloat16() for state in states]
+    outcome = torch.tensor([1.0, 0.0], device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for number in range(rounds + 2):
+        for kind, change in KINDS.items():
+            for state, gradient in zip(states, gradients, strict=True):
+                state.update.send(gradient)
+            torch.cuda.synchronize()
+            # The device begins when all is queued, so that its time has no gaps of the host in it.
+            with torch.cuda.stream(streams.update):
+                torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
+            begin.record(streams.update)
+            with nullcontext() if change is None else patch.object(device_update, *change):
+                at = time.perf_counter()
+                updates[kind].run(HYPER[:groups], outcome, ())
+                seconds = time.perf_counter() - at
+            end.record(streams.update)
+            torch.cuda.synchronize()
+            if number >= 2:  # the first ones compile
+                found[kind].append((seconds, begin.elapsed_time(end) / 1e3))
+        if time.perf_counter() > deadline and number >= 4:
+            break
+    return found
+
+
+def rows_of(
+    name: str, groups: int, elements: int, found: dict[str, list[tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """What is written and printed of a model."""
+    rows: list[dict[str, Any]] = []
+    for kind, times in found.items():
+        host, gpu = ([pair[which] for pair in times] for which in (0, 1))
+        rows.append(
+            {
+                "layers": name,
+                "groups": groups,
+                "update": kind,
+                "host_us": 1e6 * statistics.median(host),
+                "least_host_us": 1e6 * min(host),
+                "gpu_ms": 1e3 * statistics.median(gpu),
+                "least_gpu_ms": 1e3 * min(gpu),
+                "elements_per_s": elements / statistics.median(gpu),
+                "rounds": len(times),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON, rewritten after each model")
+    parser.add_argument("--seconds", type=float, default=14.0, help="for all of it; default 14")
+    parser.add_argument("--rounds", type=int, default=60, help="at most, of each model")
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    cases = [(name, groups) for name in MODELS for groups in (1, 2)]
+    rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    for number, (name, groups) in enumerate(cases, 1):
+        count, size = MODELS[name]
+        states = make_layers(count, size, groups, device)
+        deadline = began + options.seconds * number / len(cases)
+        found = measure(states, groups, options.rounds, deadline)
+        rows += rows_of(name, groups, sum(state.shard_size for state in states), found)
+        options.out.write_text(json.dumps(rows, indent=1))
+        del states
+    cells = [
+        [
+            row["layers"], str(row["groups"]), row["update"],
+            f"{row['host_us']:.0f}", f"{row['least_host_us']:.0f}",
+            f"{row['gpu_ms']:.3f}", f"{row['least_gpu_ms']:.3f}",
+            f"{row['elements_per_s'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    print("\n".join(align([HEADING, *cells], left=(0, 2))))
+
+
+if __name__ == "__main__":
+    main()
