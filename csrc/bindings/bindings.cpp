@@ -182,7 +182,8 @@ void bind_offload_types(py::module_& m) {
         .value("drop", Pass::kDrop)
         .value("withdraw", Pass::kWithdraw)
         .value("leave", Pass::kLeave)
-        .value("arrive", Pass::kArrive);
+        .value("arrive", Pass::kArrive)
+        .value("capture", Pass::kCapture);
     py::class_<StateArrays>(m, "StateArrays")
         .def(py::init([](Address p, Address m_, Address v, MomentKind kind, Address m_exponents,
                          Address v_exponents, std::uint64_t seed) {
@@ -412,6 +413,9 @@ void bind_worker(py::module_& m) {
         .def("is_fetched", &UpdateWorker::is_fetched, py::arg("layer"), NoGil())
         .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
         .def("wait_settled", &UpdateWorker::wait_settled, py::arg("layer"), NoGil())
+        .def("capture", &UpdateWorker::capture, py::arg("layer"), py::arg("target"), NoGil())
+        .def("wait_captured", &UpdateWorker::wait_captured, py::arg("layer"), NoGil())
+        .def("forget_capture", &UpdateWorker::forget_capture, py::arg("layer"), NoGil())
         .def("check_error", &UpdateWorker::check_error, NoGil())
         .def(
             "on_stall",

@@ -66,6 +66,7 @@ void UpdateWorker::run() {
 // How many jobs of a kind a layer has.
 int& UpdateWorker::count(Layer& layer, Pass pass) {
     if (pass == Pass::kSettle) return layer.settling;
+    if (pass == Pass::kCapture) return layer.capturing;
     return is_move(pass) ? layer.moving : layer.outstanding;
 }
 
@@ -74,7 +75,7 @@ bool UpdateWorker::has_job() {
     for (const auto& job : jobs_) {
         if (!job->picked) return true;
     }
-    return false;
+    return owed_ != 0 && std::any_of(layers_.begin(), layers_.end(), can_capture);
 }
 
 void UpdateWorker::fail(const std::string& message) {
@@ -113,9 +114,39 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
         // before an update whose gradient has yet to come, and commit nothing.
         if (in_order && (!first || job->layer < first->layer) && is_ready(*job)) first = job;
     }
-    std::shared_ptr<Job> picked = first ? first : oldest;
+    // With nothing begun, and no gradient there: the worker would stand still.
+    const bool is_idle = !first && active_.empty() && !(oldest && is_move(oldest->pass));
+    std::shared_ptr<Job> picked = is_idle ? owed_capture() : nullptr;
+    if (!picked) picked = first ? first : oldest;
     if (picked) picked->picked = true;
     return picked;
+}
+
+// Under mutex_. No job of the layer is left, so its state, with what is pending, is the one of the
+// copy, or has been since the job that committed it.
+bool UpdateWorker::can_capture(const Layer& layer) {
+    if (!layer.capture.wanted) return false;
+    if (layer.outstanding != 0 || layer.moving != 0 || layer.settling != 0) return false;
+    const bool commits = layer.pending && layer.pending_sequence < layer.capture.sequence;
+    return !(commits && layer.tentative);
+}
+
+// Under mutex_. The job of a copy that can be taken now: of the last such layer, whose update comes
+// first.
+std::shared_ptr<Job> UpdateWorker::owed_capture() {
+    if (owed_ == 0) return nullptr;
+    for (std::size_t i = layers_.size(); i-- > 0;) {
+        if (!can_capture(layers_[i])) continue;
+        auto job = std::make_shared<Job>();
+        job->pass = Pass::kCapture;
+        job->layer = static_cast<int>(i);
+        job->sequence = sequence_++;
+        job->step = trace_step_;
+        ++layers_[i].capturing;
+        jobs_.push_back(job);
+        return job;
+    }
+    return nullptr;
 }
 
 // Queues the next chunk's copy to the host, if a slot is free. False: nothing more to issue now.
@@ -279,6 +310,8 @@ const char* pass_name(Pass pass) {
             return "move to the device";
         case Pass::kArrive:
             return "move to the host";
+        case Pass::kCapture:
+            return "copy to be saved";
     }
     return "job";
 }
@@ -319,8 +352,15 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
     std::lock_guard<std::mutex> lock(mutex_);
     job.started = true;
     span_.final = job.final;
+    taking_ = Taking::kNo;
     if (job.cancelled) return;
     previous_.reset();
+    taking_ = taking(job, layer);
+    if (taking_ != Taking::kNo) {
+        layer.capture.wanted = false;
+        layer.capture.running = true;
+        --owed_;
+    }
     switch (job.pass) {
         case Pass::kUpdate:
             // Copied before the first chunk, which has arrived: see fetch().
@@ -329,6 +369,7 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             span_.committed = previous_.has_value();
             current_ = job.record;
             layer.pending = job.record;
+            layer.pending_sequence = job.sequence;
             layer.previewed = job.record;
             layer.tentative = !job.final;
             // Written so that a sum that is not a number holds as well.
@@ -363,8 +404,38 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.tentative = false;
             layer.held = false;
             break;
+        case Pass::kCapture:
+            // Not what a later step has sent: its update has committed the copy's own before.
+            if (layer.pending && taking_ != Taking::kNo &&
+                layer.pending_sequence < layer.capture.sequence) {
+                previous_ = std::move(layer.pending);
+                layer.pending.reset();
+            }
+            break;
         case Pass::kPublish:
             break;
+    }
+}
+
+// Under mutex_. Whether a job takes the copy that is owed: before it changes the copy's state, or
+// after it has made it.
+UpdateWorker::Taking UpdateWorker::taking(const Job& job, const Layer& layer) {
+    if (!layer.capture.wanted) return Taking::kNo;
+    const std::int64_t sequence = layer.capture.sequence;
+    const bool commits_later = layer.pending && layer.pending_sequence >= sequence;
+    switch (job.pass) {
+        case Pass::kUpdate:
+        case Pass::kCommit:
+        case Pass::kSettle:
+            return commits_later ? Taking::kBefore : Taking::kNo;
+        case Pass::kDirect:
+            return job.sequence >= sequence ? Taking::kBefore : Taking::kNo;
+        case Pass::kLeave:  // the memory goes
+            return commits_later ? Taking::kBefore : Taking::kAfter;
+        case Pass::kCapture:
+            return Taking::kAfter;
+        default:
+            return Taking::kNo;
     }
 }
 
@@ -394,6 +465,7 @@ void UpdateWorker::finish_job(const Work& work) {
             }
         }
         if (fetches(work.job->pass)) layer.fetched = true;
+        if (taking_ != Taking::kNo) layer.capture.running = false;
         // Last of a job: from here callers may use the weights' event, or free the gradient.
         --count(layer, work.job->pass);
         statistics_.kernel_ns += job_statistics_.kernel_ns;

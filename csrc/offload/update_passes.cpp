@@ -1,10 +1,12 @@
 // What the update worker does with a chunk: the optimizer's passes and the copies around them.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "hytrain/clock.h"
+#include "hytrain/parallel_copy.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
@@ -92,6 +94,9 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             release_slot(chunk);
             run_publish(layer, chunk);
             break;
+        case Pass::kCapture:
+            run_commit(layer, chunk);
+            break;
         case Pass::kLeave:
             run_commit(layer, chunk);
             send_state(layer, chunk, *work.job);
@@ -103,21 +108,92 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
     job_statistics_.elements += static_cast<std::int64_t>(chunk.n);
 }
 
+// Copies a chunk's state to where it is to be saved from.
+void UpdateWorker::take_copy(const Layer& layer, const Chunk& chunk) {
+    const std::int64_t from = now_ns();
+    delay();
+    const StateArrays &state = layer.state, &target = layer.capture.target;
+    const std::size_t at = chunk.shard_offset, n = chunk.n, size = moment_bytes(state.kind);
+    const auto copy = [&](void* to, const void* source, std::size_t offset, std::size_t bytes) {
+        parallel_stream(static_cast<char*>(to) + offset, static_cast<const char*>(source) + offset,
+                        bytes, num_threads_);
+    };
+    copy(target.p, state.p, at * sizeof(float), n * sizeof(float));
+    copy(target.m, state.m, at * size, n * size);
+    copy(target.v, state.v, at * size, n * size);
+    if (state.kind == MomentKind::kEightBit) {
+        copy(target.m_exponents, state.m_exponents, at / kMomentBlock, n / kMomentBlock);
+        copy(target.v_exponents, state.v_exponents, at / kMomentBlock, n / kMomentBlock);
+    }
+    // What layers' passes take is measured by these spans, and a save is now and then.
+    span_.begin_ns += now_ns() - from;
+}
+
+namespace {
+
+// Elements [begin, begin + n) of a chunk without runs.
+Chunk block_of(const Chunk& chunk, std::size_t begin, std::size_t n) {
+    Chunk block = chunk;
+    block.n = n;
+    block.shard_offset += begin;
+    return block;
+}
+
+Outgoing shifted(const Outgoing& out, std::size_t begin) {
+    if (out.data == nullptr) return out;
+    return {static_cast<char*>(out.data) + begin * size_of(out.dtype), out.dtype, out.non_temporal};
+}
+
+GradientStep shifted(GradientStep step, std::size_t begin) {
+    step.gradient = static_cast<const char*>(step.gradient) + begin * size_of(step.dtype);
+    return step;
+}
+
+}  // namespace
+
+// Runs pass(block, begin) over a chunk, and takes the copy that is owed. A thread's part of a block
+// stays in its cache between the two, so that the copy costs the memory its stores only. Moments that
+// are not fp32 have runs that begin where parameters do: these passes are not cut.
+template <typename Function>
+void UpdateWorker::in_blocks(const Layer& layer, const Chunk& chunk, Function pass) {
+    constexpr std::size_t kThreadElements = 1U << 16U;
+    const auto run = [&](const Chunk& block, std::size_t begin) {
+        if (taking_ == Taking::kBefore) take_copy(layer, block);
+        pass(block, begin);
+        if (taking_ == Taking::kAfter) take_copy(layer, block);
+    };
+    if (taking_ == Taking::kNo || layer.state.kind != MomentKind::kFloat32) {
+        run(chunk, 0);
+        return;
+    }
+    const std::size_t most = kThreadElements * static_cast<std::size_t>(num_threads_);
+    for (std::size_t begin = 0; begin < chunk.n; begin += most) {
+        run(block_of(chunk, begin, std::min(most, chunk.n - begin)), begin);
+    }
+}
+
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
-    float* const p = master(layer, chunk);
-    const Moments m = moments(layer, chunk);
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
     if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
-        timed(holding_ ? SpanKind::kCommit : SpanKind::kCommitThenPreview, chunk, out, [&] {
-            if (holding_) {
-                adam_commit(p, m, chunk.n, previous, out, num_threads_);
-            } else {
-                adam_commit_then_preview(p, m, chunk.n, previous, current, out, num_threads_);
-            }
+        in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
+            float* const p = master(layer, block);
+            const Moments m = moments(layer, block);
+            const GradientStep old = shifted(previous, begin);
+            const Outgoing to = shifted(out, begin);
+            timed(holding_ ? SpanKind::kCommit : SpanKind::kCommitThenPreview, block, to, [&] {
+                if (holding_) {
+                    adam_commit(p, m, block.n, old, to, num_threads_);
+                } else {
+                    adam_commit_then_preview(p, m, block.n, old, shifted(current, begin), to,
+                                             num_threads_);
+                }
+            });
         });
     } else if (!holding_) {
+        float* const p = master(layer, chunk);
+        const Moments m = moments(layer, chunk);
         timed(SpanKind::kPreview, chunk, out,
               [&] { adam_preview(p, m, chunk.n, current, out, num_threads_); });
     }
@@ -130,11 +206,14 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
 
 void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep step = gradient_step(layer, chunk, slot, current_);
-    float* const p = master(layer, chunk);
-    const Moments m = moments(layer, chunk);
     const Outgoing out = next_outgoing(chunk);
-    timed(SpanKind::kCommit, chunk, out,
-          [&] { adam_commit(p, m, chunk.n, step, out, num_threads_); });
+    in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
+        float* const p = master(layer, block);
+        const Moments m = moments(layer, block);
+        const Outgoing to = shifted(out, begin);
+        timed(SpanKind::kCommit, block, to,
+              [&] { adam_commit(p, m, block.n, shifted(step, begin), to, num_threads_); });
+    });
     // After the pass, for the same reason as in run_update.
     free_slot(chunk.slot_class, slot);
     send(chunk, out);
@@ -142,13 +221,17 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
 
 // Applies what is pending, if anything is.
 void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
-    if (!previous_) return;
-    const GradientStep step = gradient_step(layer, chunk, chunk.slot, *previous_);
-    float* const p = master(layer, chunk);
-    const Moments m = moments(layer, chunk);
-    timed(SpanKind::kCommit, chunk, Outgoing{},
-          [&] { adam_commit(p, m, chunk.n, step, Outgoing{}, num_threads_); });
-    release_slot(chunk);
+    GradientStep step;
+    if (previous_) step = gradient_step(layer, chunk, chunk.slot, *previous_);
+    in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
+        if (!previous_) return;
+        float* const p = master(layer, block);
+        const Moments m = moments(layer, block);
+        timed(SpanKind::kCommit, block, Outgoing{}, [&] {
+            adam_commit(p, m, block.n, shifted(step, begin), Outgoing{}, num_threads_);
+        });
+    });
+    if (previous_) release_slot(chunk);
 }
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {

@@ -6,19 +6,19 @@
 
 Each size and ZeRO stage has a process of its own, which builds an engine and says what it is at.
 DIR/result.json is rewritten with every figure; tables come last. The command ends after
---budget-seconds, whatever hangs, with what it has. Checkpoints are written to --folder and removed.
+--budget-seconds, whatever hangs, with what it has. Checkpoints are written to --folder, and removed
+when the command has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ PARTS = ("stall", "rates", "states", "cycles")
 _LEAST_SECONDS = 20.0
 """That a process is begun with: imports, a small engine, and something to measure."""
 _LAST_SECONDS = 4.0
-"""Of the budget: tables, and checkpoints that are removed."""
+"""Of the budget: tables."""
 _LOOK_SECONDS = 0.5
 _BYTES_A_PARAMETER = 14
 
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--saves", default=3, type=int, help="beside training")
     add("--cycles", default=200, type=int)
     add(
-        "--probe-gb", default=2.0, type=float, help="most that the disk's own rate is measured with"
+        "--probe-gb", default=0.8, type=float, help="most that the disk's own rate is measured with"
     )
     add("--budget-seconds", default=240.0, type=float, help="in all")
     options = parser.parse_args(arguments)
@@ -162,6 +162,18 @@ def run_job(options: argparse.Namespace, job: Json, end: float, result: Json) ->
     return case
 
 
+def _remove(folders: Iterable[Path]) -> None:
+    """Removes what was saved, by a process that is not waited for: it may take it seconds."""
+    paths = {
+        str(path)
+        for folder in folders
+        for path in (folder, folder.with_name("disk"), folder.with_name("probe"))
+    }
+    subprocess.Popen(
+        ["rm", "-rf", "--", *sorted(paths)], stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: that every process measured all that it had time for."""
     options = parse(arguments)
@@ -180,10 +192,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in found.get("log", []):
             print(f"  {line}", flush=True)
     print("\n".join(tables(result["cases"])), flush=True)
-    for job in jobs(options):
-        for kind in ("", "disk", "probe"):
-            folder = Path(job["folder"])
-            shutil.rmtree(folder.with_name(kind) if kind else folder, ignore_errors=True)
+    _remove(Path(job["folder"]) for job in jobs(options))
     return 0 if all(case["status"] == "ok" for case in result["cases"].values()) else 1
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -88,7 +87,6 @@ def _warm_up(case: Case) -> None:
     case.save_now(engine)
     engine.load_checkpoint(str(case.folder), tag="now")
     engine.destroy()
-    shutil.rmtree(case.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,27 @@ of all ranks are whole.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents
-from hytrain.checkpoint.gather import ParameterPlace
-from hytrain.checkpoint.snapshot import StateSnapshot, copy_threads
+from hytrain.checkpoint.contents import ModelStatesLater, SaveContents, take_contents
+from hytrain.checkpoint.copy_memory import CopyMemory
+from hytrain.checkpoint.file_writers import WRITERS
+from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.snapshot import StateSnapshot
 from hytrain.checkpoint.target import SaveTarget, begin_writing
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
-from hytrain.hardware.host_share import HostShare, share_host
+from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
@@ -50,6 +55,11 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
     return ShardCollectives(group)
 
 
+def _writers(cores: int) -> int:
+    """Threads that write beside training: it has the other cores."""
+    return max(2, min(WRITERS, cores // 4))
+
+
 def free_room(share: HostShare) -> int:
     """Bytes of host memory that copies of this rank's state may take."""
     return max(0, share.memory(host_memory_pools()) - _RESERVE_BYTES)
@@ -58,18 +68,33 @@ def free_room(share: HostShare) -> int:
 class AsyncSaver:
     """Runs one save at a time."""
 
-    def __init__(self, kept: KeptState, current_step: Callable[[], int]) -> None:
-        """A collective.
+    def __init__(self, kept: KeptState, current_step: Callable[[], int], share: HostShare) -> None:
+        """A collective. Takes host memory for copies of the state, as far as there is room.
 
         Args:
             kept: whose state is saved.
             current_step: steps that training has made.
+            share: this rank's part of its host.
         """
         self._kept = kept
         self._current_step = current_step
         self.collectives = open_group(kept.collectives)
-        self._share: HostShare | None = None
-        self._thread: threading.Thread | None = None
+        self._share = share
+        self._places = list_parameters(kept.layers)
+        self._memory = CopyMemory()
+        self._memory.fit(kept.layers, lambda: free_room(share))
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._ended.set()
+        self._is_given_up = False
+        # It waits before the first save: starting a thread takes milliseconds of a call, as Python
+        # lets the new one run first. A daemon: the interpreter's end would join any other, which
+        # may wait for ranks that are gone. That a save is waited for in order is close()'s.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs, self._ended), name="hytrain-save", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
         self._error: CheckpointError | None = None
         self._raise_at = 0
         self._warned = False
@@ -78,43 +103,43 @@ class AsyncSaver:
     def save(
         self,
         target: SaveTarget,
-        model_states: Callable[[list[ParameterPlace]], ModelStates],
+        model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
         frozen: Iterable[Mapping[int, torch.Tensor]],
     ) -> None:
         """Begins a save of what there is now; an earlier one must have been waited for.
 
         Args:
             target: where to.
-            model_states: see :func:`collect_contents`; called at once.
+            model_states: see :func:`take_contents`; called at once.
             frozen: see :func:`write_contents`; walked through at once.
 
         Raises:
             HyTrainError: the engine is closed, or its last step failed midway.
         """
-        assert self._thread is None
+        assert self._ended.is_set()
         self._kept.begin_reading()
-        contents = collect_contents(self._kept, model_states)
+        contents = take_contents(self._kept, self._places, model_states, self.collectives)
+        taken = self._kept.pipeline.streams.record_current()
         copies = list(frozen)
-        snapshot = self._snapshot = StateSnapshot(self._kept.pipeline)
-        # A daemon: the interpreter's end would join any other thread, which may wait for ranks
-        # that are gone. That it is waited for in order is close()'s.
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(target, contents, copies, snapshot),
-            name="hytrain-save",
-            daemon=True,
-        )
-        self._thread.start()
+        # Layers have come to the host, or left it.
+        self._memory.fit(self._kept.layers, lambda: free_room(self._share))
+        snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
+        self._ended.clear()
+        self._jobs.put(partial(self._run, target, contents, taken, copies, snapshot))
 
     def _run(
         self,
         target: SaveTarget,
-        contents: SaveContents,
+        contents: Callable[[], SaveContents],
+        taken: torch.cuda.Event | None,
         frozen: list[Mapping[int, torch.Tensor]],
         snapshot: StateSnapshot,
     ) -> None:
         try:
-            with self._kept.pipeline.streams.beside():
+            streams = self._kept.pipeline.streams
+            with streams.beside():
+                # Without this wait buffers that the call has copied could be read half copied.
+                streams.compute_waits(taken)
                 self._save(target, contents, frozen, snapshot)
         except BaseException as error:
             self._note(target, error)
@@ -122,19 +147,20 @@ class AsyncSaver:
             # Training may wait for a layer: whatever has happened, it goes on.
             snapshot.release()
             self._snapshot = None
+            if free_room(self._share) == 0:
+                # Somebody else needs what is left; the next save takes it anew, if it is there.
+                self._memory.give_back()
 
     def _save(
         self,
         target: SaveTarget,
-        contents: SaveContents,
+        put_together: Callable[[], SaveContents],
         frozen: list[Mapping[int, torch.Tensor]],
         snapshot: StateSnapshot,
     ) -> None:
         faults.point("save.begun")
         begun = time.monotonic()
-        if self._share is None:
-            self._share = share_host(self.collectives)
-        without = snapshot.take(free_room(self._share), copy_threads(self._share.cores))
+        without = snapshot.take(free_room(self._share))
         copied = time.monotonic()
         if without and not self._warned:
             self._warned = True
@@ -145,6 +171,7 @@ class AsyncSaver:
                 without / 1e9,
             )
         faults.point("save.snapshot")
+        contents = put_together()
         saving = begin_writing(target, contents, self.collectives)
         write_contents(
             target,
@@ -155,6 +182,7 @@ class AsyncSaver:
             self._kept.device,
             snapshot.state,
             snapshot.delivered,
+            _writers(self._share.cores),
         )
         if self.collectives.rank == 0:
             size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
@@ -184,9 +212,14 @@ class AsyncSaver:
         self._error = error
 
     @property
+    def copy_bytes(self) -> int:
+        """Host memory for copies of the state, kept from save to save."""
+        return self._memory.num_bytes
+
+    @property
     def is_running(self) -> bool:
         """Whether a save has not ended."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._ended.is_set()
 
     def check(self) -> None:
         """After a step: raises what a save has failed with, on all ranks after the same one.
@@ -203,9 +236,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: it failed, and that has not been raised yet.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._ended.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -217,15 +248,27 @@ class AsyncSaver:
             abandon: other ranks, if there are any, may be gone: it is waited for a few seconds
                 only. What it leaves is no checkpoint, and is removed by a later save.
         """
-        if self._thread is None:
-            return
         abandon = abandon and self.collectives.world_size > 1
-        self._thread.join(_ABANDON_SECONDS if abandon else None)
+        self._jobs.put(None)
+        has_ended = self._ended.wait(_ABANDON_SECONDS if abandon else None)
         snapshot = self._snapshot
-        if self._thread.is_alive():
+        if not has_ended:
+            self._is_given_up = True
+            self._ended = threading.Event()  # the thread has the other
+            self._ended.set()
             logger.warning("an asynchronous save is given up: its checkpoint will not be there")
             if snapshot is not None:
                 snapshot.release()
         elif self._error is not None:
             logger.error("the last asynchronous save failed: %s", self._error)
-        self._thread = None
+        if has_ended and not self._is_given_up:
+            self._thread.join()
+        self._memory.give_back()
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:
+    # It has the queue alone: a saver that is dropped takes its engine's state with it.
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+        ended.set()

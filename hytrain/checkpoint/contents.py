@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hytrain.checkpoint.archive_writer import LaterTensor, PickledObjects
-from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.random_states import random_state
 from hytrain.checkpoint.universal import pack_optimizer_state
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
 from hytrain.optimizer.kept_state import KeptState
 
@@ -31,6 +33,10 @@ class Constant:
     tensor: torch.Tensor
     version: int
 
+    def again(self) -> Constant:
+        """As it is now."""
+        return replace(self, version=self.tensor._version)
+
     def read(self) -> torch.Tensor:
         """Its elements, on the host.
 
@@ -46,37 +52,48 @@ class Constant:
         return host
 
 
+@dataclass(frozen=True, slots=True)
 class ModuleTensors:
     """A module's state dict without its large tensors, which are written later.
 
     Attributes:
         state: name -> a :class:`LaterTensor` for each parameter, else what the module has.
+        others: what of it is not a :class:`LaterTensor`.
         constants: key of what is not trained -> where it is.
     """
 
-    def __init__(self, state: Mapping[str, Any], places: list[ParameterPlace]) -> None:
+    state: dict[str, Any]
+    others: dict[str, Any]
+    constants: dict[str, Constant]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], places: list[ParameterPlace]) -> ModuleTensors:
         """
         Args:
             state: the module's state dict, with parameters as they are.
             places: of the trained parameters.
         """
-        self.constants: dict[str, Constant] = {}
-        self._trained = {id(place.slot.parameter): place for place in places}
-        self._keys: dict[int, LaterTensor] = {}
-        self.state = {name: self._later(name, value) for name, value in state.items()}
+        trained = {id(place.slot.parameter): place for place in places}
+        keys: dict[int, LaterTensor] = {}
+        constants: dict[str, Constant] = {}
 
-    def _later(self, name: str, value: Any) -> Any:
-        if not isinstance(value, nn.Parameter):
-            return value.detach() if isinstance(value, torch.Tensor) else value
-        later = self._keys.get(id(value))
-        if later is None:
-            place = self._trained.get(id(value))
-            key = f"parameter{len(self._keys)}" if place is None else key_of(place)
-            later = LaterTensor(key, tuple(value.shape), value.dtype)
-            self._keys[id(value)] = later
-            if place is None:
-                self.constants[key] = Constant(name, value, value._version)
-        return later
+        def later(name: str, value: Any) -> Any:
+            if not isinstance(value, nn.Parameter):
+                return value.detach() if isinstance(value, torch.Tensor) else value
+            found = keys.get(id(value))
+            if found is None:
+                place = trained.get(id(value))
+                key = f"parameter{len(keys)}" if place is None else key_of(place)
+                found = keys[id(value)] = LaterTensor(key, tuple(value.shape), value.dtype)
+                if place is None:
+                    constants[key] = Constant(name, value, value._version)
+            return found
+
+        entries = {name: later(name, value) for name, value in state.items()}
+        others = {
+            name: entry for name, entry in entries.items() if not isinstance(entry, LaterTensor)
+        }
+        return cls(entries, others, constants)
 
 
 def key_of(place: ParameterPlace) -> str:
@@ -118,40 +135,69 @@ class SaveContents:
     failure: str | None = None
 
 
-def collect_contents(
-    kept: KeptState, model_states: Callable[[list[ParameterPlace]], ModelStates]
-) -> SaveContents:
+ModelStatesLater = Callable[[Sequence[Mapping[str, Any]]], ModelStates]
+"""Puts the model states together, given the ranks' random number generators, by rank."""
+
+
+def take_contents(
+    kept: KeptState,
+    places: list[ParameterPlace],
+    model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
+    collectives: ShardCollectives,
+) -> Callable[[], SaveContents]:
     """What there is now: later changes do not reach it.
 
     Args:
         kept: the optimizer's.
-        model_states: called on rank 0 only, with the trained parameters.
+        places: all trained parameters.
+        model_states: called on rank 0 only, with these.
+        collectives: the ranks, for the function that is returned.
+
+    Returns:
+        Puts it together; a collective, in any thread.
     """
-    places = list_parameters(kept.layers)
-    state = pack_optimizer_state(
-        kept.hyper.groups,
-        kept.hyper.steps,
-        places,
-        clip=kept.pipeline.norm.settings.max_norm,
-        num_ranks=kept.collectives.world_size,
-        scaling=kept.scaling,
-        moments=kept.moments,
-    )
-    states = failure = None
+    # Lists of all parameters are left to the function: they take long, and do not change.
+    groups = [
+        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in kept.hyper.groups
+    ]
+    steps = list(kept.hyper.steps)
+    clip, scaling = kept.pipeline.norm.settings.max_norm, copy.deepcopy(kept.scaling)
+    randomness = random_state(kept.device)
+    later, failure = None, None
     if kept.collectives.rank == 0:
-        try:
-            states = model_states(places)
-        except Exception as error:
-            # The user's client state, say, that cannot be pickled. A rank that raised here would
-            # leave the others waiting; it raises with them when nothing has been written.
-            failure = (
-                f"mp_rank_00_model_states.pt could not be written ({type(error).__name__}: "
-                f"{error}): leave it out of the client state, or out of the module's"
-            )
-    return SaveContents(
-        places,
-        [float(kept.hyper.steps[place.group]) for place in places],
-        copy.deepcopy(state),
-        states,
-        failure,
-    )
+        later, failure = _attempt(lambda: model_states(places))
+
+    def put_together() -> SaveContents:
+        everywhere = collectives.gather_objects(randomness, "random number generators")
+        states, problem = None, failure
+        if later is not None:
+            states, problem = _attempt(lambda: later(everywhere))
+        state = pack_optimizer_state(
+            groups,
+            steps,
+            places,
+            clip=clip,
+            num_ranks=kept.collectives.world_size,
+            scaling=scaling,
+            moments=kept.moments,
+        )
+        made = [float(steps[place.group]) for place in places]
+        return SaveContents(places, made, state, states, problem)
+
+    return put_together
+
+
+_Made = TypeVar("_Made")
+
+
+def _attempt(make: Callable[[], _Made]) -> tuple[_Made | None, str | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        # The user's client state, say, that cannot be pickled. A rank that raised here would
+        # leave the others waiting; it raises with them when nothing has been written.
+        return None, (
+            f"mp_rank_00_model_states.pt could not be written ({type(error).__name__}: "
+            f"{error}): leave it out of the client state, or out of the module's"
+        )

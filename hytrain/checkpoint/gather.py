@@ -180,6 +180,28 @@ def gather_states(
             gather_round(deliveries, kind, collectives, device, deliver, source)
 
 
+def whole_on_host(
+    state: torch.Tensor, place: ParameterPlace, hold: Callable[[int], None]
+) -> tuple[torch.Tensor, int]:
+    """A state tensor of a parameter that is all this rank's: not copied, if it can be written so.
+
+    Args:
+        state: 1-D, as :meth:`ParameterPlace.read` returns it.
+        place: the parameter.
+        hold: called with the bytes of a copy.
+
+    Returns:
+        fp32, the parameter's shape, on the host, to be read only, a storage of its own; and the
+        bytes that were held for it.
+    """
+    is_view = state.device.type == "cpu" and state.untyped_storage().nbytes() > state.nbytes
+    held = 0 if is_view else state.nbytes
+    hold(held)
+    # Not the view itself: who saves one saves all of the layer.
+    whole = torch.from_numpy(state.detach().numpy()) if is_view else state.to("cpu")
+    return whole.view(place.shape), held
+
+
 def gather_round(
     deliveries: Sequence[Delivery],
     kind: str,

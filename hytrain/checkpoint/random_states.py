@@ -18,17 +18,12 @@ from hytrain.comm.collectives import ShardCollectives
 logger = logging.getLogger(__name__)
 
 
-def random_states(device: torch.device, collectives: ShardCollectives) -> list[dict[str, Any]]:
-    """Of every rank, by rank; a collective. 10 KB a rank.
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of this process; 10 KB.
 
     Args:
         device: this rank's.
-        collectives: the ranks, over a group that may be used now.
     """
-    return collectives.gather_objects(_of_this_process(device), "random number generators")
-
-
-def _of_this_process(device: torch.device) -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "python": random.getstate(),
@@ -51,7 +46,7 @@ def restore_random_states(
     ranks would make them draw the same numbers: generators go on from the script's own seeds.
 
     Args:
-        stored: what :func:`random_states` has returned; None: the checkpoint has none.
+        stored: what :func:`random_state` has returned on each rank; None: the checkpoint has none.
         device: this rank's.
         collectives: the ranks.
     """

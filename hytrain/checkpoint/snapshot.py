@@ -1,12 +1,16 @@
 """The state of all layers as of one step, read beside training: copied before it is changed.
 
-After a step a layer's last gradient is still to be committed. The worker does that in the
-background (``CpuUpdater.settle``); from then on the state is that of the step until the layer's
-update of the step after the next one, which commits the next gradient. In that time, a whole step,
-the layer is copied: on the device, where its state is there and the device has room, or into host
-memory. Whatever would change its state before asks ``LayerState.before_change``, which waits for
-the copy. Layers that there is no room for are read where they are, and training waits until they
-are written.
+After a step a layer's last gradient is still to be committed; its update of the next step does
+that, and the one after it commits the next gradient. In that time, a whole step, the layer's state
+is that of the step, and is copied:
+
+- on the host by the update worker (``_C.UpdateWorker.capture``), which does so when it has nothing
+  else to do, and otherwise within the pass that would change the state. No update waits for it.
+- on the device by a copy there, which the next update on the device comes after.
+
+Where there is no memory for the one or the other, whatever would change the state
+(``LayerState.before_update``, ``before_change``) waits until it has been copied to pageable memory
+on the host, or, where that has no room either, until it has been written.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.device_copies import DeviceCopies
 from hytrain.checkpoint.gather import Delivery, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
@@ -30,34 +34,54 @@ from hytrain.testing import faults
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 16 * 2**20
-"""That one thread copies at once."""
-_LEAST_THREADS = 2
-
-
-def copy_threads(cores: int) -> int:
-    """Threads that copy: half of a rank's cores, as there is a step's time for all of its state."""
-    return max(_LEAST_THREADS, cores // 2)
+"""Of state on the device, copied to the host at once."""
 
 
 class LayerSnapshot:
     """One layer's state; its place is where it was at the step."""
 
-    def __init__(self, layer: LayerState) -> None:
+    def __init__(self, layer: LayerState, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
+        """
+        Args:
+            layer: whose last step is final.
+            pipeline: the layer's.
+            memory: for its copy, if it is on the host.
+        """
         self.layer = layer
         self.is_on_host = layer.placement == "cpu"
+        self._cpu, self._streams = pipeline.cpu, pipeline.streams
         self._memory = layer.memory
         self._numel = layer.shard_size
         self._done = threading.Event()
+        self._issued: torch.cuda.Event | None = None
         self.left = len(layer.layout.slots)
         """Parameters that are still to be written."""
+        copy = memory.of(layer) if self.is_on_host else None
+        self.is_captured = copy is not None
+        """Whether the update worker takes the copy."""
+        if copy is not None:
+            self._memory = copy
+            self._cpu.worker.capture(layer.worker_index, memory.target(layer))
+        elif self.is_on_host:
+            self._cpu.settle(layer)
+        layer.hold_for(self.wait, updates=not self.is_captured)
 
     @property
     def num_bytes(self) -> int:
         """That a copy takes."""
         return self._memory.nbytes
 
-    def copy(self, pool: ThreadPoolExecutor) -> None:
-        """Takes a copy; from here on the layer may change.
+    def wait_captured(self) -> None:
+        """Until the update worker has taken the copy.
+
+        Raises:
+            WorkerError: it has failed.
+        """
+        self._cpu.worker.wait_captured(self.layer.worker_index)
+        self.copied()
+
+    def copy(self) -> None:
+        """Copies state of the device to the host; from here on the layer may change.
 
         Raises:
             HostMemoryError: there is no memory for it; the layer must not change yet.
@@ -65,28 +89,25 @@ class LayerSnapshot:
         source, size = self._memory, self._memory.numel()
         purpose = f"a copy of layer '{self.layer.name}' to save"
         target = host_zeros(size, dtype=torch.uint8, purpose=purpose)
-        parts = [
-            (target[at : at + _COPY_BYTES], source[at : at + _COPY_BYTES])
-            for at in range(0, size, _COPY_BYTES)
-        ]
-        if self.is_on_host:
-            list(pool.map(_copy, *zip(*parts, strict=True)) if parts else ())
-        else:
-            for part in parts:  # on this thread's stream
-                _copy(*part)
+        for at in range(0, size, _COPY_BYTES):  # on this thread's stream
+            target[at : at + _COPY_BYTES].copy_(source[at : at + _COPY_BYTES])
         self._memory = target
         self.copied()
 
     def copy_on_device(self, copies: DeviceCopies) -> bool:
-        """Issues a copy on its device, if there is room; :meth:`copied` must follow it."""
+        """Issues a copy on its device, if there is room, on this thread's stream."""
         memory = copies.copy(self._memory)
         if memory is None:
             return False
         self._memory = memory
+        if self._streams.is_cuda:
+            self._issued = torch.cuda.Event()
+            self._issued.record()
+        self.copied()
         return True
 
     def copied(self) -> None:
-        """The copy on the device is there: from here on the layer may change."""
+        """The copy is there, or will be before what comes after :meth:`wait`."""
         faults.point("save.copied")
         self._done.set()
 
@@ -96,42 +117,45 @@ class LayerSnapshot:
 
     def release(self) -> None:
         """Everything of it is written, or nobody wants it any more: the layer may change."""
+        if self.is_captured and not self._done.is_set():
+            self._cpu.worker.forget_capture(self.layer.worker_index)
         self._done.set()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Until the layer may change."""
+        """Until the layer may change, by the streams that update and compute."""
+        if self.is_captured and not self._done.is_set():
+            self._cpu.worker.wait_captured(self.layer.worker_index)
+            return
         self._done.wait()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)  # without Python's lock
+        # Without these waits what is still being copied could be overwritten.
+        self._streams.update_waits(self._issued)
+        self._streams.compute_waits(self._issued)
 
 
 class StateSnapshot:
     """All layers' state as of the last step, for one save."""
 
-    def __init__(self, pipeline: UpdatePipeline) -> None:
+    def __init__(self, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
         """From here on no layer changes before it has been copied or written.
 
         Args:
             pipeline: between two steps, with no update begun.
+            memory: for copies of the layers on the host; in use until :meth:`release`.
         """
         self._cpu = pipeline.cpu
         self._updated = pipeline.streams.record_update()
         self._streams = pipeline.streams
         self._copies = DeviceCopies(pipeline.streams.device)
-        self._layers = {layer.index: LayerSnapshot(layer) for layer in pipeline.layers}
-        for snapshot in self._layers.values():
-            snapshot.layer.hold_for(snapshot.wait)
-        self._cpu.settle()
+        self._layers = {
+            layer.index: LayerSnapshot(layer, pipeline, memory) for layer in pipeline.layers
+        }
 
-    def take(self, room: int, threads: int = _LEAST_THREADS) -> int:
+    def take(self, room: int) -> int:
         """Copies the layers, as far as there is room; in the thread that saves.
 
         Args:
-            room: bytes of host memory that copies may take.
-            threads: that copy on the host.
+            room: bytes of host memory that copies of state on the device may take.
 
         Returns:
             Bytes of state for which there was none: they are read where they are.
@@ -142,49 +166,39 @@ class StateSnapshot:
         if self._updated is not None:
             # State on the device may still be written by the step's update.
             torch.cuda.current_stream(self._streams.device).wait_event(self._updated)
-        without = 0
-        # Those on the device change first, at the end of the next step; then, in the backward after
-        # it, the last layers.
-        order = sorted(self._layers.values(), key=lambda s: (s.is_on_host, -s.layer.index))
-        there = self._copy_on_device([s for s in order if not s.is_on_host])
-        with ThreadPoolExecutor(threads) as pool:
-            for snapshot in order:
-                if snapshot in there:
-                    continue
-                self._wait_until_there(snapshot)
-                if snapshot.num_bytes > room:
-                    without += snapshot.num_bytes
-                    continue
-                try:
-                    snapshot.copy(pool)
-                except HostMemoryError as error:
-                    logger.warning("%s", error)
-                    without += snapshot.num_bytes
-                    room = 0
-                    continue
-                room -= snapshot.num_bytes
+        # Those on the device change first, at the end of the next step.
+        without = self._copy_from_device(room)
+        for snapshot in self._layers.values():
+            if snapshot.is_captured:
+                snapshot.wait_captured()
+            elif snapshot.is_on_host:
+                self._cpu.wait_settled(snapshot.layer)
+                without += snapshot.num_bytes
         return without
 
-    def _copy_on_device(self, layers: Sequence[LayerSnapshot]) -> set[LayerSnapshot]:
-        """Copies layers on the device as far as there is room; returns those that were."""
-        issued: list[LayerSnapshot] = []
-        for snapshot in layers:
-            self._wait_until_there(snapshot)
-            if not snapshot.copy_on_device(self._copies):
-                break
-            issued.append(snapshot)
-        if issued and self._streams.is_cuda:
-            # Without this wait an update could overwrite what is still being copied.
-            torch.cuda.current_stream(self._streams.device).synchronize()
-        for snapshot in issued:
-            snapshot.copied()
-        return set(issued)
+    def _copy_from_device(self, room: int) -> int:
+        """Copies the layers on the device; returns the bytes for which there was no room."""
+        there = [snapshot for snapshot in self._layers.values() if not snapshot.is_on_host]
+        for snapshot in there:
+            self._wait_until_there(snapshot.layer)
+        count = 0
+        while count < len(there) and there[count].copy_on_device(self._copies):
+            count += 1
+        without = 0
+        for snapshot in there[count:]:
+            if snapshot.num_bytes > room:
+                without += snapshot.num_bytes
+                continue
+            room -= snapshot.num_bytes
+            try:
+                snapshot.copy()
+            except HostMemoryError as error:
+                logger.warning("%s", error)
+                without += snapshot.num_bytes
+                room = 0
+        return without
 
-    def _wait_until_there(self, snapshot: LayerSnapshot) -> None:
-        layer = snapshot.layer
-        if snapshot.is_on_host:
-            self._cpu.wait_settled(layer)
-            return
+    def _wait_until_there(self, layer: LayerState) -> None:
         # It may have been on its way to the device: the copies must have been issued, then done.
         self._cpu.wait_moved(layer)
         if layer.state_ready is not None and self._updated is not None:

@@ -72,6 +72,14 @@ class SummingFile:
         while part:
             part = part[self._file.write(part) or 0 :]
 
+    def sync(self) -> None:
+        """Waits until what has been written is on the disk.
+
+        Raises:
+            OSError: it is not.
+        """
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """May be called twice."""
         self._file.close()

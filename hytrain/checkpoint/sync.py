@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,15 @@ def sync_files(root: Path, files: Sequence[Path]) -> None:
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(_sync, files))
+    sync_names(root, files)
+
+
+def sync_names(root: Path, files: Iterable[Path]) -> None:
+    """Waits until files' names are on the disk, in the folders that they are in up to ``root``.
+
+    Raises:
+        OSError: one is not; what was written to it may be lost.
+    """
     folders = {folder for file in files for folder in file.parents if folder.is_relative_to(root)}
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(sync_folder, folders))

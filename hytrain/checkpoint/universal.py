@@ -153,7 +153,7 @@ def pack_optimizer_state(
             PARAM_GROUPS: copy.deepcopy(saved),
         },
         "overflow": False,
-        **scaling.deepspeed_state(),
+        **copy.deepcopy(scaling.deepspeed_state()),
         "clip_grad": clip,
         "partition_count": num_ranks,
         "ds_version": _deepspeed_version(),

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -20,18 +21,27 @@ import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import finish_save, give_up_save
-from hytrain.checkpoint.contents import ModelStates, SaveContents, collect_contents, key_of
+from hytrain.checkpoint.contents import (
+    ModelStates,
+    ModelStatesLater,
+    SaveContents,
+    key_of,
+    take_contents,
+)
+from hytrain.checkpoint.file_writers import WRITERS, FileWriters
 from hytrain.checkpoint.gather import (
     Delivery,
     ParameterPlace,
+    Piece,
     StateSource,
     gather_round,
-    gather_states,
+    list_parameters,
+    whole_on_host,
 )
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
-from hytrain.checkpoint.sync import sync_files
+from hytrain.checkpoint.sync import sync_names
 from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -64,6 +74,8 @@ def write_file(path: Path, stored: object) -> FileSums:
                 file.write(stored)
             else:
                 torch.save(stored, cast("IO[bytes]", file))
+            # Before it has its name, and beside other files: the disk has work from the start.
+            file.sync()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -80,7 +92,8 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename_file(file: SummingFile, path: Path) -> None:
-    """A file that was written under its temporary name gets its own."""
+    """A file that was written under its temporary name gets its own, when it is on the disk."""
+    file.sync()
     file.close()
     temporary_name(path).replace(path)
 
@@ -188,20 +201,103 @@ class ModelStatesFile:
         self._writes.sums[self._path] = self._file.sums
 
 
+class ParameterFiles:
+    """Writes the state tensors of one parameter after another; some are being written at a time."""
+
+    def __init__(
+        self,
+        contents: SaveContents,
+        paths: CheckpointPaths,
+        writes: Writes,
+        archive: ModelStatesFile,
+        files: FileWriters,
+    ) -> None:
+        self._paths, self._writes, self._archive, self._files = paths, writes, archive, files
+        self._steps = {
+            place.name: step for place, step in zip(contents.places, contents.steps, strict=True)
+        }
+
+    def write(
+        self,
+        deliveries: Sequence[Delivery],
+        collectives: ShardCollectives,
+        device: torch.device,
+        source: StateSource,
+    ) -> None:
+        """Brings a round's parameters to where they are written; a collective."""
+        if collectives.world_size == 1:
+            for delivery in deliveries:
+                for kind in STATES:
+                    place = delivery.place
+                    state = source(place, kind, Piece(0, 0, place.numel))
+                    whole, held = whole_on_host(state, place, self._files.hold)
+                    self._write(place, kind, whole, in_archive=True, held=held)
+            return
+        rank = collectives.rank
+        mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
+
+        def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
+            self._write(place, kind, tensor, in_archive=rank == 0, held=mine)
+
+        for kind in STATES:
+            self._files.hold(mine)
+            gather_round(deliveries, kind, collectives, device, deliver, source)
+        # The module's weights are in one file, rank 0's: one after another they come to it.
+        for delivery in deliveries:
+            if delivery.destination != 0:
+                self._send_copy(delivery.place, collectives, device, source)
+
+    def _send_copy(
+        self,
+        place: ParameterPlace,
+        collectives: ShardCollectives,
+        device: torch.device,
+        source: StateSource,
+    ) -> None:
+        held = place.dtype.itemsize * place.numel if collectives.rank == 0 else 0
+
+        def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
+            part = partial(self._archive.write, key_of(place), lambda: tensor)
+            self._files.write([], part, held)
+
+        self._files.hold(held)
+        first = [Delivery(place, 0)]
+        gather_round(first, STATES[0], collectives, device, deliver, source, as_trained=True)
+
+    def _write(
+        self, place: ParameterPlace, kind: str, tensor: torch.Tensor, *, in_archive: bool, held: int
+    ) -> None:
+        faults.point("save.file")
+        attempt, paths = self._writes.attempt, self._paths
+        files = [partial(attempt, paths.state(place.name, kind), lambda: pack_tensor(tensor))]
+        if kind == STATES[-1]:
+            step = torch.tensor(self._steps[place.name])
+            files.append(partial(attempt, paths.state(place.name, STEP), lambda: step))
+        part = None
+        if kind == STATES[0] and in_archive:
+            part = partial(self._archive.write, key_of(place), lambda: tensor.to(place.dtype))
+        self._files.write(files, part, held)
+
+
+def _most_bytes(places: Sequence[ParameterPlace]) -> int:
+    return 4 * max((place.numel for place in places), default=0)
+
+
 def write_checkpoint(
     target: SaveTarget,
     kept: KeptState,
-    model_states: Callable[[list[ParameterPlace]], ModelStates],
+    model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
     frozen: Iterable[Mapping[int, torch.Tensor]],
 ) -> None:
     """Saves everything that a run needs to go on; a collective.
 
-    Host memory grows by one state tensor of one parameter, and on rank 0 by the module's buffers.
+    Host memory grows by state tensors of no more elements than the largest parameter has (on one
+    rank by none: they are written from where they are), and on rank 0 by the module's buffers.
 
     Args:
         target: where to.
         kept: whose state is written; it is flushed, which changes no number.
-        model_states: see :func:`collect_contents`.
+        model_states: see :func:`take_contents`.
         frozen: see :func:`write_contents`.
 
     Raises:
@@ -210,7 +306,8 @@ def write_checkpoint(
             cannot be a folder's.
     """
     kept.flush()
-    contents = collect_contents(kept, model_states)
+    places = list_parameters(kept.layers)
+    contents = take_contents(kept, places, model_states, kept.collectives)()
     saving = begin_writing(target, contents, kept.collectives)
     write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
 
@@ -224,6 +321,7 @@ def write_contents(
     device: torch.device,
     source: StateSource = ParameterPlace.read,
     delivered: Callable[[Sequence[Delivery]], None] = lambda _: None,
+    threads: int = WRITERS,
 ) -> None:
     """Writes a checkpoint and puts it in its tag's place; a collective.
 
@@ -237,6 +335,7 @@ def write_contents(
         device: the layers'.
         source: this rank's pieces of the state tensors.
         delivered: called when a round's parameters have been sent and written.
+        threads: that write.
 
     Raises:
         CheckpointError: see :func:`write_checkpoint`.
@@ -246,30 +345,12 @@ def write_contents(
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
     writes = Writes(failure or _missing(saving))
     archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
-    steps = {place.name: step for place, step in zip(contents.places, contents.steps, strict=True)}
-
-    def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
-        faults.point("save.file")
-        writes.attempt(paths.state(place.name, kind), lambda: pack_tensor(tensor))
-        if kind == STATES[0] and is_first:
-            archive.write(key_of(place), lambda: tensor.to(place.dtype))
-        if kind == STATES[-1]:
-            step = torch.tensor(steps[place.name])
-            writes.attempt(paths.state(place.name, STEP), lambda: step)
-
-    def deliver_copy(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
-        archive.write(key_of(place), lambda: tensor)
-
-    for deliveries in plan_rounds(contents.places, collectives.world_size):
-        gather_states([deliveries], collectives, device, deliver, source)
-        # The module's weights are in one file, rank 0's: one after another they come to it.
-        for delivery in deliveries:
-            if delivery.destination != 0:
-                first = [Delivery(delivery.place, 0)]
-                gather_round(
-                    first, STATES[0], collectives, device, deliver_copy, source, as_trained=True
-                )
-        delivered(deliveries)
+    with FileWriters(threads, _most_bytes(contents.places)) as files:
+        parameters = ParameterFiles(contents, paths, writes, archive, files)
+        for deliveries in plan_rounds(contents.places, collectives.world_size):
+            parameters.write(deliveries, collectives, device, source)
+            files.end_batch(partial(delivered, deliveries))
+        files.finish()
     for copies in frozen:
         archive.write_constants(copies)
     if is_first:
@@ -279,7 +360,7 @@ def write_contents(
             writes.attempt(paths.folder / MODEL_STATES_OF_ZERO3, lambda: metadata)
     archive.finish()
     writes.try_to(
-        lambda: sync_files(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
+        lambda: sync_names(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
     )
     faults.point("save.synced")
     _finish(target, saving, writes, collectives)
@@ -327,7 +408,7 @@ def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
     path = paths.zero / MANIFEST
     path.parent.mkdir(exist_ok=True)
     write_file(path, pack_manifest(sums, saved_at=time.time()))
-    sync_files(paths.folder, [path])
+    sync_names(paths.folder, [path])
 
 
 def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
@@ -365,4 +446,4 @@ def _put_script(save_dir: Path) -> None:
 def _write_latest(path: Path, tag: str) -> None:
     # Only when the tag is there for good: after a loss of power it must not name what is gone.
     write_file(path, tag.encode())
-    sync_files(path.parent, [path])
+    sync_names(path.parent, [path])

@@ -12,7 +12,7 @@ import torch
 from hytrain.checkpoint.archive_writer import PickledObjects
 from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
-from hytrain.checkpoint.contents import ModelStates, ModuleTensors
+from hytrain.checkpoint.contents import ModelStates, ModelStatesLater, ModuleTensors
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
@@ -24,16 +24,18 @@ from hytrain.checkpoint.engine_state import (
     stored_randomness,
     taken_keys,
 )
-from hytrain.checkpoint.gather import ParameterPlace
-from hytrain.checkpoint.random_states import random_states, restore_random_states
+from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import find_tag, older_tags
+from hytrain.checkpoint.taken import copy_objects, copy_tensors
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import from_first, raise_together
 from hytrain.engine.data_position import PositionedDataLoader
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.foreign_checkpoints import universal_tag
+from hytrain.engine.saved_structure import SavedStructure
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import DamagedCheckpointError
 
@@ -58,6 +60,13 @@ class EngineCheckpoints:
         self._engine: Any = engine  # with DeepSpeed's private names
         self._optimizer = optimizer
         self._module_tensors = module_tensors
+        self._structure = SavedStructure(engine, module_tensors)
+
+    def prepare(self) -> None:
+        """Before an asynchronous save: what takes its first call longer than the others'."""
+        if self._optimizer.collectives.rank == 0:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                self._structure.prepare(list_parameters(self._optimizer.kept.layers))
 
     def save(
         self,
@@ -90,10 +99,10 @@ class EngineCheckpoints:
         collectives = optimizer.collectives if saver is None else saver.collectives
         raise_together(refusal, collectives)
         target = SaveTarget(Path(folder), tag, latest)
-        randomness = random_states(optimizer.kept.device, collectives)
+        is_later = saver is not None
 
-        def model_states(places: list[ParameterPlace]) -> ModelStates:
-            return self._model_states(places, client_state, randomness, no_frozen)
+        def model_states(places: list[ParameterPlace]) -> ModelStatesLater:
+            return self._model_states(places, client_state, no_frozen=no_frozen, later=is_later)
 
         is_first = optimizer.collectives.rank == 0
         frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
@@ -201,36 +210,69 @@ class EngineCheckpoints:
         self,
         places: list[ParameterPlace],
         client_state: Mapping[str, Any],
-        randomness: Sequence[Mapping[str, Any]],
+        *,
         no_frozen: bool,
-    ) -> ModelStates:
+        later: bool,
+    ) -> ModelStatesLater:
         # Names, shapes and dtypes are looked at here, and no values: nothing is to be waited for,
         # and seeing to that for each takes milliseconds of an asynchronous save's call.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             common, module = self._common_state(places, no_frozen=no_frozen)
-        decisions = self._optimizer.placement.decisions
-        objects = pack_model_states(
-            common, client_state, decisions, randomness, self._data_position()
-        )
-        return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
+        decisions = tuple(self._optimizer.placement.decisions)
+        taken = common, client_state, self._data_position()
+        if later:
+            taken = _copied(*taken, module.others)
+
+        def put_together(randomness: Sequence[Mapping[str, Any]]) -> ModelStates:
+            states, client, position = taken
+            objects = pack_model_states(states, client, decisions, randomness, position)
+            return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
+
+        return put_together
 
     def _common_state(
         self, places: list[ParameterPlace], *, no_frozen: bool
     ) -> tuple[dict[str, Any], ModuleTensors]:
-        tensors = self._module_tensors()
-        if no_frozen:
-            tensors = {
-                name: value
-                for name, value in tensors.items()
-                if not isinstance(value, torch.nn.Parameter) or value.requires_grad
-            }
-        module = ModuleTensors(tensors, places)
+        module = self._structure.module_tensors(places, no_frozen=no_frozen)
         # DeepSpeed would copy frozen weights now, and under ZeRO-3 they are not there.
-        common = self._engine._common_checkpoint_state(module.state, True, save_frozen_param=False)
-        if not no_frozen:
-            frozen = self._engine._get_zero_frozen_param_attributes(
-                self._engine._get_param_shape_func
+        with self._structure.answering():
+            common = self._engine._common_checkpoint_state(
+                module.state, True, save_frozen_param=False
             )
+        if not no_frozen:
+            frozen = self._structure.frozen_shapes()
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
         return common, module
+
+
+_KNOWN = (
+    "buffer_names",
+    "param_shapes",
+    "shared_params",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+)
+"""Keys of what the module's structure says: nobody changes these objects."""
+
+
+def _copied(
+    common: Mapping[str, Any],
+    client: Mapping[str, Any],
+    position: Mapping[str, Any] | None,
+    module: Mapping[str, Any],
+) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any] | None]:
+    """All of it as it is now: later changes do not reach it.
+
+    Args:
+        common, client, position: what is copied.
+        module: of the module's state dict, what is not written later.
+    """
+    buffers = {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in module.items() if name not in buffers}
+    changing = {key: value for key, value in common.items() if key not in (*_KNOWN, "module")}
+    others, changing, client, position = copy_objects((others, changing, client, position))
+    state = common["module"]
+    if module:
+        state = {**state, **copy_tensors(buffers), **others}
+    return {**common, **changing, "module": state}, client, position

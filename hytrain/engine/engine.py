@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -72,6 +73,7 @@ class HyTrainEngine(DeepSpeedEngine):
     _collectives: ShardCollectives | None = None
     _plan_watch: PlanWatch | None = None
     _saver: AsyncSaver | None = None
+    _kept_checkpoints: EngineCheckpoints | None = None
     _termination: Termination | None = None
     _tracing: Tracing | None = None
     _in_forward = False
@@ -137,9 +139,12 @@ class HyTrainEngine(DeepSpeedEngine):
     def _prepare_saves(self, optimizer: HyTrainZeroOptimizer) -> None:
         settings = self.hytrain_config.checkpoint
         if settings.is_async:
-            saver = self._saver = AsyncSaver(optimizer.kept, lambda: int(self.global_steps))
+            saver = self._saver = AsyncSaver(
+                optimizer.kept, lambda: int(self.global_steps), optimizer.placement.host
+            )
             optimizer.before_close.append(lambda: saver.close(abandon=is_failing()))
             finish_save_at_exit(saver)
+            self._checkpoints().prepare()
         if settings.sigterm_dir is not None:
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)
@@ -267,7 +272,10 @@ class HyTrainEngine(DeepSpeedEngine):
         return module_tensors(self._model, self._open_guards())
 
     def _checkpoints(self) -> EngineCheckpoints:
-        return EngineCheckpoints(self, self.open_optimizer(), self._module_tensors)
+        optimizer = self.open_optimizer()
+        if self._kept_checkpoints is None:
+            self._kept_checkpoints = EngineCheckpoints(self, optimizer, self._module_tensors)
+        return self._kept_checkpoints
 
     def _open_guards(self) -> LayerGuards:
         assert self._guards is not None
@@ -504,9 +512,12 @@ class HyTrainEngine(DeepSpeedEngine):
         Bytes of pageable and pinned host memory and of the GPU's, with the layers where they are
         now, beside what the process had before. It was checked against the limits of control
         groups and of the process before anything was taken. Activations are the model's, and not
-        in it; an asynchronous save copies state to what host memory is left, and no more.
+        in it. Memory for the copies of asynchronous saves is, as far as the host has had room for
+        it; their copies on the GPU, for a while and of what it has left, are not.
         """
-        return self.open_optimizer().placement.memory_peaks()
+        peaks = self.open_optimizer().placement.memory_peaks()
+        copies = 0 if self._saver is None else self._saver.copy_bytes
+        return {name: replace(peak, host=peak.host + copies) for name, peak in peaks.items()}
 
     def placement_decisions(self, since: int = 0) -> list[Decision]:
         """This rank's decisions about k, oldest first, each with its reason.

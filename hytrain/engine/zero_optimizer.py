@@ -190,6 +190,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             return
         if not passes.open_step.begun:
             passes.begin_update()
+        if not collector.open and collector.has_left:
+            passes.begin_backward()  # it went past the engine
+            passes.end_backward()
         if not collector.open and not passes.open_step.was_reduced:
             # No backward on this rank: it takes part in the others' collectives with zeros. The
             # wait is PassTracker.begin_backward's, in the same place among the collectives.

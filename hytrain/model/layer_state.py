@@ -52,6 +52,7 @@ class LayerState:
 
     _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
+    _holds_updates: bool = False
     _launches: list[UpdateLaunch] = field(default_factory=list[UpdateLaunch])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
@@ -115,24 +116,33 @@ class LayerState:
             self._launches = self.moments.update_launches(self.layout, self.begin, self.end)
         return self._launches
 
-    def hold_for(self, wait: Callable[[], None]) -> None:
+    def hold_for(self, wait: Callable[[], None], *, updates: bool) -> None:
         """Somebody reads the state beside training.
 
         Args:
             wait: returns when the state may change.
+            updates: whether updates and moves wait as well; False: the update worker knows of it,
+                and copies what it is about to change.
         """
         self._held_for = wait
+        self._holds_updates = updates
+
+    def before_update(self) -> None:
+        """As :meth:`before_change`, where an update or a move changes the state."""
+        if self._holds_updates:
+            self.before_change()
 
     def before_change(self) -> None:
         """Before anything of the state is written: nobody reads it as of an earlier step."""
+        self._holds_updates = False
         wait, self._held_for = self._held_for, None
         if wait is not None:
             wait()
 
     @property
-    def is_held(self) -> bool:
-        """Whether :meth:`before_change` may have to wait."""
-        return self._held_for is not None
+    def holds_updates(self) -> bool:
+        """Whether :meth:`before_update` may have to wait."""
+        return self._holds_updates
 
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""

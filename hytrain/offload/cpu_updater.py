@@ -196,7 +196,7 @@ class CpuUpdater:
         )
 
     def _before_update(self, layer: LayerState, *, direct: bool) -> None:
-        if not layer.is_held:
+        if not layer.holds_updates:
             return
         if not direct:
             # An update changes state where it commits the gradient of the step before; where that
@@ -204,12 +204,11 @@ class CpuUpdater:
             self.worker.wait_settled(layer.worker_index)
             if not self.has_pending(layer):
                 return
-        layer.before_change()
+        layer.before_update()
 
-    def settle(self) -> None:
-        """Queues the commit of all that is pending; see :meth:`wait_settled`. Waits for nothing."""
-        for layer in self.layers:
-            self.submit(layer, _C.Pass.settle)
+    def settle(self, layer: LayerState) -> None:
+        """Queues the commit of what is pending; see :meth:`wait_settled`. Waits for nothing."""
+        self.submit(layer, _C.Pass.settle)
 
     def wait_settled(self, layer: LayerState) -> None:
         """Until the layer's state is that of the last step when :meth:`settle` was called."""
@@ -363,7 +362,7 @@ class CpuUpdater:
         self.wait_all()
         for layer in self.layers:
             if self.has_pending(layer):
-                layer.before_change()
+                layer.before_update()
                 self.submit(layer, _C.Pass.commit)
         # The caller reads the state next: without this wait the worker could still be writing it.
         self.wait_all()

@@ -47,7 +47,7 @@ class LayerMover:
         # A move to the host that is under way keeps the state that it reads on the device: without
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
-        layer.before_change()  # what is pending is committed
+        layer.before_update()  # what is pending is committed
         size = layer.state_bytes
         with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
             memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)

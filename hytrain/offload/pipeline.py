@@ -211,7 +211,7 @@ class UpdatePipeline:
                     continue
                 gradient = layer.update.gradient
                 assert gradient is not None
-                layer.before_change()
+                layer.before_update()
                 # State that has just left the host may not have arrived yet.
                 self.mover.wait(layer)
                 for launch in layer.update_launches():

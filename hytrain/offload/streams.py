@@ -132,6 +132,14 @@ class Streams:
         event.record(self.update)
         return event
 
+    def record_current(self) -> torch.cuda.Event | None:
+        """A new event behind all of the current stream so far; None on a CPU."""
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(current_stream(self.device))
+        return event
+
     def record_communication(self) -> torch.cuda.Event | None:
         """A new event behind all communication so far; None on a CPU, where it is done."""
         if not self.is_cuda:

@@ -28,6 +28,7 @@ from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
+from hytrain.optimizer.layer_hooks import LayerHooks
 from hytrain.zero3.schedule import GatherSchedule
 
 _SMALL = 6 << 20
@@ -127,11 +128,9 @@ class GradientCollector:
         self.in_backward = False
         self.open = False
         """A backward has begun and its gradients have not all been consumed."""
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(layer, index, slot))
-            for layer in self.layers
-            for index, slot in enumerate(layer.layout.slots)
-        ]
+        self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
+        self._may_mark = True
+        """Layers may get one hook each, when the next backward has ended."""
 
     @property
     def num_firings(self) -> int:
@@ -149,9 +148,8 @@ class GradientCollector:
 
     def remove_hooks(self) -> None:
         """Detaches from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks in self._hooks:
+            hooks.remove()
 
     # -- one backward --------------------------------------------------------------------------
 
@@ -187,6 +185,8 @@ class GradientCollector:
             early: whether layers are consumed as they become final, or all by :meth:`complete`.
             by_layer: micro-batches that go back through the layers together; None: it is one's.
         """
+        if by_layer is not None:
+            self._unmark_all()  # their parameters have a gradient for each micro-batch
         self.in_backward = True
         self.open = True
         self._by_layer = by_layer is not None
@@ -260,6 +260,7 @@ class GradientCollector:
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
             layer.fired[index] += 1
+            layer.last_index = index
             self._firings += 1
             layer.last_firing = self._clock = self._clock + 1
             if self._pace is not None:
@@ -271,6 +272,82 @@ class GradientCollector:
                 self._finish(layer)
 
         return hook
+
+    def _marker(self, hooks: LayerHooks) -> Callable[[nn.Parameter], None]:
+        """The one hook of a layer, called when its last gradient has come."""
+        layer, last = hooks.layer, hooks.layer.last_index
+        slot, count = layer.layout.slots[last], len(layer.layout.slots)
+
+        def hook(_parameter: torch.Tensor) -> None:
+            if not self.in_backward:
+                self._sink.begin_unannounced()
+                self._unmark_all()  # the next one like it shall be noticed at its first gradient
+                return
+            if layer.final or layer.closed:
+                self._refuse_late(layer, last, slot)
+            gradients = hooks.take()
+            whole = [g for g in gradients if g is not None and not g.is_sparse]
+            if len(whole) < count:
+                hooks.unmark()
+                self._take_some(layer, gradients)
+                return
+            layer.take_all(whole)
+            layer.fired = [1] * count
+            self._firings += count
+            layer.last_firing = self._clock = self._clock + count
+            if self._pace is not None:
+                layer.uses_before = self._pace.uses_made
+            layer.remaining -= count
+            if layer.remaining == 0:
+                self._finish(layer)
+
+        return hook
+
+    def _mark_all(self) -> None:
+        """Layers whose parameters get one gradient each have one hook from now on."""
+        self._may_mark = False
+        for hooks in self._hooks:
+            hooks.mark(self._marker(hooks))
+
+    def _unmark_all(self) -> None:
+        self._may_mark = False
+        for hooks in self._hooks:
+            if hooks.is_marked:
+                gradients = hooks.take()
+                hooks.unmark()
+                self._take_some(hooks.layer, gradients)
+
+    def _take_some(self, layer: LayerGradient, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients that autograd has kept of a layer; others may come."""
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            with torch.no_grad():
+                layer.take(index, gradient, self._device)
+            layer.fired[index] += 1
+            self._firings += 1
+            layer.last_firing = self._clock = self._clock + 1
+            layer.remaining -= 1
+            if layer.remaining == 0:
+                self._finish(layer)
+
+    def _take_left(self) -> None:
+        """Of a backward that has ended: gradients of layers whose last one was not what it was."""
+        for hooks in self._hooks:
+            left = hooks.left()
+            if not left:
+                continue
+            layer = hooks.layer
+            if layer.final or layer.closed:
+                self._refuse_late(layer, left[0], layer.layout.slots[left[0]])
+            gradients = hooks.take()
+            hooks.unmark()
+            self._take_some(layer, gradients)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether autograd keeps gradients that no hook has told of."""
+        return any(hooks.left() for hooks in self._hooks)
 
     def _finish(self, layer: LayerGradient) -> None:
         """A layer has its last gradient, and is consumed with it."""
@@ -294,6 +371,8 @@ class GradientCollector:
             # What was learned does not hold for this model any more: learn again.
             self.record = None
             self._expected.clear()
+            for hooks in self._hooks:
+                hooks.unmark()
         raise GradientOrderError(
             f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
             f"backward, but the first backward gave it {expected}, and the update of layer "
@@ -362,7 +441,13 @@ class GradientCollector:
         ]
 
     def end_graph(self) -> None:
-        """Autograd has finished; more gradients belong to another backward."""
+        """Autograd has finished; more gradients belong to another backward.
+
+        Raises:
+            GradientOrderError: one has come after its layer's last.
+        """
+        if self.in_backward:
+            self._take_left()
         self.in_backward = False
         for layer in self.layers:
             # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
@@ -389,6 +474,8 @@ class GradientCollector:
             self._learn()
         if is_new and self._pace is not None:
             self._learn_pace(self._pace)
+        if self._may_mark and not is_new and self._clock and not self._by_layer:
+            self._mark_all()
         if consume:
             self._consume_rest()
 
@@ -443,6 +530,9 @@ class GradientCollector:
         self.in_backward = False
         self.open = False
         self._zeros.forget()
+        for hooks in self._hooks:
+            if hooks.left():
+                hooks.take()  # an aborted backward's: autograd would add the next one's to them
         for layer in self.layers:
             layer.release()
             layer.held = None

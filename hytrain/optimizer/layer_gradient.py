@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +57,7 @@ class LayerGradient:
         waiting: gradients by parameter that are not in ``local`` yet.
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
+        last_index: the parameter that the latest gradient was of.
         uses_before: uses of layers that this backward had made at the last firing.
         closed: the gradient of the current backward has been reduced.
         copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
@@ -69,6 +71,7 @@ class LayerGradient:
     fired: list[int] = field(default_factory=list)
     remaining: int = 0
     last_firing: int = 0
+    last_index: int = 0
     uses_before: int = 0
     final: bool = False
     closed: bool = False
@@ -117,6 +120,12 @@ class LayerGradient:
             else:
                 part.copy_(gradient)
             self.written[index] = True
+
+    def take_all(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Takes each parameter's gradient over, once; nobody else has them."""
+        self.flush()
+        self.waiting = {index: gradient.detach() for index, gradient in enumerate(gradients)}
+        self.flush()
 
     def flush(self) -> None:
         """Writes what waits, in the stream that made it: before ``local`` is used."""

@@ -8,7 +8,11 @@ namespace hytrain {
 
 void parallel_copy(void* destination, const void* source, std::size_t bytes, int num_threads);
 
-// Backs memory that has only been mapped: writes a zero to each of its pages.
+// As parallel_copy, past the cache: for what nobody reads soon.
+void parallel_stream(void* destination, const void* source, std::size_t bytes, int num_threads);
+
+// Backs memory that has only been mapped: touches each of its pages. Contents stay, also where
+// another thread writes them meanwhile.
 void parallel_touch(void* memory, std::size_t bytes, int num_threads);
 
 }  // namespace hytrain

@@ -80,6 +80,7 @@ enum class Pass {
     kWithdraw,
     kLeave,   // the layer's state moves to the device
     kArrive,  // and back
+    kCapture,  // a copy of the state is taken while there is nothing else to do
 };
 
 struct Job {
@@ -188,6 +189,13 @@ class UpdateWorker {
     bool has_pending(int layer);
     // Until no kSettle of the layer is left: its state is that of the last step.
     void wait_settled(int layer);
+    // The layer's state as of all jobs submitted so far is copied to `target`, laid out as the state
+    // is; the step must be final. One copy at a time: an earlier one must have been waited for.
+    void capture(int layer, const StateArrays& target);
+    // Until the copy is there (or has been forgotten).
+    void wait_captured(int layer);
+    // The copy is not wanted any more. When this returns its target is not written to.
+    void forget_capture(int layer);
     void check_error();
     // Before start(): a wait in which the worker finishes no chunk for so long calls the function,
     // once, in the waiting thread, with the last task of each lane in words.
@@ -218,6 +226,13 @@ class UpdateWorker {
     void fail_at(int layer) { fail_at_ = layer; }
 
    private:
+    // A copy of a layer's state that is owed, or being taken.
+    struct Capture {
+        StateArrays target;
+        std::int64_t sequence = 0;  // gradients of jobs before it belong to the copy, later ones not
+        bool wanted = false;
+        bool running = false;  // the job that takes it has begun
+    };
     struct Layer {
         std::string name;
         DType gradient_dtype = DType::kFloat32;
@@ -226,13 +241,16 @@ class UpdateWorker {
         StateArrays state;
         std::vector<Chunk> chunks;
         std::optional<StepRecord> pending;
+        std::int64_t pending_sequence = 0;  // of the job that sent it
         bool tentative = false;  // pending belongs to a step that is not final
         bool held = false;       // tentative and not previewed
         StepRecord previewed;
         int outstanding = 0;  // jobs that the weights depend on
         int moving = 0;       // moves of the state
         int settling = 0;     // commits that no weights depend on
+        int capturing = 0;    // jobs that only take a copy
         bool fetched = true;
+        Capture capture;
     };
     // A piece of a layer's state on its way to the host.
     struct StatePiece {
@@ -259,6 +277,8 @@ class UpdateWorker {
         std::int64_t since_ns = 0;
         EventHandle end = kNoEvent;
     };
+    // When the running job takes a copy of the layer's state.
+    enum class Taking { kNo, kBefore, kAfter };
     enum TaskLane { kUpdates, kToHostTask, kToDeviceTask, kTaskLanes };
     // One chunk of a picked job, in processing order.
     struct Work {
@@ -296,6 +316,12 @@ class UpdateWorker {
     std::vector<bool> layers_taken_back();
     void run();
     std::shared_ptr<Job> pick_job();
+    std::shared_ptr<Job> owed_capture();
+    static bool can_capture(const Layer& layer);
+    static Taking taking(const Job& job, const Layer& layer);
+    void take_copy(const Layer& layer, const Chunk& chunk);
+    template <typename Function>
+    void in_blocks(const Layer& layer, const Chunk& chunk, Function pass);
     bool is_ready(const Job& job);
     static int& count(Layer& layer, Pass pass);
     bool issue_next();
@@ -367,6 +393,7 @@ class UpdateWorker {
     double running_sum_ = 0.0;
     WorkerStatistics statistics_;  // of the jobs that have finished
     std::vector<JobSpan> spans_;
+    int owed_ = 0;  // copies that are wanted and have not been begun
     std::vector<Growth> growth_;
     std::vector<Retirement> retirements_;
     std::vector<std::pair<EventHandle, EventHandle>> spare_events_;  // of slots that have gone
@@ -394,6 +421,7 @@ class UpdateWorker {
     std::optional<StepRecord> previous_;  // what the running job commits
     StepRecord current_;                  // what the running job previews
     bool holding_ = false;
+    Taking taking_ = Taking::kNo;
     JobSpan span_;
     WorkerStatistics job_statistics_;
     Place place_;                             // what is being processed

@@ -120,9 +120,9 @@ def test_copies_on_the_device(
     on_host: list[LayerSnapshot] = []
     copy = LayerSnapshot.copy
 
-    def noted(self: LayerSnapshot, pool: Any) -> None:
+    def noted(self: LayerSnapshot) -> None:
         on_host.append(self)
-        copy(self, pool)
+        copy(self)
 
     monkeypatch.setattr(LayerSnapshot, "copy", noted)
     with environment("HYTRAIN_DELAYS", "7:3000"), engine_of(run) as engine:
@@ -270,7 +270,7 @@ def test_a_failure_is_raised_and_training_can_go_on(
         with monkeypatch.context() as patch:
             patch.setattr(writer, "write_file", _full)
             engine.save_checkpoint(tmp_path / "async", tag="t")
-            engine._saver._thread.join()
+            engine._saver._ended.wait()
         done = 2 if where != "step" else 3
 
         def notice() -> None:
