@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -161,13 +162,25 @@ def create_loss_scaler(engine: Any) -> Any:
     )
 
 
-convert_to_universal: Callable[[argparse.Namespace], None] = vars(ds_to_universal)["main"]
+_main = cast(FunctionType, vars(ds_to_universal)["main"])
+convert_to_universal: Callable[[argparse.Namespace], None] = FunctionType(
+    _main.__code__, _main.__globals__, "main", _main.__defaults__, _main.__closure__
+)
 """DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
 
 
+def _convert(args: argparse.Namespace) -> None:
+    _hytrain_convert(args)  # type: ignore[name-defined]  # noqa: F821  (of DeepSpeed's module)
+
+
 def convert_by(function: Callable[[argparse.Namespace], None]) -> None:
-    """``deepspeed.checkpoint.ds_to_universal.main`` is this from now on."""
-    setattr(ds_to_universal, "main", function)  # noqa: B010 (its type is not known)
+    """``deepspeed.checkpoint.ds_to_universal.main`` calls this from now on.
+
+    The function itself is changed, not what the module's name is bound to: scripts import the
+    function, mostly before there is an engine.
+    """
+    vars(ds_to_universal)["_hytrain_convert"] = function
+    _main.__code__ = _convert.__code__
 
 
 fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[
