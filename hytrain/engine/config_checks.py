@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
 from hytrain.config import SECTION
+from hytrain.engine.deepspeed_internals import keys_of_section, lr_schedules
 from hytrain.errors import ConfigError
 
 _BATCH_KEYS = (
@@ -131,7 +130,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
         section = next((name for name in config if _has(config[name], item)), error.title)
         key = ".".join([str(section), *map(str, item["loc"])])
         if item["type"] == "extra_forbidden":
-            known = _fields(error.title) if len(item["loc"]) == 1 else ()
+            known = keys_of_section(error.title) if len(item["loc"]) == 1 else ()
             hint = _meant(item["loc"][-1], known) or "remove it"
             lines.append(f'  "{key}" is no key that DeepSpeed knows: {hint.rstrip()}')
         else:
@@ -147,15 +146,6 @@ def _has(section: Any, item: Any) -> bool:
             return False
         section = section[part]
     return bool(section == item["input"])
-
-
-def _fields(model: str) -> Iterable[str]:
-    kinds = [DeepSpeedConfigModel]
-    for kind in kinds:  # which grows
-        if kind.__name__ == model:
-            return list(kind.model_fields)
-        kinds.extend(kind.__subclasses__())
-    return ()
 
 
 def _check_precisions(config: Mapping[str, Any]) -> None:
