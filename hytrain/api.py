@@ -13,9 +13,16 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from hytrain.config import HyTrainConfig
-from hytrain.engine.config_checks import check_config, refuse_misplaced_section
+from hytrain.engine.config_checks import (
+    check_config,
+    check_sections,
+    explain_deepspeeds,
+    misspelt_keys,
+    refuse_misplaced_section,
+)
 from hytrain.engine.deepspeed_internals import (
     ForcedOptimizerError,
     avoid_cpu_communication_build,
@@ -105,6 +112,7 @@ def initialize(
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+    check_sections(loaded)
     check_version()
     offer_fp32_weights()
     offer_conversion()
@@ -122,6 +130,8 @@ def initialize(
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
+    for key, meant in misspelt_keys(loaded):
+        logger.warning('"%s" is no key of DeepSpeed, and is ignored: "%s"?', key, meant)
     refuse_unsupported(loaded)
     _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
@@ -135,8 +145,11 @@ def initialize(
     if section.batch_sizes is not None:
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
-    with engine_class(HyTrainEngine):
-        return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+    try:
+        with engine_class(HyTrainEngine):
+            return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
+    except ValidationError as error:  # of DeepSpeed's sections, before anything is built
+        raise explain_deepspeeds(error, loaded) from None
 
 
 def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:

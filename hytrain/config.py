@@ -34,6 +34,12 @@ Count = Annotated[int, Strict()]
 Flag = Annotated[bool, Strict()]
 
 
+def _named_folder(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise ValueError("must name a folder, got an empty name")
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -48,7 +54,7 @@ class LayersConfig(_Section):
 class OffloadConfig(_Section):
     """How the CPU update runs."""
 
-    cpu_threads: Count | None = Field(default=None, ge=1, le=4096)
+    cpu_threads: Count | None = Field(default=None, ge=1, le=1024)
     """Threads of the CPU kernel; null: a short calibration at start chooses."""
 
     numa: Literal["auto", "off"] = "auto"
@@ -72,11 +78,16 @@ class OffloadConfig(_Section):
 class CheckpointConfig(_Section):
     """How checkpoints are saved."""
 
-    is_async: bool = Field(default=False, alias="async")
+    is_async: Flag = Field(default=False, alias="async")
     """``save_checkpoint`` returns at once, and the checkpoint is written beside the next steps."""
 
     sigterm_dir: str | None = None
     """Folder to save a checkpoint in when the job is asked to end by SIGTERM; null: none is."""
+
+    @field_validator("sigterm_dir")
+    @classmethod
+    def _is_named(cls, value: str | None) -> str | None:
+        return _named_folder(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +173,20 @@ class TraceConfig(_Section):
     dir: str | None = None
     """Folder of the traces, ``trace_rank<N>.json``; null: none is written."""
 
-    steps: tuple[int, int] | None = None
+    steps: tuple[Count, Count] | None = None
     """The first step that is recorded, counted from 1, and the first one that is not any more;
     null: 10 and 14, or all of them under VizTracer."""
 
-    kernels: bool = True
+    kernels: Flag = True
     """The GPU's kernels as well, by torch.profiler; false: one span a layer and pass."""
 
-    threads: bool = False
+    threads: Flag = False
     """One lane a thread of the CPU update, instead of one for all."""
 
     @field_validator("dir")
     @classmethod
     def _is_named(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError("must name a folder, got an empty name")
-        return value
+        return _named_folder(value)
 
     @field_validator("steps")
     @classmethod
@@ -241,7 +250,7 @@ class HyTrainConfig(_Section):
         if value == "solve":
             return value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0.0 <= value <= 1.0:
+        if not is_number or not 0.0 <= value <= 1.0:  # false of NaN, too
             raise ValueError('must be a number in [0, 1], or "solve", which decides at run time')
         return value
 
@@ -312,6 +321,16 @@ class HyTrainConfig(_Section):
             raise ConfigError(_explain(error)) from None
 
 
+_OF_JSON = {
+    "tuple_type": "must be a JSON list, as in [1, 2]",
+    "model_type": "must be a JSON object, {...}",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "string_type": "must be a string",
+}
+"""pydantic's words for them are those of Python."""
+
+
 def _explain(error: ValidationError) -> str:
     lines = [f'the "{SECTION}" section of the configuration cannot be used:']
     for item in error.errors():
@@ -323,7 +342,7 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"  {key}: unknown key; {_suggest(item['loc'])}")
         else:
-            message = item["msg"].removeprefix("Value error, ")
+            message = _OF_JSON.get(item["type"], item["msg"].removeprefix("Value error, "))
             lines.append(f"  {key} = {item['input']!r}: {message}")
     return "\n".join(lines)
 

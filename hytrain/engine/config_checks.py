@@ -7,11 +7,18 @@ there would be none, and the training another one.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import ValidationError
+
 from hytrain.config import SECTION
+from hytrain.engine.deepspeed_internals import keys_of_section, lr_schedules
 from hytrain.errors import ConfigError
 
 _BATCH_KEYS = (
@@ -23,7 +30,21 @@ _OF_ADAM = (
     "differentiable",
 )  # fmt: skip
 """What DeepSpeed and torch take as parameters of an Adam."""
-_COMMUNICATED = ("fp32", "bf16", "fp16")
+_FLAGS_OF_ADAM = ("bias_correction", "adam_w_mode", "torch_adam", "amsgrad")
+_DTYPES = ("fp32", "bf16", "fp16")
+_LONG_DTYPES = (*_DTYPES, "float32", "bfloat16", "float16", "float", "half")
+_OBJECTS = (
+    "optimizer", "scheduler", "zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast",
+    "data_types", "checkpoint", "tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler",
+    "comms_logger", "activation_checkpointing", "aio", "compile",
+)  # fmt: skip
+"""Keys of DeepSpeed's whose value is a section."""
+_TOP_LEVEL = (
+    SECTION, *_BATCH_KEYS, *_OBJECTS, "gradient_clipping", "steps_per_print",
+    "communication_data_type", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients",
+    "gradient_predivide_factor", "sparse_gradients", "seed",
+)  # fmt: skip
 _AUTO = (
     '"auto" is filled in by Hugging Face\'s Trainer and accelerate, and nobody else: write a value'
 )
@@ -39,15 +60,95 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     Raises:
         ConfigError: a value cannot be used.
     """
-    _check_number(config, "gradient_clipping", low=0.0, remedy="write 0 for no clipping")
+    if "gradient_clipping" in config:
+        _check_number("gradient_clipping", config["gradient_clipping"], "write 0 for no clipping")
+    _check_steps_per_print(config.get("steps_per_print"))
     _check_batches(config, batches_elsewhere=batches_elsewhere)
     _check_optimizer(config.get("optimizer"))
     _check_scheduler(config.get("scheduler"))
-    communicated = config.get("communication_data_type")
-    if communicated not in (None, *_COMMUNICATED):
+    _check_dtype("communication_data_type", config.get("communication_data_type"), _DTYPES)
+    accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+    _check_dtype("data_types.grad_accum_dtype", accumulated, _LONG_DTYPES)
+    _check_precisions(config)
+
+
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Refuses a section of DeepSpeed's that is no JSON object.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in _OBJECTS:
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            is_switch = isinstance(section, bool)
+            remedy = f'{{"enabled": {str(section).lower()}}}' if is_switch else "{...}"
+            raise ConfigError(f'"{name}" is {section!r}: write a JSON object, "{name}": {remedy}')
+
+
+def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Top-level keys that DeepSpeed would silently ignore, each with the one it is nearly called.
+
+    They are no errors: a configuration may have sections of its owner's own.
+    """
+    found: list[tuple[str, str]] = []
+    for key in config:
+        near = difflib.get_close_matches(str(key), _TOP_LEVEL, n=1, cutoff=0.85)
+        if near and near[0] != key and near[0] not in config:
+            found.append((str(key), near[0]))
+    return found
+
+
+def make_folder(key: str, folder: str | None) -> None:
+    """Makes a folder that is written to much later, and tries whether it can be.
+
+    Args:
+        key: the key that names it, for the message.
+        folder: its path; None: there is nothing to make.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder) / f".probe-{time.monotonic_ns()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
         raise ConfigError(
-            f'"communication_data_type" is {communicated!r}: write {" or ".join(_COMMUNICATED)}'
-        )
+            f'"{key}" is {folder!r}, where nothing can be written ({error.strerror}): give another '
+            "folder"
+        ) from None
+
+
+def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> ConfigError:
+    """An error of DeepSpeed's own check of a section, which does not say of which one."""
+    lines = ["the configuration cannot be used:"]
+    for item in error.errors():
+        section = next((name for name in config if _has(config[name], item)), error.title)
+        key = ".".join([str(section), *map(str, item["loc"])])
+        if item["type"] == "extra_forbidden":
+            known = keys_of_section(error.title) if len(item["loc"]) == 1 else ()
+            hint = _meant(item["loc"][-1], known) or "remove it"
+            lines.append(f'  "{key}" is no key that DeepSpeed knows: {hint.rstrip()}')
+        else:
+            seen = f" = {item['input']!r}" if item["loc"] else ""
+            lines.append(f'  "{key}"{seen}: {item["msg"].removeprefix("Value error, ")}')
+    return ConfigError("\n".join(lines))
+
+
+def _has(section: Any, item: Any) -> bool:
+    """Whether an error's place and value are those of the section."""
+    for part in item["loc"]:
+        if not isinstance(section, Mapping) or part not in section:
+            return False
+        section = section[part]
+    return bool(section == item["input"])
+
+
+def _check_precisions(config: Mapping[str, Any]) -> None:
     given: list[str] = []
     for name in ("bf16", "bfloat16", "fp16", "torch_autocast"):
         section = config.get(name)
@@ -62,17 +163,26 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
         )
 
 
-def _check_number(
-    config: Mapping[str, Any], path: str, *, low: float, remedy: str, value: Any = None
-) -> None:
-    found = config.get(path) if value is None else value
-    if found is None:
-        return
-    if found == "auto":
+def _check_number(path: str, value: Any, remedy: str) -> None:
+    if value == "auto":
         raise ConfigError(f'"{path}" is "auto": {_AUTO}')
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if not is_number or not math.isfinite(found) or found < low:
-        raise ConfigError(f'"{path}" is {found!r}: give a number of at least {low:g}; {remedy}')
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < math.inf:  # false of NaN, too
+        raise ConfigError(f'"{path}" is {value!r}: give a finite number of at least 0; {remedy}')
+
+
+def _check_steps_per_print(value: Any) -> None:
+    # accelerate writes infinity.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and (not is_number or not value >= 1):
+        raise ConfigError(
+            f'"steps_per_print" is {value!r}: give a whole number above 0, or remove it'
+        )
+
+
+def _check_dtype(path: str, value: Any, known: Sequence[str]) -> None:
+    if value is not None and str(value).removeprefix("torch.") not in known:
+        raise ConfigError(f'"{path}" is {value!r}: write {" or ".join(_DTYPES)}')
 
 
 def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
@@ -94,8 +204,6 @@ def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> Non
 def _check_optimizer(section: Any) -> None:
     if section is None:
         return
-    if not isinstance(section, Mapping):
-        raise ConfigError(f'"optimizer" is {section!r}: write {{"type": "AdamW", "params": {{}}}}')
     if str(section.get("type", "")).lower() not in ("adam", "adamw"):
         return  # said elsewhere
     parameters = section.get("params")
@@ -108,13 +216,14 @@ def _check_optimizer(section: Any) -> None:
         if name == "max_grad_norm":
             raise ConfigError(f'"{key}" is no parameter of an Adam: set "gradient_clipping"')
         if name not in _OF_ADAM:
-            near = difflib.get_close_matches(str(name), _OF_ADAM, n=1)
-            hint = f'did you mean "{near[0]}"? ' if near else ""
             raise ConfigError(
-                f'"{key}" is no parameter of an Adam: {hint}known are {", ".join(_OF_ADAM)}'
+                f'"{key}" is no parameter of an Adam: {_meant(name, _OF_ADAM)}known are '
+                f"{', '.join(_OF_ADAM)}"
             )
         if name in ("lr", "eps", "weight_decay"):
-            _check_number({}, key, low=0.0, remedy="as in 1e-4", value=value)
+            _check_number(key, value, "as in 1e-4")
+        elif name in _FLAGS_OF_ADAM and not isinstance(value, bool):
+            raise ConfigError(f'"{key}" is {value!r}: write true or false')
         elif name == "betas":
             _check_betas(key, value)
 
@@ -132,11 +241,43 @@ def _check_betas(key: str, value: Any) -> None:
 
 
 def _check_scheduler(section: Any) -> None:
-    if not isinstance(section, Mapping) or not isinstance(section.get("params"), Mapping):
+    if section is None or section.get("type") is None:
         return
-    for name, value in section["params"].items():
+    kind = _scheduler_class(section["type"])
+    parameters = section.get("params") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f'"scheduler.params" is {parameters!r}: write a JSON object, {{...}}')
+    known = list(inspect.signature(kind).parameters)[1:]  # the first is the optimizer
+    for name, value in parameters.items():
         if value == "auto":
             raise ConfigError(f'"scheduler.params.{name}" is "auto": {_AUTO}')
+        if name not in known:
+            raise ConfigError(
+                f'"scheduler.params.{name}" is no parameter of {section["type"]}: '
+                f"{_meant(name, known)}known are {', '.join(known)}"
+            )
+    try:
+        inspect.signature(kind).bind(None, **parameters)
+    except TypeError as error:
+        raise ConfigError(f'"scheduler.params" of {section["type"]}: {error}') from None
+
+
+def _meant(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f'did you mean "{near[0]}"? ' if near else ""
+
+
+def _scheduler_class(name: Any) -> type:
+    """DeepSpeed's schedule of that name, or torch's: as DeepSpeed looks it up."""
+    for home in (lr_schedules, torch.optim.lr_scheduler):
+        found = getattr(home, str(name), None)
+        if isinstance(found, type):
+            return found
+    known = lr_schedules.VALID_LR_SCHEDULES
+    raise ConfigError(
+        f'"scheduler.type" is {name!r}: {_meant(name, known)}DeepSpeed has '
+        f"{', '.join(known)}, and those of torch.optim.lr_scheduler"
+    )
 
 
 def refuse_misplaced_section(config: Mapping[str, Any]) -> None:

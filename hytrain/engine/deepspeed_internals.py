@@ -7,15 +7,18 @@ import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops import __compatible_ops__ as compatible_ops
+from deepspeed.runtime import lr_schedules as lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -50,7 +53,9 @@ __all__ = [
     "fp32_weights_of_deepspeed",
     "is_partitioned",
     "join_ranks",
+    "keys_of_section",
     "load_config",
+    "lr_schedules",
     "print_dist",
     "read_fp32_weights_by",
     "shape_partitioned",
@@ -94,6 +99,16 @@ def load_config(given: Any) -> dict[str, Any]:
         return dict(load_ds_config(str(given)))
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+
+
+def keys_of_section(model: str) -> list[str]:
+    """The keys that DeepSpeed knows in a section, by the name of the class that checks it."""
+    kinds: list[type[DeepSpeedConfigModel]] = [DeepSpeedConfigModel]
+    for kind in kinds:  # which grows
+        if kind.__name__ == model:
+            return list(kind.model_fields)
+        kinds.extend(kind.__subclasses__())
+    return []
 
 
 @contextmanager
@@ -161,13 +176,25 @@ def create_loss_scaler(engine: Any) -> Any:
     )
 
 
-convert_to_universal: Callable[[argparse.Namespace], None] = vars(ds_to_universal)["main"]
+_main = cast(FunctionType, vars(ds_to_universal)["main"])
+convert_to_universal: Callable[[argparse.Namespace], None] = FunctionType(
+    _main.__code__, _main.__globals__, "main", _main.__defaults__, _main.__closure__
+)
 """DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
 
 
+def _convert(args: argparse.Namespace) -> None:
+    _hytrain_convert(args)  # type: ignore[name-defined]  # noqa: F821  (of DeepSpeed's module)
+
+
 def convert_by(function: Callable[[argparse.Namespace], None]) -> None:
-    """``deepspeed.checkpoint.ds_to_universal.main`` is this from now on."""
-    setattr(ds_to_universal, "main", function)  # noqa: B010 (its type is not known)
+    """``deepspeed.checkpoint.ds_to_universal.main`` calls this from now on.
+
+    The function itself is changed, not what the module's name is bound to: scripts import the
+    function, mostly before there is an engine.
+    """
+    setattr(ds_to_universal, "_hytrain_convert", function)  # noqa: B010 (its type is not known)
+    _main.__code__ = _convert.__code__
 
 
 fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[

@@ -29,6 +29,7 @@ from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
+from hytrain.engine.config_checks import make_folder
 from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
@@ -38,7 +39,7 @@ from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.trace_session import TracedEngine
-from hytrain.engine.tracing import Tracing, check_folder
+from hytrain.engine.tracing import Tracing
 from hytrain.engine.zero3_surface import offer_zero3
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
@@ -82,7 +83,8 @@ class HyTrainEngine(DeepSpeedEngine):
         section = HyTrainConfig.from_deepspeed(kwargs["config"])
         if section is None:
             raise ConfigError('the configuration has no "hytrain" section')
-        check_folder(section.trace)
+        make_folder("hytrain.trace.dir", section.trace.dir)
+        make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
         object.__setattr__(self, "_guards", None)

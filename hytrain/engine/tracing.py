@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from hytrain.config import DEFAULT_TRACED_STEPS, TraceConfig
 from hytrain.engine.trace_header import with_overhead
 from hytrain.engine.trace_session import TracedEngine, TraceSession
-from hytrain.errors import ConfigError
 from hytrain.trace.recorder import Recorder
 from hytrain.trace.user_code import LoadingIterator
 from hytrain.trace.viztracer_file import join_file, running_tracer
@@ -213,24 +212,3 @@ def _report(recording: Recording, path: Path) -> None:
     )
     if header.dropped_spans:
         logger.warning("the trace has lost %d spans: record fewer steps", header.dropped_spans)
-
-
-def check_folder(config: TraceConfig) -> None:
-    """Makes the folder of the traces, before anything else is done.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-    """
-    if config.dir is None:
-        return
-    folder = Path(config.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{time.monotonic_ns()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f'"hytrain.trace.dir" is {config.dir!r}, where nothing can be written ({error.strerror}'
-            "): give another folder"
-        ) from None

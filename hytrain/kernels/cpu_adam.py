@@ -45,7 +45,7 @@ active_isa()  # a wrong HYTRAIN_CPU_ISA is a ValueError here, not in the middle 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_STEP = 2**53  # beyond this a step number is not exact in float64
-_MAX_THREADS = 1024
+MAX_THREADS = 1024
 
 _NATIVE_DTYPES = {
     torch.float32: _C.DType.float32,
@@ -362,8 +362,8 @@ def _check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def _check_threads(num_threads: int) -> None:
-    if not 1 <= num_threads <= _MAX_THREADS:
+    if not 1 <= num_threads <= MAX_THREADS:
         raise KernelArgumentError(
-            f"num_threads is {num_threads}; it must be in [1, {_MAX_THREADS}]: "
+            f"num_threads is {num_threads}; it must be in [1, {MAX_THREADS}]: "
             "set offload.cpu_threads"
         )

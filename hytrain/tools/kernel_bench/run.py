@@ -16,8 +16,10 @@ from itertools import product
 from typing import TypeVar, cast
 
 from hytrain import _C
+from hytrain.errors import KernelArgumentError
 from hytrain.formats.text_table import align
 from hytrain.hardware import machine
+from hytrain.kernels.cpu_adam import MAX_THREADS
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.tools.kernel_bench.subjects import (
     ARRAY_BYTES_PER_PARAM,
@@ -71,8 +73,16 @@ class BenchOptions:
         return max(_ELEMENT_MULTIPLE, min(rounded_up, fits))
 
     def threads(self) -> tuple[int, ...]:
-        """The thread counts in effect."""
+        """The thread counts in effect.
+
+        Raises:
+            KernelArgumentError: one is above what the kernels take.
+        """
         if self.thread_counts is not None:
+            if max(self.thread_counts) > MAX_THREADS:
+                raise KernelArgumentError(
+                    f"{max(self.thread_counts)} threads: the kernels run on at most {MAX_THREADS}"
+                )
             return self.thread_counts
         cores = machine.usable_cores()
         return tuple(sorted({max(1, -(-cores * quarter // 4)) for quarter in (1, 2, 3, 4)}))

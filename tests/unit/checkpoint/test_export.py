@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.ds_to_universal import main as to_universal  # as scripts do
 from deepspeed.utils import zero_to_fp32
 from support.damage import damaged, flip
 from support.engines import built, make_config
@@ -130,14 +131,14 @@ def test_deepspeeds_conversion_finds_it_universal(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["ds_to_universal", *command])
         arguments = ds_to_universal.parse_arguments()
-    ds_to_universal.main(arguments)
+    to_universal(arguments)
     assert "is universal already" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
     assert (tmp_path / "latest_universal").read_text() == "universal"
     with pytest.raises(CheckpointError, match=r"that is not there yet, or load .*load_universal"):
-        ds_to_universal.main(arguments)
+        to_universal(arguments)
     arguments.output_folder = arguments.input_folder
-    ds_to_universal.main(arguments)
+    to_universal(arguments)
     assert cli.main(["checkpoint", "verify", str(saved.tag)]) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,7 @@ from support.engines import make_config
 from support.models import Mlp, make_model
 
 import hytrain
+from hytrain.engine.config_checks import misspelt_keys
 from hytrain.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,6 +70,15 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"gpu_fraction": 0, "batch_sizes": [True]}, r"batch_sizes\.0 = True"),
     ({"solver": {"interval": "1"}}, r"hytrain\.solver\.interval = '1'"),
     ({"gpu_fraction": 0, "layers": {"class": "Blok"}}, r'"Blok".*did you mean "Block"'),
+    ({"gpu_fraction": 10**400}, r"hytrain\.gpu_fraction = \d+: must be a number"),
+    ({"gpu_fraction": 0, "offload": {"cpu_threads": 1025}}, r"cpu_threads = 1025"),
+    ({"gpu_fraction": 0, "offload": 5}, r"hytrain\.offload = 5: must be a JSON object"),
+    ({"gpu_fraction": 0, "shard_fractions": 1.0}, r"must be a JSON list"),
+    ({"checkpoint": {"async": "yes"}}, r"checkpoint\.async = 'yes': must be true or false"),
+    ({"checkpoint": {"sigterm_dir": " "}}, r"checkpoint\.sigterm_dir = ' ': must name a folder"),
+    ({"trace": {"kernels": 0}}, r"trace\.kernels = 0: must be true or false"),
+    ({"trace": {"threads": "no"}}, r"trace\.threads = 'no'"),
+    ({"trace": {"steps": ["1", "3"]}}, r"trace\.steps\.0 = '1': must be a whole number"),
     (0.5, r'"hytrain" must be a JSON object, got float'),
 ]
 
@@ -105,21 +116,60 @@ OF_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": -1}, r'"gradient_clipping" is -1'),
     ({"gradient_clipping": "auto"}, r'"gradient_clipping" is "auto"'),
     ({"gradient_clipping": True}, r'"gradient_clipping" is True'),
-    ({"bf16": "auto"}, r"\"bf16\.enabled\" is 'auto'"),
+    ({"bf16": {"enabled": "auto"}}, r"\"bf16\.enabled\" is 'auto'"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
         r'"scheduler\.params\.warmup_num_steps" is "auto"',
     ),
     ({"train_micro_batch_size_per_gpu": None}, "how large a batch is"),
     ({"train_micro_batch_size_per_gpu": "auto"}, r'"train_micro_batch_size_per_gpu" is "auto"'),
+    ({"gradient_clipping": None}, r'"gradient_clipping" is None'),
+    (_adam(lr=None), r'"optimizer\.params\.lr" is None'),
+    (_adam(adam_w_mode="no"), r"\"optimizer\.params\.adam_w_mode\" is 'no': write true or false"),
+    ({"gradient_clipping": float("inf")}, r'"gradient_clipping" is inf: give a finite number'),
+    ({"steps_per_print": 0}, r'"steps_per_print" is 0'),
+    ({"steps_per_print": "x"}, r"\"steps_per_print\" is 'x'"),
+    ({"bf16": True}, r'"bf16" is True: write a JSON object, "bf16": \{"enabled": true\}'),
+    ({"scheduler": "WarmupLR"}, r"\"scheduler\" is 'WarmupLR': write a JSON object"),
+    ({"scheduler": {"type": "WarmupLr"}}, r'did you mean "WarmupLR"'),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
+        r'"scheduler\.params\.warmup_steps" is no parameter.*did you mean "warmup_num_steps"',
+    ),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, r"missing a required argument: 'total_num_steps'"),
+    ({"data_types": {"grad_accum_dtype": "fp8"}}, r"\"data_types\.grad_accum_dtype\" is 'fp8'"),
+    ({"zero_optimization": {"stag": 2}}, r'"zero_optimization\.stag" is no key.*mean "stage"'),
+    ({"bf16": {"enabled": True, "foo": 1}}, r'"bf16\.foo" is no key that DeepSpeed knows'),
     ({"gradient_accumulation_steps": 0}, r'"gradient_accumulation_steps" is 0'),
 ]
 
 
 @pytest.mark.parametrize(("change", "match"), OF_DEEPSPEED, ids=lambda value: str(value)[:60])
 def test_a_value_of_deepspeeds_keys(change: dict[str, Any], match: str) -> None:
-    keywords = {"optimizer": torch.optim.AdamW} if change.get("optimizer") == "AdamW" else {}
-    refused(make_config(**change), match, ConfigError, **keywords)
+    config = make_config() | change
+    if "zero_optimization" in change:
+        config["zero_optimization"] = (
+            make_config()["zero_optimization"] | config["zero_optimization"]
+        )
+    refused(config, f"(?s){match}", ConfigError)
+
+
+def test_a_misspelt_key_of_deepspeeds_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert misspelt_keys({"gradient_cliping": 1.0}) == [("gradient_cliping", "gradient_clipping")]
+    assert not misspelt_keys({**make_config(), "my_notes": {}, "fp32": {}, "owner": 1})
+    with caplog.at_level("WARNING", "hytrain"):
+        refused(
+            make_config(wall_clock_brakdown=True, amp={"enabled": True}), "Apex", UnsupportedError
+        )
+    assert '"wall_clock_brakdown" is no key of DeepSpeed' in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_job(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    section = {"gpu_fraction": 0, "checkpoint": {"sigterm_dir": str(file / "saves")}}
+    match = r'"hytrain\.checkpoint\.sigterm_dir" is .*nothing can be written'
+    refused(make_config() | {"hytrain": section}, match, ConfigError)
 
 
 @pytest.mark.parametrize(("section", "match"), SECTIONS, ids=lambda value: str(value)[:50])
