@@ -15,6 +15,8 @@ from pathlib import Path
 BLOCK_BYTES = 1 << 20
 """Small enough for a core's cache, which then has the bytes still when they are copied."""
 
+_SYNCED_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
@@ -47,6 +49,7 @@ class SummingFile:
         self._blocks: list[int] = []
         self._sum = 0
         self._num_bytes = 0
+        self._unsynced = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Appends all of ``data``.
@@ -69,8 +72,13 @@ class SummingFile:
         return len(view)
 
     def _append(self, part: memoryview) -> None:
+        self._unsynced += len(part)
         while part:
             part = part[self._file.write(part) or 0 :]
+        if self._unsynced >= _SYNCED_BYTES:
+            # The disk begins now, and not when a large file's last byte is there.
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
 
     def sync(self) -> None:
         """Waits until what has been written is on the disk.

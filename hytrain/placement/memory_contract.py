@@ -20,9 +20,10 @@ _MIB = 1024**2
 _GIB = 1024**3
 CALIBRATION_BYTES = 16 << 24
 """That measuring the CPU's update takes, for some milliseconds, before any state is there."""
-_WRITER_BYTES = 2 * MASTER_BYTES
-"""Bytes an element of the largest parameter, beside the parameter: its rounded copy, and the part
-of the file that is being put together."""
+_ROUNDED_BYTES = 2
+"""Bytes an element of the largest parameter, beside the parameter: its rounded copy."""
+_WRITERS_BYTES = 9 * 2 * _MIB
+"""Stacks and heaps of the threads that write a checkpoint: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
     host = {
         "build": max(on_host, CALIBRATION_BYTES),
         "step": on_host + (flying if terms.gpu_base is None else 0),
-        "save": on_host + gathered + _WRITER_BYTES * terms.largest_parameter,
+        "save": on_host + gathered + _ROUNDED_BYTES * terms.largest_parameter + _WRITERS_BYTES,
         "load": on_host + gathered,
         "evaluation": on_host,
     }

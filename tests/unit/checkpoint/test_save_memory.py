@@ -46,5 +46,6 @@ def test_it_grows_by_one_parameter(stage: int, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     grown = int(ended.stdout.split()[-1])
-    # One state of one parameter, its rounded copy, and what torch.save and the allocator take.
-    assert grown < 16 * MIB, f"{grown / MIB:.1f} MiB"
+    # One state of one parameter, its rounded copy, what torch.save and the allocator take, and a
+    # huge page for each of nine threads.
+    assert grown < (16 + 18) * MIB, f"{grown / MIB:.1f} MiB"
