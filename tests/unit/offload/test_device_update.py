@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from support.comparisons import assert_same_bits
 from support.engines import built, make_config
 from support.models import HIDDEN, loss_of, make_model
@@ -16,6 +17,7 @@ from torch import nn
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.offload import device_update
 from hytrain.offload.device_update import FIRST_ELEMENTS, MOST_ELEMENTS, MOST_LAYERS, batches
+from hytrain.optimizer.offloaded_states import StateKind
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(60)]
 
@@ -163,3 +165,21 @@ def test_observers_are_told_of_every_layer_once(monkeypatch: pytest.MonkeyPatch)
         assert [list(sizes) for sizes in told] == [[0, 1], [2, 3], [4, 5]]
         sizes = {index: size for sizes in told for index, size in sizes.items()}
         assert sizes == {state.index: state.shard_size for state in states}
+
+
+@pytest.mark.parametrize("kind", [StateKind.optim_states, StateKind.hp_params])
+def test_state_that_has_moved_is_found(kind: StateKind) -> None:
+    """No layer changed its side, and no weights their place: only the state lies elsewhere."""
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        step(engine, 0)
+        states = engine.optimizer.layer_states
+        old = [tensor for state in states for tensor in state.state]  # not given to others
+        engine.offload_states(include=[OffloadStateTypeEnum(kind.value)])
+        engine.reload_states()
+        before = [tensor.clone() for state in states for tensor in state.state]
+        assert all(o.data_ptr() != s.master.data_ptr() for o in old for s in states)
+        step(engine, 1)
+        engine.optimizer.pipeline.flush()
+        after = [tensor for state in states for tensor in state.state]
+        for one, other in zip(before, after, strict=True):
+            assert not torch.equal(one, other)
