@@ -120,9 +120,9 @@ def trained(config: dict[str, Any], moves: bool) -> tuple[list[dict[str, torch.T
             state: dict[str, torch.Tensor] = {}
             for each in engine.optimizer.layer_states:
                 for name, tensor in zip(("p", "m", "v"), each.state, strict=True):
-                    state[f"{name} of {each.name}"] = tensor.clone()
+                    state[f"{name} of {each.name}"] = tensor.cpu().clone()
                 for begin, weights in each.storage.shard_slices(each.begin, each.end):
-                    state[f"weights of {each.name} from {begin}"] = weights.clone()
+                    state[f"weights of {each.name} from {begin}"] = weights.cpu().clone()
             found.append(state)
     return found, len(made)
 
