@@ -12,7 +12,8 @@ namespace hytrain {
 
 namespace {
 
-// Stores that go past the cache take the memory one transfer less: no line is read to be overwritten.
+// Stores that go past the cache take the memory one transfer less: no line is read to be
+// overwritten.
 void stream_copy(char* to, const char* from, std::size_t bytes) {
 #ifdef __SSE2__
     constexpr std::size_t kWord = sizeof(__m128i), kLine = 4 * kWord;

@@ -122,33 +122,6 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
     return picked;
 }
 
-// Under mutex_. No job of the layer is left, so its state, with what is pending, is the one of the
-// copy, or has been since the job that committed it.
-bool UpdateWorker::can_capture(const Layer& layer) {
-    if (!layer.capture.wanted) return false;
-    if (layer.outstanding != 0 || layer.moving != 0 || layer.settling != 0) return false;
-    const bool commits = layer.pending && layer.pending_sequence < layer.capture.sequence;
-    return !(commits && layer.tentative);
-}
-
-// Under mutex_. The job of a copy that can be taken now: of the last such layer, whose update comes
-// first.
-std::shared_ptr<Job> UpdateWorker::owed_capture() {
-    if (owed_ == 0) return nullptr;
-    for (std::size_t i = layers_.size(); i-- > 0;) {
-        if (!can_capture(layers_[i])) continue;
-        auto job = std::make_shared<Job>();
-        job->pass = Pass::kCapture;
-        job->layer = static_cast<int>(i);
-        job->sequence = sequence_++;
-        job->step = trace_step_;
-        ++layers_[i].capturing;
-        jobs_.push_back(job);
-        return job;
-    }
-    return nullptr;
-}
-
 // Queues the next chunk's copy to the host, if a slot is free. False: nothing more to issue now.
 bool UpdateWorker::issue_next() {
     if (active_.size() >= kMaxActive) return false;
@@ -414,28 +387,6 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             break;
         case Pass::kPublish:
             break;
-    }
-}
-
-// Under mutex_. Whether a job takes the copy that is owed: before it changes the copy's state, or
-// after it has made it.
-UpdateWorker::Taking UpdateWorker::taking(const Job& job, const Layer& layer) {
-    if (!layer.capture.wanted) return Taking::kNo;
-    const std::int64_t sequence = layer.capture.sequence;
-    const bool commits_later = layer.pending && layer.pending_sequence >= sequence;
-    switch (job.pass) {
-        case Pass::kUpdate:
-        case Pass::kCommit:
-        case Pass::kSettle:
-            return commits_later ? Taking::kBefore : Taking::kNo;
-        case Pass::kDirect:
-            return job.sequence >= sequence ? Taking::kBefore : Taking::kNo;
-        case Pass::kLeave:  // the memory goes
-            return commits_later ? Taking::kBefore : Taking::kAfter;
-        case Pass::kCapture:
-            return Taking::kAfter;
-        default:
-            return Taking::kNo;
     }
 }
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "hytrain/clock.h"
-#include "hytrain/parallel_copy.h"
 #include "hytrain/update_worker.h"
 
 namespace hytrain {
@@ -108,27 +107,6 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
     job_statistics_.elements += static_cast<std::int64_t>(chunk.n);
 }
 
-// Copies a chunk's state to where it is to be saved from.
-void UpdateWorker::take_copy(const Layer& layer, const Chunk& chunk) {
-    const std::int64_t from = now_ns();
-    delay();
-    const StateArrays &state = layer.state, &target = layer.capture.target;
-    const std::size_t at = chunk.shard_offset, n = chunk.n, size = moment_bytes(state.kind);
-    const auto copy = [&](void* to, const void* source, std::size_t offset, std::size_t bytes) {
-        parallel_stream(static_cast<char*>(to) + offset, static_cast<const char*>(source) + offset,
-                        bytes, num_threads_);
-    };
-    copy(target.p, state.p, at * sizeof(float), n * sizeof(float));
-    copy(target.m, state.m, at * size, n * size);
-    copy(target.v, state.v, at * size, n * size);
-    if (state.kind == MomentKind::kEightBit) {
-        copy(target.m_exponents, state.m_exponents, at / kMomentBlock, n / kMomentBlock);
-        copy(target.v_exponents, state.v_exponents, at / kMomentBlock, n / kMomentBlock);
-    }
-    // What layers' passes take is measured by these spans, and a save is now and then.
-    span_.begin_ns += now_ns() - from;
-}
-
 namespace {
 
 // Elements [begin, begin + n) of a chunk without runs.
@@ -152,8 +130,8 @@ GradientStep shifted(GradientStep step, std::size_t begin) {
 }  // namespace
 
 // Runs pass(block, begin) over a chunk, and takes the copy that is owed. A thread's part of a block
-// stays in its cache between the two, so that the copy costs the memory its stores only. Moments that
-// are not fp32 have runs that begin where parameters do: these passes are not cut.
+// stays in its cache between the two, so that the copy costs the memory its stores only. Moments
+// that are not fp32 have runs that begin where parameters do: these passes are not cut.
 template <typename Function>
 void UpdateWorker::in_blocks(const Layer& layer, const Chunk& chunk, Function pass) {
     constexpr std::size_t kThreadElements = 1U << 16U;
@@ -227,9 +205,8 @@ void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
         if (!previous_) return;
         float* const p = master(layer, block);
         const Moments m = moments(layer, block);
-        timed(SpanKind::kCommit, block, Outgoing{}, [&] {
-            adam_commit(p, m, block.n, shifted(step, begin), Outgoing{}, num_threads_);
-        });
+        timed(SpanKind::kCommit, block, Outgoing{},
+              [&] { adam_commit(p, m, block.n, shifted(step, begin), Outgoing{}, num_threads_); });
     });
     if (previous_) release_slot(chunk);
 }

@@ -325,37 +325,9 @@ void UpdateWorker::wait_settled(int layer) {
     wait_for([&] { return waited.settling == 0; });
 }
 
-void UpdateWorker::capture(int layer, const StateArrays& target) {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        throw_if_failed();
-        Layer& captured = layers_.at(static_cast<std::size_t>(layer));
-        if (captured.capture.wanted || captured.capture.running) {
-            throw std::logic_error("layer '" + captured.name + "' is being copied already");
-        }
-        captured.capture.target = target;
-        captured.capture.sequence = sequence_++;
-        captured.capture.wanted = true;
-        ++owed_;
-    }
-    wake_.notify_one();
-}
-
 void UpdateWorker::wait_captured(int layer) {
     const Capture& waited = layers_.at(static_cast<std::size_t>(layer)).capture;
     wait_for([&] { return !waited.wanted && !waited.running; });
-}
-
-void UpdateWorker::forget_capture(int layer) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    Capture& forgotten = layers_.at(static_cast<std::size_t>(layer)).capture;
-    if (forgotten.wanted) --owed_;
-    forgotten.wanted = false;
-    // A worker that has failed has left the copy as it was.
-    changed_.wait(lock, [&] { return !forgotten.running || !error_.empty(); });
-    forgotten.running = false;
-    lock.unlock();
-    changed_.notify_all();  // whoever waits for the copy
 }
 
 void UpdateWorker::wait_moved(int layer) {

@@ -171,8 +171,9 @@ def take_contents(
     def put_together() -> SaveContents:
         everywhere = collectives.gather_objects(randomness, "random number generators")
         states, problem = None, failure
-        if later is not None:
-            states, problem = _attempt(lambda: later(everywhere))
+        make = later
+        if make is not None:
+            states, problem = _attempt(lambda: make(everywhere))
         state = pack_optimizer_state(
             groups,
             steps,

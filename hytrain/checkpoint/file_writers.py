@@ -28,6 +28,11 @@ class FileWriters:
         self._batch: list[Future[None]] = []
         self._batches: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
 
+    @property
+    def held(self) -> int:
+        """Bytes of copies that are there."""
+        return self._held
+
     def hold(self, num_bytes: int) -> None:
         """Waits until there may be a copy of so many bytes more."""
         with self._changed:

@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,14 +37,15 @@ def copy_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        copied = copies.get(storage._cdata)
+        handle = int(cast(Any, storage)._cdata)
+        copied = copies.get(handle)
         if copied is None:
             is_waited_for = False
             if tensor.device.type != "cpu":
                 left -= storage.nbytes()
                 is_waited_for = left < 0
             copied = storage.cpu() if is_waited_for else storage.clone()
-            copies[storage._cdata] = copied
+            copies[handle] = copied
         place = torch.empty(0, dtype=tensor.dtype, device=copied.device)
         found[name] = place.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
     return found

@@ -25,20 +25,12 @@ from hytrain.checkpoint.contents import (
     ModelStates,
     ModelStatesLater,
     SaveContents,
-    key_of,
     take_contents,
 )
 from hytrain.checkpoint.file_writers import WRITERS, FileWriters
-from hytrain.checkpoint.gather import (
-    Delivery,
-    ParameterPlace,
-    Piece,
-    StateSource,
-    gather_round,
-    list_parameters,
-    whole_on_host,
-)
+from hytrain.checkpoint.gather import Delivery, ParameterPlace, StateSource, list_parameters
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
+from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
@@ -46,10 +38,7 @@ from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
-    STATES,
-    STEP,
     CheckpointPaths,
-    pack_tensor,
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
@@ -201,88 +190,6 @@ class ModelStatesFile:
         self._writes.sums[self._path] = self._file.sums
 
 
-class ParameterFiles:
-    """Writes the state tensors of one parameter after another; some are being written at a time."""
-
-    def __init__(
-        self,
-        contents: SaveContents,
-        paths: CheckpointPaths,
-        writes: Writes,
-        archive: ModelStatesFile,
-        files: FileWriters,
-    ) -> None:
-        self._paths, self._writes, self._archive, self._files = paths, writes, archive, files
-        self._steps = {
-            place.name: step for place, step in zip(contents.places, contents.steps, strict=True)
-        }
-
-    def write(
-        self,
-        deliveries: Sequence[Delivery],
-        collectives: ShardCollectives,
-        device: torch.device,
-        source: StateSource,
-    ) -> None:
-        """Brings a round's parameters to where they are written; a collective."""
-        if collectives.world_size == 1:
-            for delivery in deliveries:
-                for kind in STATES:
-                    place = delivery.place
-                    state = source(place, kind, Piece(0, 0, place.numel))
-                    whole, held = whole_on_host(state, place, self._files.hold)
-                    self._write(place, kind, whole, in_archive=True, held=held)
-            return
-        rank = collectives.rank
-        mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
-
-        def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
-            self._write(place, kind, tensor, in_archive=rank == 0, held=mine)
-
-        for kind in STATES:
-            self._files.hold(mine)
-            gather_round(deliveries, kind, collectives, device, deliver, source)
-        # The module's weights are in one file, rank 0's: one after another they come to it.
-        for delivery in deliveries:
-            if delivery.destination != 0:
-                self._send_copy(delivery.place, collectives, device, source)
-
-    def _send_copy(
-        self,
-        place: ParameterPlace,
-        collectives: ShardCollectives,
-        device: torch.device,
-        source: StateSource,
-    ) -> None:
-        held = place.dtype.itemsize * place.numel if collectives.rank == 0 else 0
-
-        def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
-            part = partial(self._archive.write, key_of(place), lambda: tensor)
-            self._files.write([], part, held)
-
-        self._files.hold(held)
-        first = [Delivery(place, 0)]
-        gather_round(first, STATES[0], collectives, device, deliver, source, as_trained=True)
-
-    def _write(
-        self, place: ParameterPlace, kind: str, tensor: torch.Tensor, *, in_archive: bool, held: int
-    ) -> None:
-        faults.point("save.file")
-        attempt, paths = self._writes.attempt, self._paths
-        files = [partial(attempt, paths.state(place.name, kind), lambda: pack_tensor(tensor))]
-        if kind == STATES[-1]:
-            step = torch.tensor(self._steps[place.name])
-            files.append(partial(attempt, paths.state(place.name, STEP), lambda: step))
-        part = None
-        if kind == STATES[0] and in_archive:
-            part = partial(self._archive.write, key_of(place), lambda: tensor.to(place.dtype))
-        self._files.write(files, part, held)
-
-
-def _most_bytes(places: Sequence[ParameterPlace]) -> int:
-    return 4 * max((place.numel for place in places), default=0)
-
-
 def write_checkpoint(
     target: SaveTarget,
     kept: KeptState,
@@ -345,8 +252,8 @@ def write_contents(
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
     writes = Writes(failure or _missing(saving))
     archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
-    with FileWriters(threads, _most_bytes(contents.places)) as files:
-        parameters = ParameterFiles(contents, paths, writes, archive, files)
+    with FileWriters(threads, most_bytes(contents.places)) as files:
+        parameters = ParameterFiles(contents, paths, writes.attempt, archive.write, files)
         for deliveries in plan_rounds(contents.places, collectives.world_size):
             parameters.write(deliveries, collectives, device, source)
             files.end_batch(partial(delivered, deliveries))

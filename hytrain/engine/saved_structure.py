@@ -7,7 +7,7 @@ names of buffers, or hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -124,9 +124,10 @@ class _State:
             owner = modules.get(path)
             if owner is None:
                 return None
-            if owner._buffers.get(leaf) is value:
-                buffers[name] = vars(owner)["_buffers"], leaf
-            elif owner._parameters.get(leaf) is not value:
+            own = vars(owner)
+            if own["_buffers"].get(leaf) is value:
+                buffers[name] = own["_buffers"], leaf
+            elif own["_parameters"].get(leaf) is not value:
                 return None
         # In the state dict's order, and with no tensor of the first save kept alive.
         state = {name: None if name in buffers else entry for name, entry in made.state.items()}
@@ -143,8 +144,9 @@ class _State:
 class _Seen:
     """What the modules were: compared without a loop in Python, hundreds of them in 0.2 ms."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         own: list[dict[str, Any]] = [vars(module) for module in modules]
+        self._modules, self._own = modules, own
         self._hooks: list[dict[int, Any]] = [each["_state_dict_hooks"] for each in own]
         self._parameters: list[dict[str, Any]] = [each["_parameters"] for each in own]
         self._children: list[dict[str, Any]] = [each["_modules"] for each in own]
@@ -154,7 +156,7 @@ class _Seen:
         self._alive = [[*_values(self._parameters)], [*_values(self._children)]]
         self._names, self._objects, self._flags = self._now()
 
-    def _now(self) -> tuple[list[object], list[int], list[object]]:
+    def _now(self) -> tuple[Sequence[object], Sequence[int], Sequence[object]]:
         dicts = [*self._parameters, *self._children, *self._buffers]
         names = [*map(len, dicts), *chain.from_iterable(dicts)]
         objects = [*map(id, _values(self._parameters)), *map(id, _values(self._children))]
@@ -162,6 +164,8 @@ class _Seen:
             *(p is not None and p.requires_grad for p in _values(self._parameters)),
             *(buffer is None for buffer in _values(self._buffers)),
             *map(frozenset, self._temporary),
+            *map(type, self._modules),
+            *("state_dict" in own for own in self._own),
         ]
         return names, objects, flags
 

@@ -78,8 +78,8 @@ enum class Pass {
     kPublish,
     kDrop,
     kWithdraw,
-    kLeave,   // the layer's state moves to the device
-    kArrive,  // and back
+    kLeave,    // the layer's state moves to the device
+    kArrive,   // and back
     kCapture,  // a copy of the state is taken while there is nothing else to do
 };
 
@@ -189,8 +189,9 @@ class UpdateWorker {
     bool has_pending(int layer);
     // Until no kSettle of the layer is left: its state is that of the last step.
     void wait_settled(int layer);
-    // The layer's state as of all jobs submitted so far is copied to `target`, laid out as the state
-    // is; the step must be final. One copy at a time: an earlier one must have been waited for.
+    // The layer's state as of all jobs submitted so far is copied to `target`, laid out as the
+    // state is; the step must be final. One copy at a time: an earlier one must have been waited
+    // for.
     void capture(int layer, const StateArrays& target);
     // Until the copy is there (or has been forgotten).
     void wait_captured(int layer);
@@ -229,7 +230,8 @@ class UpdateWorker {
     // A copy of a layer's state that is owed, or being taken.
     struct Capture {
         StateArrays target;
-        std::int64_t sequence = 0;  // gradients of jobs before it belong to the copy, later ones not
+        std::int64_t sequence =
+            0;  // gradients of jobs before it belong to the copy, later ones not
         bool wanted = false;
         bool running = false;  // the job that takes it has begun
     };
@@ -242,8 +244,8 @@ class UpdateWorker {
         std::vector<Chunk> chunks;
         std::optional<StepRecord> pending;
         std::int64_t pending_sequence = 0;  // of the job that sent it
-        bool tentative = false;  // pending belongs to a step that is not final
-        bool held = false;       // tentative and not previewed
+        bool tentative = false;             // pending belongs to a step that is not final
+        bool held = false;                  // tentative and not previewed
         StepRecord previewed;
         int outstanding = 0;  // jobs that the weights depend on
         int moving = 0;       // moves of the state

@@ -142,7 +142,7 @@ def test_each_phase_has_what_it_takes() -> None:
     peaks = predict_peaks(_terms(layers=[LayerBytes("layer", 100 * MIB)] * 4))
     assert tuple(peaks) == PHASES
     gib = 3 * 12 * 100 * MIB
-    assert [peaks[phase].host - gib for phase in PHASES] == [0, 0, 1200, 400, 0]
+    assert [peaks[phase].host - gib for phase in PHASES] == [0, 0, 600 + 18 * MIB, 400, 0]
     assert {peak.pinned for peak in peaks.values()} == {570}
     base = 9000 + 12 * 100 * MIB
     gradient = 2 * 100 * MIB
