@@ -38,6 +38,8 @@ _SETTLED_STEPS = 4
 """Steps after the last move whose times are taken for those of the new placement."""
 _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory."""
+_GONE = 8
+"""Decisions without launch-bound steps, after which what was settled for those is open again."""
 _SOLVE_EVERY = 5
 """Launch-bound steps between two solves for nothing but other costs: their host is busy."""
 
@@ -95,6 +97,7 @@ class PlacementController:
         self._steps_version = 0
         self._trials = Trials()
         self._launch_bound = LaunchBoundPlacement()
+        self._other_steps = 0  # that were not launch-bound, since the last that was
         self.target = self.num_gpu_layers
         self._refused = RefusedNumbers()
         self._settled = 0
@@ -146,6 +149,9 @@ class PlacementController:
         if self._solution is None or self._is_out_of_date(step, costs, allowed, launch_bound):
             self._solution = self._solve(step, costs, allowed, launch_bound=launch_bound)
         solution = self._solution
+        self._other_steps = 0 if launch_bound else self._other_steps + 1
+        if self._other_steps == _GONE:
+            self._launch_bound.restart()
         if launch_bound and self._settings.method == "pipeline":
             number = self._launch_bound.choose(
                 here, allowed, solution.predictions, solution.gpu_layers
@@ -204,7 +210,9 @@ class PlacementController:
             "launch-bound: the GPU waits for the host to launch kernels, which updates on the CPU "
             f"slow down; {number} of {len(self._layers)} layers to the GPU"
         )
-        if number < solution.bounds.max_gpu_layers:
+        if number < solution.bounds.max_gpu_layers and self._launch_bound.is_settled:
+            reason += ", which was measured to be faster than all that fit"
+        elif number < solution.bounds.max_gpu_layers:
             reason = f"launch-bound: {solution.reason}, to compare with all that fit"
         elif number < len(self._layers):
             reason += ", as many as fit"
@@ -213,7 +221,7 @@ class PlacementController:
     def _restart(self) -> None:
         """The workload is another one: what was tried for the last one tells nothing."""
         self._trials.restart()
-        self._launch_bound.restart()
+        self._launch_bound.see_change()
 
     def add_step(self, seconds: float, *, launch_bound: bool) -> None:
         """A step of the present placement took so many seconds; call it only when settled."""

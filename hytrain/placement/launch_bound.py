@@ -7,7 +7,10 @@ takes; such steps scatter by more, since the host is now faster and now slower f
 
 So steps of different times are not compared. Where training comes to a launch-bound workload, all
 that fits is measured right behind the number that the solver would choose. Where it is slower, both
-are measured once more, in turns, and then it is settled for this workload.
+are measured once more, in turns. Where it is not, the number halfway between both is measured
+against it in the same way: many cores may hide a part of the updates, where nothing is clipped.
+Then it is settled, until steps are not launch-bound any more; hosts drift by so much that a change
+of times alone says nothing.
 """
 
 from __future__ import annotations
@@ -22,24 +25,42 @@ from hytrain.placement.prediction import Candidate
 _MOST_TRIAL_COST = 1.25
 """What is predicted to take so much longer than the other is not measured."""
 _STEPS = 8
-"""Of each visit to one of the two numbers."""
+"""Of each visit to one of the numbers."""
+_FEW = 4
+"""Steps after which a visit ends where nothing is to be won."""
+_LEAST_BETWEEN = 4
+"""Layers between all that fit and the solver's choice, from which on the number halfway is tried."""
 _LEAST_LOSS = 1.06
 """Ratio of the two's steps from which on all that fits is worse."""
 
 
 class LaunchBoundPlacement:
-    """Compares all that fits with the solver's choice, for one workload."""
+    """Compares all that fits with fewer layers, for one workload."""
 
     def __init__(self) -> None:
         self._verdict: Literal["open", "kept", "worse"] = "open"
         self._went_to: int | None = None
         self._other: int | None = None
+        self._middle: int | None = None
+        self._beaten_by: int | None = None
+        """Fewer layers than fit, which are better."""
         self._visits: list[tuple[int, list[float]]] = []
 
     def restart(self) -> None:
         """The workload is another one."""
         self._verdict, self._other = "open", None
+        self._middle = self._beaten_by = None
         self._visits.clear()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is being compared."""
+        return self._verdict != "open"
+
+    def see_change(self) -> None:
+        """Times differ by so much that the workload may be another one."""
+        if self._verdict == "worse":
+            self.restart()  # the solver's choice for the one before
 
     def add_step(self, gpu_layers: int, seconds: float) -> None:
         """A step took so long at a settled placement."""
@@ -64,7 +85,11 @@ class LaunchBoundPlacement:
             return None
         if here == self._went_to and allowed.allow(here) and not _is_more(here, allowed):
             most = here
-        number = most if self._verdict == "kept" else self._compare(here, most, predictions, solved)
+        if self._verdict == "kept":
+            fewer = self._beaten_by
+            number = fewer if fewer is not None and allowed.allow(fewer) else most
+        else:
+            number = self._compare(here, most, predictions, solved)
         if number == most:
             self._went_to = most
         return number
@@ -72,31 +97,68 @@ class LaunchBoundPlacement:
     def _compare(
         self, here: int, most: int, predictions: Sequence[Candidate], solved: int
     ) -> int | None:
-        """Where to measure next; settles it where both have been."""
+        """Where to measure next; settles it where all have been."""
         if self._other is None:
             self._other = here if solved == most else solved
         other = self._other
         steps = {k: predictions[k].step_seconds for k in (most, other)}
         if not self._steps_of(most) and steps[most] > _MOST_TRIAL_COST * steps[other]:
             return None
-        if other == most or steps[other] > _MOST_TRIAL_COST * steps[most]:
+        if other == most:
             self._verdict = "kept"
             return most
+        if steps[other] <= _MOST_TRIAL_COST * steps[most]:
+            number, loses = self._duel(here, most, other)
+            if loses is None:
+                return number
+            if loses:
+                self._verdict = "worse"
+                return None
+        if self._middle is None and most - other >= _LEAST_BETWEEN:
+            middle = (most + other) // 2
+            if predictions[middle].step_seconds <= _MOST_TRIAL_COST * steps[most]:
+                self._middle = middle
+        return self._compare_middle(here, most)
+
+    def _compare_middle(self, here: int, most: int) -> int:
+        """As :meth:`_compare`, where all that fits has won, or the other is not worth a visit."""
+        if self._middle is not None and not self._steps_of(most):
+            return most
+        if self._middle is not None and not self._is_slow(self._middle, most):
+            number, loses = self._duel(here, most, self._middle)
+            if loses is None:
+                return number
+            self._beaten_by = self._middle if loses else None
+        self._verdict = "kept"
+        return most if self._beaten_by is None else self._beaten_by
+
+    def _is_slow(self, number: int, other: int) -> bool:
+        """Whether the first steps of a visit are no faster than the other number's."""
+        last, steps = self._visits[-1]
+        if last != number or not _FEW <= len(steps) < _STEPS or self._steps_of(number):
+            return False
+        return statistics.median(steps) >= statistics.median(self._steps_of(other))
+
+    def _duel(self, here: int, most: int, other: int) -> tuple[int, bool | None]:
+        """Two numbers, measured in turns.
+
+        Returns:
+            Where to be next, and whether ``most`` has lost; None while that is open.
+        """
         if here in (most, other) and not self._is_complete(here):
-            return here
+            return here, None
         visits = {k: self._steps_of(k) for k in (most, other)}
         if not visits[other]:
-            return other
+            return other, None
         if not visits[most]:
-            return most
+            return most, None
         seconds = {k: statistics.median(found) for k, found in visits.items()}
         is_worse = seconds[most] > _LEAST_LOSS * seconds[other]
         if is_worse and len(visits[other]) < 2 * _STEPS:
-            return other
+            return other, None
         if is_worse and len(visits[most]) < 2 * _STEPS:
-            return most
-        self._verdict = "worse" if is_worse else "kept"
-        return None if is_worse else most
+            return most, None
+        return (other if is_worse else most), is_worse
 
     def _is_complete(self, here: int) -> bool:
         """Whether the visit that goes on has lasted long enough."""
