@@ -52,7 +52,7 @@ class RecordedMachine:
         return min(self._cell["fixed"].values())
 
     def is_launch_bound(self, gpu_layers: int) -> bool:
-        # Waits for the CPU may hide it where few are on the GPU; in older records 6 of 26 showed it.
+        # Waits for the CPU may hide it where few are on the GPU; in old records 6 of 26 showed it.
         reason = self._cell.get("first_reason", "")
         least = 0 if reason.startswith("launch-bound") else self.layers / 5
         return self.is_of_launches and gpu_layers >= least
