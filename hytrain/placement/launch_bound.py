@@ -29,7 +29,7 @@ _STEPS = 8
 _FEW = 4
 """Steps after which a visit ends where nothing is to be won."""
 _LEAST_BETWEEN = 4
-"""Layers between all that fit and the solver's choice, where the number halfway is worth a visit."""
+"""Layers from the solver's choice to all that fit, for the number halfway to be worth a visit."""
 _LEAST_LOSS = 1.06
 """Ratio of the two's steps from which on all that fits is worse."""
 
