@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import deepspeed
@@ -15,11 +16,19 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_scatter")
-@pytest.mark.parametrize(("bf16", "stage"), [(True, 2), (False, 1), (True, 3)])
-def test_state_is_the_same_and_training_goes_on(bf16: bool, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bf16", "stage", "is_linked"), [(True, 2, False), (False, 1, True), (True, 3, False)]
+)
+def test_state_is_the_same_and_training_goes_on(
+    bf16: bool, stage: int, is_linked: bool, tmp_path: Path
+) -> None:
     with engine_of(Run(bf16=bf16)) as engine:
         train(engine, 0, 3)
-        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, tag="step3")
+        if is_linked:  # in the place of what DeepSpeed's ds_to_universal would make
+            subprocess.run(
+                ["cp", "-al", tmp_path / "step3", tmp_path / "step3_universal"], check=True
+            )
         saved = snapshot(engine)
         losses = train(engine, 3, 6)
     model = Everything()
@@ -37,7 +46,7 @@ def test_state_is_the_same_and_training_goes_on(bf16: bool, stage: int, tmp_path
     plain, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(trained, lr=7.0), config=config
     )
-    path, _ = plain.load_checkpoint(str(tmp_path))
+    path, _ = plain.load_checkpoint(str(tmp_path), tag="step3_universal" if is_linked else None)
     assert path is not None
     assert plain.global_steps == 3
     for name, parameter in plain.module.named_parameters():
