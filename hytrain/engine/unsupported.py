@@ -118,7 +118,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_zero(config: Mapping[str, Any]) -> None:
     stage = _get(config, "zero_optimization.stage")
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise UnsupportedError(
             f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
         )
