@@ -57,7 +57,7 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
 
 def _writers(cores: int) -> int:
     """Threads that write beside training: it has the other cores."""
-    return max(2, min(WRITERS, cores // 4))
+    return max(2, min(WRITERS, cores // 8))
 
 
 def free_room(share: HostShare) -> int:

@@ -46,13 +46,15 @@ class LayerHooks:
         self._hook_each()
 
     def _hook_each(self) -> None:
-        for index, slot in enumerate(self.layer.layout.slots):
-            parameter, is_trained = slot.parameter, slot.parameter.requires_grad
-            # torch refuses a hook on one that is frozen, which may be thawed.
-            parameter.requires_grad_()
-            hook = self._each(self.layer, index, slot)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-            parameter.requires_grad_(is_trained)
+        # Reads of weights are looked for where updates have begun; here none is read.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for index, slot in enumerate(self.layer.layout.slots):
+                parameter, is_trained = slot.parameter, slot.parameter.requires_grad
+                # torch refuses a hook on one that is frozen, which may be thawed.
+                parameter.requires_grad_(True)
+                hook = self._each(self.layer, index, slot)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(is_trained)
 
     def mark(self, hook: Hook) -> None:
         """From the next backward on the hook is called for the parameter that came last in this.
