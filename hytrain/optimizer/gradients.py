@@ -129,8 +129,12 @@ class GradientCollector:
         self.open = False
         """A backward has begun and its gradients have not all been consumed."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
-        self._may_mark = True
-        """Layers may get one hook each, when the next backward has ended."""
+        self._may_mark = not is_shared
+        """Layers may get one hook each, when the next backward has ended.
+
+        With other ranks layers are consumed as the schedule that all follow has it, whichever of
+        their gradients this rank has by then: each must have been taken.
+        """
 
     @property
     def num_firings(self) -> int:

@@ -15,11 +15,16 @@ from hytrain.placement.costs import LayerCosts, StepCosts
 from tests.support.machines import Training
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORD: dict[str, Any] = json.loads((ROOT / "experiments/solve_k/regimes.json").read_text())
+FILES = ("regimes.json", "regimes_unclipped.json")
+RECORDS: list[dict[str, Any]] = [
+    json.loads((ROOT / "experiments/solve_k" / name).read_text()) for name in FILES
+]
 CELLS: dict[str, Any] = {
-    name: cell for name, cell in RECORD["cells"].items() if "failed" not in cell
+    name: cell
+    for record in RECORDS
+    for name, cell in record["cells"].items()
+    if "failed" not in cell
 }
-
 SCATTERED = {"0.37B/4x512/8": 0.08, "0.37B/4x512/16/noclip": 0.12}
 """Where 23 of 26 layers were faster than 26 by more than their neighbours tell: host noise."""
 
