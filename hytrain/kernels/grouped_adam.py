@@ -155,11 +155,6 @@ class GroupedAdam:
         constants = integers[tables.size :].view(np.float32).reshape(-1, _NUM_CONSTANTS)
         return _Buffer(words, integers, constants, torch.cuda.Event() if is_cuda else None)
 
-    @property
-    def num_launches(self) -> int:
-        """How many launches there are."""
-        return len(self._launches)
-
     def begin_step(self, gradients: Sequence[torch.Tensor], hyper: Sequence[AdamHyper]) -> None:
         """Sends the table of a step to the device, on the current stream, which launches follow.
 

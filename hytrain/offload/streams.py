@@ -33,6 +33,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def _behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 class Streams:
     """Streams beside the compute stream, which is always torch's current one."""
 
@@ -126,27 +132,15 @@ class Streams:
 
     def record_update(self) -> torch.cuda.Event | None:
         """A new event behind all updates on the GPU so far; None on a CPU, where they are done."""
-        if not self.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(self.update)
-        return event
+        return _behind(self.update) if self.is_cuda else None
 
     def record_current(self) -> torch.cuda.Event | None:
         """A new event behind all of the current stream so far; None on a CPU."""
-        if not self.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(current_stream(self.device))
-        return event
+        return _behind(current_stream(self.device)) if self.is_cuda else None
 
     def record_communication(self) -> torch.cuda.Event | None:
         """A new event behind all communication so far; None on a CPU, where it is done."""
-        if not self.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(self.communication)
-        return event
+        return _behind(self.communication) if self.is_cuda else None
 
     def update_waits(self, event: torch.cuda.Event | None) -> None:
         """What the GPU update's stream runs from now on comes after the event."""

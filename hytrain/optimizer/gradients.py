@@ -299,8 +299,6 @@ class GradientCollector:
             layer.fired = [1] * count
             self._firings += count
             layer.last_firing = self._clock = self._clock + count
-            if self._pace is not None:
-                layer.uses_before = self._pace.uses_made
             layer.remaining -= count
             if layer.remaining == 0:
                 self._finish(layer)

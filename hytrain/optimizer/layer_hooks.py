@@ -5,7 +5,7 @@ gradients of one and the same graph in one and the same order: where a layer's l
 its hook alone takes over all of them, which autograd has kept in ``parameter.grad`` until then.
 Another graph may have another order: then what is there is taken, and each parameter has a hook of
 its own again, for good. A gradient that comes after the layer's last one is found when the backward
-has ended (:meth:`LayerHooks.left`).
+has ended (:meth:`LayerHooks.left`). With several ranks each parameter keeps its hook.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def update_each(layers: list[Layer], segments: list[Segment], outcome: Any, devi
 
 def update_together(grouped: GroupedAdam, layers: list[Layer], outcome: Any, device: str) -> None:
     grouped.begin_step([layer.gradient for layer in layers], HYPERS)
-    for number in range(grouped.num_launches):
+    for number in range(len(grouped.aligned)):
         if device == "interpreter":
             grouped.triton_launch(number, outcome)
         else:
