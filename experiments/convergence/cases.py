@@ -7,6 +7,8 @@ import dataclasses
 from experiments.common.records import Json
 
 SEEDS = (0, 1, 2)
+SYSTEM_SEEDS = (0, 1)
+"""Of these the systems are held beside each other."""
 MOMENTS = ("fp32", "bf16", "8bit")
 
 
@@ -49,8 +51,8 @@ ZERO2_CORES = 10
 for each other: where other processes have a turn on their cores it takes several times as long."""
 FIXED_FRACTION = 0.75
 """k of the last seed, by which its layers are updated by either kernel all the time."""
-SOLVED_CORES, FIXED_CORES = 2, 4
-"""One launches, the others update; where k is solved the model is soon all on the GPU."""
+HYTRAIN_CORES = 2
+"""One launches, the other updates."""
 
 
 def hytrain_kind(moments: str) -> str:
@@ -59,30 +61,33 @@ def hytrain_kind(moments: str) -> str:
 
 
 def all_cases() -> list[Case]:
-    """In the order in which they start: systems from one seed, then all kinds, seed by seed."""
-    first = {"seed": 0, "is_first": True}
-    zero2 = {**first, "engine": "deepspeed", "enough": ZERO2_SHARE}
-    cases = [
-        Case(kind=ZERO2, cores=ZERO2_CORES, **zero2),
-        Case(kind=HYTRAIN, engine="hytrain", cores=SOLVED_CORES, **first),
-        Case(kind=ZERO2_GPU, offload=False, **zero2),
-        Case(kind=ZERO2_EAGER, offload=False, attention="eager", **zero2),
-    ]
+    """In the order in which they start: systems seed by seed, then all kinds, seed by seed."""
+    cases = [case for seed in SYSTEM_SEEDS for case in _systems(seed)]
     for seed in SEEDS:
-        cores = FIXED_CORES if seed == SEEDS[-1] else SOLVED_CORES
         cases += [
             Case(
                 kind=hytrain_kind(moments),
                 seed=seed,
                 engine="hytrain",
                 moments=moments,
-                cores=cores,
+                cores=HYTRAIN_CORES,
             )
             for moments in MOMENTS
-            if (moments, seed) != ("fp32", 0)
+            if moments != "fp32" or seed not in SYSTEM_SEEDS
         ]
         cases.append(Case(kind=ADAMW, seed=seed, engine="torch"))
     return cases
+
+
+def _systems(seed: int) -> list[Case]:
+    first = {"seed": seed, "is_first": True}
+    zero2 = {**first, "engine": "deepspeed", "enough": ZERO2_SHARE}
+    return [
+        Case(kind=ZERO2, cores=ZERO2_CORES, **zero2),
+        Case(kind=HYTRAIN, engine="hytrain", cores=HYTRAIN_CORES, **first),
+        Case(kind=ZERO2_GPU, offload=False, **zero2),
+        Case(kind=ZERO2_EAGER, offload=False, attention="eager", **zero2),
+    ]
 
 
 def training_config(

@@ -19,6 +19,7 @@ from experiments.convergence.cases import (
     ADAMW,
     HYTRAIN,
     MOMENTS,
+    SYSTEM_SEEDS,
     ZERO2,
     ZERO2_EAGER,
     ZERO2_GPU,
@@ -47,21 +48,24 @@ def by_case(result: Json) -> Trainings:
     return {case: t for case, t in found.items() if len(t["losses"]) >= WINDOW}
 
 
-def pair_table(trainings: Trainings, seed: int = 0) -> list[str]:
-    """Markdown: how far two trainings of one seed are apart."""
+def pair_table(trainings: Trainings) -> list[str]:
+    """Markdown: how far two trainings of one seed are apart, seed by seed."""
     lines = [
-        "| one seed and order of data | steps | largest difference | mean | held-out losses |",
-        "| --- | --- | --- | --- | --- |",
+        "| of one seed and data | seed | steps | largest difference | mean | held-out losses |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for one, other in PAIRS:
-        first, second = trainings.get((one, seed)), trainings.get((other, seed))
-        if first is None or second is None:
-            continue
-        largest, mean = largest_difference(first["losses"], second["losses"])
-        steps = min(len(first["losses"]), len(second["losses"]))
-        step = last_common_step([first["held_out"], second["held_out"]])
-        ends = "" if step is None else _ends(first, second, step)
-        lines.append(f"| {one} / {other} | {steps} | {largest:.4f} | {mean:.4f} | {ends} |")
+        for seed in SYSTEM_SEEDS:
+            first, second = trainings.get((one, seed)), trainings.get((other, seed))
+            if first is None or second is None:
+                continue
+            largest, mean = largest_difference(first["losses"], second["losses"])
+            steps = min(len(first["losses"]), len(second["losses"]))
+            step = last_common_step([first["held_out"], second["held_out"]])
+            ends = "" if step is None else _ends(first, second, step)
+            lines.append(
+                f"| {one} / {other} | {seed} | {steps} | {largest:.4f} | {mean:.4f} | {ends} |"
+            )
     return lines
 
 
@@ -132,17 +136,19 @@ def draw(trainings: Trainings, image: Path) -> None:
             line = smoothed(trainings[kind, 0]["losses"])
             curves.plot(range(WINDOW, WINDOW + len(line)), line, style, label=kind, linewidth=1.6)
     curves.set(title="one seed", xlabel="step", ylabel="training loss (nats a token)")
-    for one, other in PAIRS:
-        first, second = trainings.get((one, 0)), trainings.get((other, 0))
-        if first is None or second is None:
-            continue
-        steps = min(len(first["losses"]), len(second["losses"]))
-        gap = smoothed(first["losses"][:steps]) - smoothed(second["losses"][:steps])
-        style = "-" if (one, other) in YARDSTICK else "--"
-        gaps.plot(
-            range(WINDOW, WINDOW + len(gap)), gap, style, linewidth=1, label=f"{one} / {other}"
-        )
-    gaps.set(title="differences of that seed's curves", xlabel="step")
+    for number, (one, other) in enumerate(PAIRS):
+        for seed in SYSTEM_SEEDS:
+            first, second = trainings.get((one, seed)), trainings.get((other, seed))
+            if first is None or second is None:
+                continue
+            steps = min(len(first["losses"]), len(second["losses"]))
+            gap = smoothed(first["losses"][:steps]) - smoothed(second["losses"][:steps])
+            gaps.plot(
+                range(WINDOW, WINDOW + len(gap)), gap, color=f"C{number}", linewidth=1,
+                linestyle="-" if (one, other) in YARDSTICK else "--",
+                label=None if seed else f"{one} / {other}",
+            )  # fmt: skip
+    gaps.set(title="differences of curves, each seed", xlabel="step")
     for number, kind in enumerate(KINDS):
         for seed in sorted(s for k, s in trainings if k == kind):
             held = trainings[kind, seed]["held_out"]

@@ -120,8 +120,8 @@ def test_the_tables_of_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text(json.dumps(result))
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert f"| {ZERO2} / {ZERO2_EAGER} | 300 | 0.0050 | 0.0050 |" in text
-    assert f"| {HYTRAIN} / {ZERO2} | 300 | 0.0010 | 0.0010 |" in text
+    assert f"| {ZERO2} / {ZERO2_EAGER} | 1 | 300 | 0.0050 | 0.0050 |" in text
+    assert f"| {HYTRAIN} / {ZERO2} | 0 | 300 | 0.0010 | 0.0010 |" in text
     assert "(+0.0010) after 300" in text
     assert "held-out loss after 400 steps" in text
     row = next(line for line in text.splitlines() if line.startswith(f"| {HYTRAIN}, 8bit"))
