@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, read_at
 from hytrain.errors import CheckpointError
+
+_THREAD_BLOCKS = 4
+"""Whole blocks that a thread reads in a row: many more than starting it takes."""
 
 
 class CheckedFile:
@@ -45,16 +50,19 @@ class CheckedFile:
         end = offset + len(target)
         if end > self.num_bytes:
             raise CheckpointError(f"{self.path} ends before byte {end}: load another tag")
+        whole: list[tuple[int, memoryview]] = []
         at = offset
         while at < end:
             block = at // BLOCK_BYTES
             low, high = self._sums.bounds(block)
             part = target[at - offset : min(high, end) - offset]
             if len(part) == high - low:
-                self._fill(block, part)
+                whole.append((block, part))
             else:
                 part[:] = self._keep(block)[at - low : at - low + len(part)]
             at += len(part)
+        runs = range(0, len(whole), _THREAD_BLOCKS)
+        in_threads(lambda run: self._fill_all(whole[run : run + _THREAD_BLOCKS]), runs)
 
     def read(self, offset: int, num_bytes: int) -> torch.Tensor:
         """The file's bytes from ``offset`` on, as uint8; otherwise as :meth:`read_into`."""
@@ -69,6 +77,10 @@ class CheckedFile:
             self._fill(block, kept)
             self._block, self._kept = block, kept
         return self._kept
+
+    def _fill_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        for block, target in blocks:
+            self._fill(block, target)
 
     def _fill(self, block: int, target: memoryview) -> None:
         low, high = self._sums.bounds(block)

@@ -3,7 +3,7 @@
 A :class:`CheckedTensor` is a view of a mapping that is never read: it has shape and dtype, and says
 where its elements are. Whatever computes with it gets a copy that was read and checked for that
 purpose, of these elements alone: what is checked is what is used, and host memory grows by one
-tensor, or by the piece of it that is used.
+tensor, or by the piece of it that is used. What ``copy_`` fills on the host is itself that copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from hytrain.checkpoint.archive_writer import bytes_of
 from hytrain.checkpoint.checked_file import CheckedFile
+from hytrain.kernels.host_memory import host_zeros
 
 _LOOKS = frozenset(
     ("__get__", "__len__", "dim", "element_size", "is_complex", "is_contiguous",
@@ -62,13 +64,27 @@ class Mapped:
         Raises:
             CheckpointError: its bytes are not those that were written.
         """
-        assert self._storage is not None
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        begin = tensor.data_ptr() - self._storage.data_ptr()
-        content = self._file.read(begin, extent * tensor.element_size())
+        # Not malloc's, which keeps what is freed: as much as a tensor, for each size there is.
+        num_bytes = extent * tensor.element_size()
+        content = host_zeros(num_bytes, dtype=torch.uint8, purpose="a tensor of a checkpoint")
+        self._file.read_into(self._begin(tensor), bytes_of(content))
         return content.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def read_into(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+        """Fills a contiguous tensor of the host with one of the mapping, as contiguous.
+
+        Raises:
+            CheckpointError: its bytes are not those that were written; ``target`` then has some.
+        """
+        self._file.read_into(self._begin(tensor), bytes_of(target))
+        torch.autograd.graph.increment_version(target)
+
+    def _begin(self, tensor: torch.Tensor) -> int:
+        assert self._storage is not None
+        return tensor.data_ptr() - self._storage.data_ptr()
 
 
 class CheckedTensor(torch.Tensor):
@@ -98,6 +114,9 @@ class CheckedTensor(torch.Tensor):
             found = _on_mapping(func, name, args, named)
             if found is not None:
                 return found
+        if name == "copy_" and len(args) > 1 and _fits(args[0], args[1]):
+            args[1].mapped.read_into(args[1].place, args[0])
+            return args[0]
         if _changes(name) and args and isinstance(args[0], CheckedTensor):
             args[0].own = _read(args[0])
         return func(*_read(args), **cast("dict[str, Any]", _read(named)))
@@ -121,6 +140,20 @@ def _on_mapping(
     if name in _VIEWS and isinstance(found, torch.Tensor) and tensor.mapped.has(found):
         return tensor.mapped.checked(found)
     return None if isinstance(found, torch.Tensor) else found
+
+
+def _fits(target: torch.Tensor, source: object) -> bool:
+    """Whether a tensor can be read straight to where it is copied to."""
+    return (
+        isinstance(source, CheckedTensor)
+        and source.own is None
+        and type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.device.type == "cpu"
+        and not (target.requires_grad and torch.is_grad_enabled())
+        and (target.dtype, target.shape) == (source.place.dtype, source.place.shape)
+        and target.is_contiguous()
+        and source.place.is_contiguous()
+    )
 
 
 def _changes(name: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
@@ -127,12 +128,16 @@ def check_states(
     files: CheckpointFiles, places: Iterable[ParameterPlace], kinds: Sequence[str]
 ) -> Iterator[str]:
     """The state files can be read and have their parameters' shapes."""
-    for place in places:
-        for kind in kinds:
-            try:
-                read_state(files, place, kind)
-            except CheckpointError as error:
-                yield str(error)
+
+    def problem(state: tuple[ParameterPlace, str]) -> str | None:
+        try:
+            read_state(files, *state)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    states = [(place, kind) for place in places for kind in kinds]
+    yield from filter(None, in_threads(problem, states))
 
 
 def check_groups(

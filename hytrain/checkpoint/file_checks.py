@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from hytrain.checkpoint.archive import Archive
 from hytrain.checkpoint.checked_file import CheckedFile
 from hytrain.checkpoint.damage import ADVICE, describe_damage
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
+from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.pickles import LAZY, load_archive
 from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, damaged_blocks, sum_file
 from hytrain.checkpoint.universal import CheckpointPaths
@@ -27,8 +27,6 @@ _T = TypeVar("_T")
 
 _UNIT_BLOCKS = 64
 """Blocks that one rank checks in a row."""
-_THREADS = 4
-"""Of a rank, at most; sums are made without Python's lock."""
 _DESCRIBED = 3
 """Damaged files that a rank's message has."""
 
@@ -259,7 +257,7 @@ def _damage_of(
 
     sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
     mine = _shared(units, sizes, share)
-    for (name, _, _), result in zip(mine, _in_threads(check, mine), strict=True):
+    for (name, _, _), result in zip(mine, in_threads(check, mine), strict=True):
         if isinstance(result, OSError):
             failures.append(_unreadable(paths.folder / name, result))
         elif result:
@@ -295,7 +293,7 @@ def _sums_of(
         return sums
 
     mine = _shared(wanted, [found[name] for name in wanted], share)
-    results = dict(zip(mine, _in_threads(check, mine), strict=True))
+    results = dict(zip(mine, in_threads(check, mine), strict=True))
     failures = [text for text in results.values() if isinstance(text, str)]
     made = {name: sums for name, sums in results.items() if isinstance(sums, FileSums)}
     return made, _some(failures) or None
@@ -316,9 +314,3 @@ def _shared(items: Sequence[_T], sizes: Iterable[int], share: _Share) -> list[_T
         if rank == share.rank:
             mine.append(item)
     return mine
-
-
-def _in_threads(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(call, items))

@@ -15,7 +15,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import Transfer, exchange
-from hytrain.kernels.host_memory import taking_host_memory
+from hytrain.kernels.host_memory import host_copy, taking_host_memory
 from hytrain.kernels.moment_codes import part_of, read_moment, write_moment
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
@@ -198,7 +198,12 @@ def whole_on_host(
     held = 0 if is_view else state.nbytes
     hold(held)
     # Not the view itself: who saves one saves all of the layer.
-    whole = torch.from_numpy(state.detach().numpy()) if is_view else state.to("cpu")
+    if is_view:
+        whole = torch.from_numpy(state.detach().numpy())
+    elif state.device.type == "cpu":
+        whole = state
+    else:
+        whole = host_copy(state, state.dtype, purpose=f"a state of parameter '{place.name}'")
     return whole.view(place.shape), held
 
 

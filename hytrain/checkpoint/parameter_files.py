@@ -20,6 +20,7 @@ from hytrain.checkpoint.gather import (
 )
 from hytrain.checkpoint.universal import STATES, STEP, CheckpointPaths, pack_tensor
 from hytrain.comm.collectives import ShardCollectives
+from hytrain.kernels.host_memory import host_copy
 from hytrain.testing import faults
 
 
@@ -106,8 +107,15 @@ class ParameterFiles:
             files.append(partial(attempt, paths.state(place.name, STEP), lambda: step))
         part = None
         if kind == STATES[0] and in_archive:
-            part = partial(self._archive, key_of(place), lambda: tensor.to(place.dtype))
+            part = partial(self._archive, key_of(place), lambda: _rounded(tensor, place.dtype))
         self._files.write(files, part, held)
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the training copy has it."""
+    if tensor.dtype == dtype:
+        return tensor
+    return host_copy(tensor, dtype, purpose="a parameter's training copy")
 
 
 def most_bytes(places: Sequence[ParameterPlace]) -> int:

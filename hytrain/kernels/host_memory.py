@@ -100,6 +100,7 @@ def host_zeros(
     dtype: torch.dtype = torch.float32,
     purpose: str = "optimizer state",
     touch_threads: int = 0,
+    remedy: str = STATE_REMEDY,
 ) -> torch.Tensor:
     """A tensor of zeros, 1-D; its memory goes back when the tensor goes.
 
@@ -108,6 +109,7 @@ def host_zeros(
         dtype: of them.
         purpose: what it is for, in an error.
         touch_threads: threads that touch all of it now, each its own part; 0: its first use will.
+        remedy: what the user can do where there is none.
 
     Raises:
         HostMemoryError: the mapping is refused.
@@ -115,9 +117,27 @@ def host_zeros(
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
     num_bytes = -(-dtype.itemsize * numel // PAGE) * PAGE
-    with taking_host_memory(purpose, num_bytes):
+    with taking_host_memory(purpose, num_bytes, remedy=remedy):
         mapping = map_anonymous(num_bytes)
     zeros = torch.frombuffer(mapping, dtype=dtype, count=numel)
     if touch_threads:
         _C.touch(zeros.data_ptr(), num_bytes, touch_threads)
     return zeros
+
+
+def host_copy(tensor: torch.Tensor, dtype: torch.dtype, *, purpose: str) -> torch.Tensor:
+    """A copy on the host that leaves nothing behind when it goes.
+
+    malloc keeps what is freed in the arena of each thread, up to 64 MiB there, and gives small and
+    large pieces the same: a few threads that copy tensors would keep hundreds of MiB.
+
+    Args:
+        tensor: on any device.
+        dtype: of the copy.
+        purpose: what it is for, in an error.
+
+    Raises:
+        HostMemoryError: there is no memory for it.
+    """
+    copy = host_zeros(tensor.numel(), dtype=dtype, purpose=purpose)
+    return copy.view(tensor.shape).copy_(tensor)

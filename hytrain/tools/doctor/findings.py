@@ -14,6 +14,7 @@ _GIB = 2**30
 
 _GRADIENT_BYTES = 2
 """Of a parameter on the host, pending: beside its state."""
+_SLOW_UNPIN_SECONDS = 0.01
 _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
 """Of reads and writes by all cores: a laptop's memory has twice that."""
@@ -202,6 +203,7 @@ class Rates:
         write: bytes/s of a file, with its fsync.
         folder: that was written in.
         free_bytes: of its disk.
+        unpin_seconds: to give 64 MiB of pinned memory back, with the GPU idle.
     """
 
     threads: int
@@ -214,6 +216,7 @@ class Rates:
     write: float
     folder: str
     free_bytes: int
+    unpin_seconds: float | None = None
 
 
 def rate_findings(rates: Rates) -> Iterator[Finding]:
@@ -244,6 +247,11 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
             advice = "a slot with few PCIe lanes, a virtual machine, or the far NUMA node's GPU"
             seen = f"{rate / 1e9:.1f} GB/s pinned"
             yield Finding(name, seen, "note" if is_slow else "good", advice if is_slow else "")
+    if rates.unpin_seconds is not None:
+        advice = "a step in 16 waits that long, and for work of the GPU, after layers left the host"
+        is_slow = rates.unpin_seconds > _SLOW_UNPIN_SECONDS
+        seen = f"{rates.unpin_seconds * 1e3:.1f} ms for 64 MiB"
+        yield Finding("pinned memory given back", seen, "note" if is_slow else "good", advice)
     seen = f"{rates.fsync_seconds * 1e3:.1f} ms a file in {rates.folder}"
     is_slow = rates.fsync_seconds > _SLOW_FSYNC_SECONDS
     advice = "a checkpoint syncs four files a parameter, eight at a time: save elsewhere, or "

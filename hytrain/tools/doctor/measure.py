@@ -15,6 +15,7 @@ from hytrain.checkpoint.sync import sync_files
 from hytrain.hardware.host_tree import HostTree
 from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address
 from hytrain.kernels.host_memory import host_zeros
+from hytrain.offload.pinning import Pinning
 from hytrain.offload.threads import choose_threads
 from hytrain.tools.doctor.findings import NumaFacts, Rates
 from hytrain.tools.profiler.ranks import Ranks
@@ -23,6 +24,7 @@ from hytrain.tools.profiler.rates import copy_rates, cpu_rates
 _SECONDS = 0.3
 _FILE_BYTES = 64 * 2**20
 _FSYNCS = 7
+_UNPINNED_BYTES = 64 * 2**20
 _PLACED_ELEMENTS = 2**22
 """16 MiB, touched on each node."""
 
@@ -43,13 +45,14 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
     alone = Ranks(alone=True)
     cpu = torch.device("cpu")
     rates = cpu_rates(cpu, [threads], 1, alone, seconds=_SECONDS, elements=elements)
-    to_host = to_device = None
+    to_host = to_device = unpin = None
     pinned: str | None = None
     if torch.cuda.is_available():
         try:
             device = torch.device("cuda", torch.cuda.current_device())
             copies = copy_rates(device, alone, seconds=_SECONDS)
             to_host, to_device = copies.to_host, copies.from_host
+            unpin = _unpin_seconds(device)
         except RuntimeError as error:
             pinned = str(error).partition("\n")[0]
     fsync, write = _disk_rates(folder)
@@ -64,7 +67,19 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
         write=write,
         folder=str(folder),
         free_bytes=shutil.disk_usage(folder).free,
+        unpin_seconds=unpin,
     )
+
+
+def _unpin_seconds(device: torch.device) -> float | None:
+    """Of one part of pinned memory; None where it could not be pinned."""
+    memory = host_zeros(_UNPINNED_BYTES, dtype=torch.uint8, touch_threads=2)
+    pinning = Pinning(memory.data_ptr(), _UNPINNED_BYTES, device, "a measurement")
+    if not pinning.is_pinned:
+        return None
+    begin = time.perf_counter()
+    pinning.release()
+    return time.perf_counter() - begin
 
 
 def numa_facts(tree: HostTree, usable: frozenset[int]) -> NumaFacts:
