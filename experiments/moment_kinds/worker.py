@@ -109,14 +109,17 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
         bench.choose(kind)
         bench.start()
         bench.reached(f"{kind}: engine")
+        left_out = 0
         for number in range(options["settle_steps"]):
             row = bench.step()
             layers = bench.placed.gpu_layers()
             print(f"{kind} step {number}: {row['step_seconds']} s, {layers} layers", flush=True)
             if not bench.has_time(2, row["step_seconds"] or 0.0):
+                left_out = options["settle_steps"] - number - 1
                 break
         bench.reached(f"{kind}: settled")
-        recorder.append(f"kind {kind}", bench.some_timed(options["timed_steps"]))
+        timed = bench.some_timed(options["timed_steps"])
+        recorder.append(f"kind {kind}", {**timed, "settling_left_out": left_out})
         bench.reached(f"{kind}: timed")
         bench.close()
         bench.reached(f"{kind}: closed")
