@@ -146,7 +146,8 @@ def kind_line(label: str, kind: str, result: Json) -> str:
     cells = [
         label,
         f"{result['num_parameters'] / 1e9:.2f} B",
-        kind,
+        # Where the time ended early, k may not be what it would have come to.
+        f"{kind}, not settled" if last.get("settling_left_out") else kind,
         f"{last['gpu_layers']}/{last['num_layers']}",
         f"{median:.3f} ({min(seconds):.3f})",
         "-" if reference is None else f"{reference / median:.1%}",

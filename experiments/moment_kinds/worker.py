@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
 import torch
 
 from experiments.common import records
@@ -28,6 +29,16 @@ SECONDS_TO_CLOSE = 5.0
 
 class Kind(Bench):
     """A bench whose engine keeps its moments in one kind."""
+
+    def __init__(self, job: Job, recorder: Recorder, begin: float) -> None:
+        super().__init__(job, recorder, begin)
+        self._begin = begin
+
+    def reached(self, phase: str) -> None:
+        """Into the record, and printed: when a phase ended, since the process began."""
+        seconds = round(time.monotonic() - self._begin, 2)
+        self.recorder.append("phases", {"ended": phase, "at_seconds": seconds})
+        print(f"{seconds:.1f} s: {phase}", flush=True)
 
     def choose(self, kind: str) -> None:
         """Of the next engine."""
@@ -65,19 +76,24 @@ def in_turns(job: Job, recorder: Recorder, begin: float) -> None:
         bench = Kind(copy.deepcopy(job), recorder, begin)
         bench.choose(kind)
         bench.build()
+        bench.reached(f"{kind}: model")
         if not benches:
             recorder.put(reference=bench.reference())
+            bench.reached("forward and backward only")
         bench.start()
+        bench.reached(f"{kind}: engine")
         benches[kind] = bench
     steps = job.entry.options["timed_steps"]
-    for bench in benches.values():
+    for kind, bench in benches.items():
         for _ in range(job.entry.options["settle_steps"]):
             bench.step()
+        bench.reached(f"{kind}: settled")
     for turn in range(TURNS):
         for kind, bench in benches.items() if turn % 2 == 0 else reversed(benches.items()):
             # What the other kind left in caches and in flight is not this one's.
             bench.step()
             recorder.append(f"kind {kind}", bench.timed(windows=1, steps=steps))
+            bench.reached(f"{kind}: turn {turn}")
 
 
 def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
@@ -85,17 +101,28 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
     options = job.entry.options
     bench = Kind(job, recorder, begin)
     bench.build()
+    bench.reached("model")
     if not options.get("streamed", False):
         recorder.put(reference=bench.reference(warmup=2, windows=2, steps=2))
+        bench.reached("forward and backward only")
     for kind in options["kinds"]:
         bench.choose(kind)
         bench.start()
+        bench.reached(f"{kind}: engine")
+        left_out = 0
         for number in range(options["settle_steps"]):
             row = bench.step()
             layers = bench.placed.gpu_layers()
             print(f"{kind} step {number}: {row['step_seconds']} s, {layers} layers", flush=True)
-        recorder.append(f"kind {kind}", bench.some_timed(options["timed_steps"]))
+            if not bench.has_time(2, row["step_seconds"] or 0.0):
+                left_out = options["settle_steps"] - number - 1
+                break
+        bench.reached(f"{kind}: settled")
+        timed = bench.some_timed(options["timed_steps"])
+        recorder.append(f"kind {kind}", {**timed, "settling_left_out": left_out})
+        bench.reached(f"{kind}: timed")
         bench.close()
+        bench.reached(f"{kind}: closed")
 
 
 def limit_memory(options: Json, device: str) -> Json:
@@ -144,4 +171,6 @@ def main(arguments: list[str], begin: float) -> int:
 
 
 if __name__ == "__main__":
-    end(main(sys.argv[1:], time.monotonic()))
+    # The limit counts from the process's start, before its imports.
+    age = time.time() - psutil.Process().create_time()
+    end(main(sys.argv[1:], time.monotonic() - age))
