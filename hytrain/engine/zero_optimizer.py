@@ -141,7 +141,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     @property
     def is_backward_marked(self) -> bool:
         """Whether DeepSpeed takes a backward for running."""
-        return self._backward_active_depth > 0
+        # Every use of weights asks for it, and DeepSpeed's own name for it is a property.
+        return self._backward_hook_state.backward_active_depth > 0
 
     def clear_backward_marks(self) -> None:
         """DeepSpeed would take an aborted backward's depth and callback for the next one's."""

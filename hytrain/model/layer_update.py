@@ -33,15 +33,10 @@ class LayerUpdate:
     """Other ranks' shards of the newest weights are still to be gathered."""
     reads: WatchedParameters | None = None
     """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
-    _waited: bool = True
+    waited: bool = True
+    """The compute stream has waited for the newest weights.
 
-    @property
-    def waited(self) -> bool:
-        """The compute stream has waited for the newest weights.
-
-        While it has not, the training copy is an old one, or being overwritten.
-        """
-        return self._waited
+    While it has not, the training copy is an old one, or being overwritten."""
 
     def send(self, gradient: torch.Tensor) -> None:
         """The final reduced gradient is sent to the update, which may begin at once."""
@@ -54,11 +49,17 @@ class LayerUpdate:
 
     def overwrite(self) -> None:
         """The training copy will be overwritten, or is: it must not be read before a wait."""
-        self._set_waited(False)
+        if self.waited:
+            self.waited = False
+            if self.reads is not None:
+                self.reads.disallow_all()
 
     def wait(self) -> None:
         """The compute stream has waited for the weights, or they are the old ones again."""
-        self._set_waited(True)
+        if not self.waited:
+            self.waited = True
+            if self.reads is not None:
+                self.reads.allow()
 
     def withdraw(self) -> None:
         """The step is not taken with what was sent."""
@@ -74,7 +75,8 @@ class LayerUpdate:
         """The step is final, or skipped; new weights, or the old ones, are on their way."""
         self.sent = False
         self.updated_by = updated_by
-        self.overwrite()
+        if self.waited:
+            self.overwrite()
 
     def make_gather_due(self, *, is_due: bool) -> None:
         """There are newer weights; ``is_due``: other ranks' shards of them are missing here."""
@@ -83,14 +85,3 @@ class LayerUpdate:
     def end_gather(self) -> None:
         """Other ranks' shards are on their way."""
         self.gather_due = False
-
-    def _set_waited(self, value: bool) -> None:
-        if value is self._waited:
-            return
-        self._waited = value
-        if self.reads is None:
-            return
-        if value:
-            self.reads.allow()
-        else:
-            self.reads.disallow_all()

@@ -168,9 +168,11 @@ class DeviceUpdate:
                 observer.updates_begin()
             for batch in plan.batches:
                 for layer in batch.layers:
-                    layer.before_update()
-                    # State that has just left the host may not have arrived yet.
-                    self._mover.wait(layer)
+                    if layer.holds_updates:
+                        layer.before_update()
+                    if layer.moving:
+                        # State that has just left the host may not have arrived yet.
+                        self._mover.wait(layer)
                 if batch.launches is None:
                     self._update_alone(batch.layers[0], hyper, outcome)
                 else:

@@ -66,7 +66,7 @@ class UpdatePipeline:
     @property
     def num_gpu_layers(self) -> int:
         """How many layers' state is on the device, or on its way there."""
-        return sum(layer.placement == "gpu" for layer in self.layers)
+        return [layer.placement for layer in self.layers].count("gpu")
 
     def begin_step(
         self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
@@ -132,13 +132,15 @@ class UpdatePipeline:
         self.norm.measure(layer.index, gradient, squares)
         # One event covers the gradient and its norm: without it the copy to the host could read
         # either before the reduction, or the sum of squares, has written it. It comes before the
-        # job, because a wait on an event that is not recorded for this step is no wait.
-        self.streams.record_compute(layer.update.gradient_ready)
+        # job, because a wait on an event that is not recorded for this step is no wait. The update
+        # on the device waits for all of the stream instead.
         if layer.placement == "cpu":
+            self.streams.record_compute(layer.update.gradient_ready)
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
             # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
-        self.cpu.release_fetched()
+        if self.cpu.unfetched:
+            self.cpu.release_fetched()
 
     # -- the end of a step ---------------------------------------------------------------------
 
@@ -300,7 +302,8 @@ class UpdatePipeline:
             self._gather(layer)
         layer.update.end_gather()
         layer.update.wait()
-        self.cpu.release_fetched()
+        if self.cpu.unfetched:
+            self.cpu.release_fetched()
 
     def _gather(self, layer: LayerState) -> None:
         # After this rank's shard has arrived: without the event its old weights could be sent. No
@@ -315,7 +318,8 @@ class UpdatePipeline:
     def wait_all(self) -> None:
         """As :meth:`wait` for every layer, in the one order that all ranks follow."""
         for layer in self.layers:
-            self.wait(layer)
+            if not layer.update.waited:
+                self.wait(layer)
 
     def flush(self) -> None:
         """Commits what is pending, so that every layer's state is that of the last step."""

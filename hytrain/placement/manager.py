@@ -113,7 +113,8 @@ class PlacementManager:
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
-        self.timer.gradient(index)
+        if self.timer.measures:
+            self.timer.gradient(index)
         if self._probing:
             self._probe.gradient(index)
 

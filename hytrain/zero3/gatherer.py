@@ -72,6 +72,10 @@ class LayerGatherer:
         """It may be given up again."""
         self._pinned.discard(layer.index)
 
+    def unpin_all(self) -> None:
+        """All may be given up again."""
+        self._pinned.clear()
+
     def lend(self, layer: LayerWeights) -> None:
         """The user is given the whole copy, and may keep tensors that share its memory."""
         self._lent.add(layer.index)
