@@ -24,9 +24,13 @@ class LayerUpdate:
     gradient_ready: torch.cuda.Event | None = None
     """The gradient and its norm are there; set once, recorded for every step."""
     weights_ready: torch.cuda.Event | None = None
-    """The newest weights are on the device; set once, recorded for every update."""
+    """The newest weights have come from the host; set once, recorded for every update there."""
+    updated: torch.cuda.Event | None = None
+    """The last update on the device is done, of this layer and of those that it was made with."""
     sent: bool = False
     """The gradient of a step that is not final yet has been sent to the update."""
+    is_measured: bool = True
+    """The sum of its squares is on its way; else it is taken with others', when all are there."""
     updated_by: Placement = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     gather_due: bool = False
@@ -38,14 +42,27 @@ class LayerUpdate:
 
     While it has not, the training copy is an old one, or being overwritten."""
 
-    def send(self, gradient: torch.Tensor) -> None:
+    @property
+    def ready(self) -> torch.cuda.Event | None:
+        """What is behind the newest weights, or the part of them that this rank makes."""
+        return self.updated if self.updated_by == "gpu" else self.weights_ready
+
+    def send(self, gradient: torch.Tensor, *, is_measured: bool) -> None:
         """The final reduced gradient is sent to the update, which may begin at once."""
         self.gradient = gradient
         self.sent = True
+        self.is_measured = is_measured
 
     def release_gradient(self) -> None:
         """The gradient has left the device, has been applied, or is somebody else's now."""
         self.gradient = None
+
+    def apply(self, updated: torch.cuda.Event | None) -> None:
+        """An update on the device is queued, with ``updated`` to follow; the gradient is let go."""
+        self.gradient = None
+        self.updated = updated
+        if self.waited:
+            self.overwrite()
 
     def overwrite(self) -> None:
         """The training copy will be overwritten, or is: it must not be read before a wait."""

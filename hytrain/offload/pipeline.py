@@ -128,8 +128,13 @@ class UpdatePipeline:
             gradient: this rank's shard.
             squares: partial sums of its squares, where they are known.
         """
-        layer.update.send(gradient)
-        self.norm.measure(layer.index, gradient, squares)
+        # Others read the sum before the step's end, or it would be taken beside backward.
+        is_measured = layer.placement == "cpu" or self._collectives.world_size > 1
+        layer.update.send(gradient, is_measured=is_measured or squares is not None)
+        if squares is not None:
+            self.norm.add_up(layer.index, squares)
+        elif is_measured:
+            self.norm.measure([layer.index], [gradient])
         # One event covers the gradient and its norm: without it the copy to the host could read
         # either before the reduction, or the sum of squares, has written it. It comes before the
         # job, because a wait on an event that is not recorded for this step is no wait. The update
@@ -151,7 +156,20 @@ class UpdatePipeline:
             # could miss the last layers. It is also what orders updates on the device after the
             # reductions, since the update stream waits for compute only.
             self.streams.compute_waits_for_communication()
+        self._measure_left()
         self.norm.launch_decision(self._unscale)
+
+    def _measure_left(self) -> None:
+        """Sums of squares that nobody has asked for before: few launches for all of them."""
+        numbers: list[int] = []
+        gradients: list[torch.Tensor] = []
+        for layer in self.layers:
+            if not layer.update.is_measured:
+                assert layer.update.gradient is not None
+                numbers.append(layer.index)
+                gradients.append(layer.update.gradient)
+        if numbers:
+            self.norm.measure(numbers, gradients)
 
     def finish_step(self, hyper: tuple[AdamHyper, ...]) -> Outcome | None:
         """Makes the step final, or skips it.
@@ -297,7 +315,7 @@ class UpdatePipeline:
                 # A sharded layer's gather waits for the shard; compute waits for the gather.
                 self.cpu.wait_weights(layer, by_compute=not layer.storage.is_sharded)
         elif not layer.storage.is_sharded:
-            self.streams.compute_waits(layer.update.weights_ready)
+            self.streams.compute_waits(layer.update.ready)
         if layer.update.gather_due and self._collectives.world_size > 1:
             self._gather(layer)
         layer.update.end_gather()
@@ -309,7 +327,7 @@ class UpdatePipeline:
         # After this rank's shard has arrived: without the event its old weights could be sent. No
         # wait for compute is needed: the shard's update came after the layer's gradient was
         # final, and with that after the last kernel that reads the old weights.
-        with self.streams.on_communication(after=layer.update.weights_ready):
+        with self.streams.on_communication(after=layer.update.ready):
             for low, high, flat in layer.storage.runs:
                 self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
         # Without this wait forward would read the other ranks' shards before they are there.

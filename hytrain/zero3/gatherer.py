@@ -131,7 +131,7 @@ class LayerGatherer:
         with self._streams.on_communication(after=flight.memory_free):
             # Without this wait the old shard could be sent, or one that the copy from the host, or
             # the update on the device, is still writing.
-            ready = None if state is None else state.update.weights_ready
+            ready = None if state is None else state.update.ready
             if self._streams.is_cuda and ready is not None:
                 self._streams.communication.wait_event(ready)
             for part in flight.parts:
