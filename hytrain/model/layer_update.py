@@ -57,11 +57,18 @@ class LayerUpdate:
         """The gradient has left the device, has been applied, or is somebody else's now."""
         self.gradient = None
 
-    def apply(self, updated: torch.cuda.Event | None) -> None:
-        """An update on the device is queued, with ``updated`` to follow; the gradient is let go."""
+    def apply(self, updated: torch.cuda.Event | None, *, in_line: bool) -> None:
+        """An update on the device is queued, with ``updated`` to follow; the gradient is let go.
+
+        Args:
+            updated: see the attribute.
+            in_line: the compute stream waits for it before it is given anything else.
+        """
         self.gradient = None
         self.updated = updated
-        if self.waited:
+        if in_line:
+            self.wait()
+        else:
             self.overwrite()
 
     def overwrite(self) -> None:
@@ -92,7 +99,7 @@ class LayerUpdate:
         """The step is final, or skipped; new weights, or the old ones, are on their way."""
         self.sent = False
         self.updated_by = updated_by
-        if self.waited:
+        if updated_by == "cpu":  # else :meth:`apply` has told of it
             self.overwrite()
 
     def make_gather_due(self, *, is_due: bool) -> None:

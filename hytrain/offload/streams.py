@@ -147,6 +147,12 @@ class Streams:
         if self.is_cuda and event is not None:
             self.update.wait_event(event)
 
+    def compute_waits_for_update(self) -> None:
+        """What the compute stream runs from now on comes after all updates on the GPU so far."""
+        if self.is_cuda:
+            # Without this wait compute reads weights that are being written.
+            current_stream(self.device).wait_stream(self.update)
+
     def used_on_communication(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's memory from being reused before the communication stream is done."""
         if self.is_cuda:
