@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(60)
 WIDTH = 64  # parameters leave no gaps between them
 WARM, STEPS = 4, 4
 A_LAYER = 46
-"""Calls, at most, that one layer more takes of a step; 44.3 on Python 3.11, fewer on later ones. Each
-is 0.1 us or more of a step that the host's launches bound, and most of them call torch as well."""
+"""Calls, at most, that one layer more takes of a step; 44.3 on Python 3.11, fewer on later ones.
+Each is 0.1 us or more of a step that the host's launches bound, and many call torch as well."""
 A_LAYER_IN_LINE = 35
 """The same where updates on the device are waited for at once; 33.3 on Python 3.11."""
 A_STEP = 275
