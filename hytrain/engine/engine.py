@@ -296,7 +296,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 :meth:`train_batch` as a whole.
         """
         optimizer = self.open_optimizer()
-        optimizer.passes.begin_forward()
+        optimizer.passes.begin_forward(enters_model=False)
         if self._tracing is not None and self._tracing.recorder is not None:
             self._tracing.recorder.count_tokens(kwargs.get("input_ids", next(iter(inputs), None)))
         try:

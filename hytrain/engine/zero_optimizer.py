@@ -141,7 +141,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     @property
     def is_backward_marked(self) -> bool:
         """Whether DeepSpeed takes a backward for running."""
-        return self._backward_active_depth > 0
+        # Every use of weights asks for it, and DeepSpeed's own name for it is a property.
+        return self._backward_hook_state.backward_active_depth > 0
 
     def clear_backward_marks(self) -> None:
         """DeepSpeed would take an aborted backward's depth and callback for the next one's."""
@@ -207,7 +208,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         # Before updates on the device: giving a layer up makes compute, and with it the update
         # stream, wait for its gather. Otherwise a gather could send a shard half overwritten.
         self.weights.forget()
-        outcome = self.pipeline.finish_step(self._hyper.read())
+        in_line = self.placement.begin_updates()
+        outcome = self.pipeline.finish_step(self._hyper.read(), in_line=in_line)
         passes.open_step.end()
         self._record(outcome)
         if not self.settings.overlap_forward:

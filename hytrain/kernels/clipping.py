@@ -8,9 +8,8 @@ run in one fixed order, so runs are reproducible.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,10 +19,6 @@ CLIPPED_IN_A_ROW = 8
 """Steps after which the next one is taken for clipped as well. A preview for nothing costs a fifth
 of an update, beside backward; those of a whole step that come late cost half an update, with
 nothing beside them but forward: clipping must be likely."""
-
-_PROGRAMS = 1024
-_BLOCK = 2048
-_kernel_cache: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,42 +104,43 @@ class GradientNorm:
         self._all_reduce = all_reduce
         self._device = device
         is_cuda = device.type == "cuda"
-        self._partials = torch.zeros(
-            _PROGRAMS if is_cuda else 0, dtype=torch.float64, device=device
-        )
+        self._each = list(self.sums.unbind())
+        self._one = torch.ones(1, dtype=torch.float64, device=device)
+        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
         self._host = torch.zeros(4, dtype=torch.float64, pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
         self.outcome = torch.zeros(2, dtype=torch.float32, device=device)
         """(scale, skip flag) of the step, for kernels that run before the host knows."""
 
-    def measure(
-        self, layer: int, gradient: torch.Tensor, squares: torch.Tensor | None = None
-    ) -> None:
-        """Sums the squares of this rank's shard of a layer, in the current stream.
+    def measure(self, layers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Sums the squares of this rank's shards of some layers, in the current stream.
+
+        What a layer's sum comes to does not depend on which others it is measured with. Together
+        they take few launches, each of which takes the host longer than the GPU if they are small.
+
+        Args:
+            layers: their numbers.
+            gradients: the shard of each.
+        """
+        if self._device.type != "cuda":
+            for layer, gradient in zip(layers, gradients, strict=True):
+                self.sums[layer] = sum_of_squares(gradient)
+            return
+        for dtype in {gradient.dtype for gradient in gradients}:
+            same = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
+            # torch sums each tensor by itself, in pieces of a fixed size and in a fixed order.
+            norms = torch._foreach_norm([gradients[i] for i in same], 2, dtype=torch.float64)  # pyright: ignore
+            torch._foreach_mul_(norms, norms)  # pyright: ignore
+            torch._foreach_copy_([self._each[layers[i]] for i in same], norms)  # pyright: ignore
+
+    def add_up(self, layer: int, squares: torch.Tensor) -> None:
+        """The sum of a layer whose partial sums are known, in the current stream.
 
         Args:
             layer: number of the layer.
-            gradient: the shard.
-            squares: float64 partial sums over the whole shard, where they are known.
+            squares: float64 partial sums over the whole shard.
         """
-        if squares is not None:
-            torch.sum(squares, dim=0, out=self.sums[layer])
-        elif self._device.type == "cuda":
-            if not _kernel_cache:
-                from hytrain.kernels.triton_kernels import sum_of_squares_kernel
-
-                _kernel_cache.append(sum_of_squares_kernel)
-            n = gradient.numel()
-            per_program = -(-n // (_PROGRAMS * _BLOCK)) * _BLOCK
-            # Fixed grid and order: the sum depends on the numbers alone. All layers share the
-            # partial sums: two calls on different streams would overwrite each other's, so a step
-            # measures all layers on the one stream that reduces them.
-            _kernel_cache[0][(_PROGRAMS,)](
-                gradient, self._partials, n, per_program, BLOCK=_BLOCK, num_warps=8
-            )
-            torch.sum(self._partials, dim=0, out=self.sums[layer])
-        else:
-            self.sums[layer] = sum_of_squares(gradient)
+        torch.sum(squares, dim=0, out=self._each[layer])
 
     def address(self, layer: int) -> int:
         """Device address of a layer's sum."""
@@ -152,19 +148,20 @@ class GradientNorm:
 
     def launch_decision(self, unscale: float) -> None:
         """Reduces over ranks and computes the outcome on the device; does not wait."""
-        total = self.sums.sum().reshape(1)
+        total = self.sums.sum(dim=0, keepdim=True)
         self._all_reduce(total)
-        norm = total.sqrt() * unscale
-        coefficient = torch.ones_like(norm)
+        norm = total.sqrt()
+        if unscale != 1.0:
+            norm *= unscale
+        coefficient, skip = self._one, self._zero
         if self.settings.max_norm > 0.0:
             # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
             limited = torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
             # A norm that is no number counts as infinite, as in DeepSpeed: without the overflow
             # check it spoils the elements that spoiled it, not all of them.
             coefficient = torch.nan_to_num(limited, nan=0.0)
-        skip = torch.zeros_like(norm)
         if self.settings.check_overflow:
-            skip = (~torch.isfinite(total)).to(norm.dtype)
+            skip = (total - total).ne_(0.0)  # 1.0 where it is not finite
         result = torch.cat((coefficient * unscale, skip, norm, coefficient))
         self.outcome = result[:2].float()
         self._host.copy_(result, non_blocking=True)

@@ -303,19 +303,6 @@ def adam_8bit_kernel(
 
 
 @triton.jit
-def sum_of_squares_kernel(x_ptr, partial_ptr, n, per_program, BLOCK: tl.constexpr):
-    """Each program sums its own run of x in float64, in order, into its slot of `partial`."""
-    begin = tl.program_id(0).to(tl.int64) * per_program
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(0, per_program, BLOCK):
-        offsets = begin + start + tl.arange(0, BLOCK)
-        mask = (offsets < n) & (offsets < begin + per_program)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
-        total += x * x
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
-
-
-@triton.jit
 def copy_squares_kernel(
     x_ptr, y_ptr, partial_ptr, n, per_program, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -72,16 +72,18 @@ class LayerState:
 
     _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
-    _holds_updates: bool = False
+    holds_updates: bool = False
+    """Whether :meth:`before_update` may have to wait."""
     _launches: list[UpdateLaunch] = field(default_factory=list[UpdateLaunch])
     _parts: list[UpdatePart] = field(default_factory=list[UpdatePart])
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
+    index: int = field(init=False)
+    """In forward order."""
 
-    @property
-    def index(self) -> int:
-        return self.layout.index
+    def __post_init__(self) -> None:
+        self.index = self.layout.index
 
     @property
     def name(self) -> str:
@@ -153,24 +155,19 @@ class LayerState:
                 and copies what it is about to change.
         """
         self._held_for = wait
-        self._holds_updates = updates
+        self.holds_updates = updates
 
     def before_update(self) -> None:
         """As :meth:`before_change`, where an update or a move changes the state."""
-        if self._holds_updates:
+        if self.holds_updates:
             self.before_change()
 
     def before_change(self) -> None:
         """Before anything of the state is written: nobody reads it as of an earlier step."""
-        self._holds_updates = False
+        self.holds_updates = False
         wait, self._held_for = self._held_for, None
         if wait is not None:
             wait()
-
-    @property
-    def holds_updates(self) -> bool:
-        """Whether :meth:`before_update` may have to wait."""
-        return self._holds_updates
 
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""

@@ -24,41 +24,66 @@ class LayerUpdate:
     gradient_ready: torch.cuda.Event | None = None
     """The gradient and its norm are there; set once, recorded for every step."""
     weights_ready: torch.cuda.Event | None = None
-    """The newest weights are on the device; set once, recorded for every update."""
+    """The newest weights have come from the host; set once, recorded for every update there."""
+    updated: torch.cuda.Event | None = None
+    """The last update on the device is done, of this layer and of those that it was made with."""
     sent: bool = False
     """The gradient of a step that is not final yet has been sent to the update."""
+    is_measured: bool = True
+    """The sum of its squares is on its way; else it is taken with others', when all are there."""
     updated_by: Placement = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     gather_due: bool = False
     """Other ranks' shards of the newest weights are still to be gathered."""
     reads: WatchedParameters | None = None
     """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
-    _waited: bool = True
+    waited: bool = True
+    """The compute stream has waited for the newest weights.
+
+    While it has not, the training copy is an old one, or being overwritten."""
 
     @property
-    def waited(self) -> bool:
-        """The compute stream has waited for the newest weights.
+    def ready(self) -> torch.cuda.Event | None:
+        """What is behind the newest weights, or the part of them that this rank makes."""
+        return self.updated if self.updated_by == "gpu" else self.weights_ready
 
-        While it has not, the training copy is an old one, or being overwritten.
-        """
-        return self._waited
-
-    def send(self, gradient: torch.Tensor) -> None:
+    def send(self, gradient: torch.Tensor, *, is_measured: bool) -> None:
         """The final reduced gradient is sent to the update, which may begin at once."""
         self.gradient = gradient
         self.sent = True
+        self.is_measured = is_measured
 
     def release_gradient(self) -> None:
         """The gradient has left the device, has been applied, or is somebody else's now."""
         self.gradient = None
 
+    def apply(self, updated: torch.cuda.Event | None, *, in_line: bool) -> None:
+        """An update on the device is queued, with ``updated`` to follow; the gradient is let go.
+
+        Args:
+            updated: see the attribute.
+            in_line: the compute stream waits for it before it is given anything else.
+        """
+        self.gradient = None
+        self.updated = updated
+        if in_line:
+            self.wait()
+        else:
+            self.overwrite()
+
     def overwrite(self) -> None:
         """The training copy will be overwritten, or is: it must not be read before a wait."""
-        self._set_waited(False)
+        if self.waited:
+            self.waited = False
+            if self.reads is not None:
+                self.reads.disallow_all()
 
     def wait(self) -> None:
         """The compute stream has waited for the weights, or they are the old ones again."""
-        self._set_waited(True)
+        if not self.waited:
+            self.waited = True
+            if self.reads is not None:
+                self.reads.allow()
 
     def withdraw(self) -> None:
         """The step is not taken with what was sent."""
@@ -74,7 +99,8 @@ class LayerUpdate:
         """The step is final, or skipped; new weights, or the old ones, are on their way."""
         self.sent = False
         self.updated_by = updated_by
-        self.overwrite()
+        if updated_by == "cpu":  # else :meth:`apply` has told of it
+            self.overwrite()
 
     def make_gather_due(self, *, is_due: bool) -> None:
         """There are newer weights; ``is_due``: other ranks' shards of them are missing here."""
@@ -83,14 +109,3 @@ class LayerUpdate:
     def end_gather(self) -> None:
         """Other ranks' shards are on their way."""
         self.gather_due = False
-
-    def _set_waited(self, value: bool) -> None:
-        if value is self._waited:
-            return
-        self._waited = value
-        if self.reads is None:
-            return
-        if value:
-            self.reads.allow()
-        else:
-            self.reads.disallow_all()

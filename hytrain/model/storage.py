@@ -34,7 +34,8 @@ class ResidentStorage:
             self.runs.append((begin, end, torch.zeros(end - begin, dtype=dtype, device=device)))
         self.moves = 0
         """How often the training copy has come to lie in other memory."""
-        self._views: list[tuple[ParameterSlot, torch.Tensor, int]] = []
+        self._views: list[tuple[ParameterSlot, torch.Tensor, int, torch.dtype]] = []
+        self._parameters: list[torch.Tensor] = [slot.parameter for slot in layout.slots]
         with torch.no_grad():
             for slot in layout.slots:
                 self._view(slot).copy_(slot.parameter.data)
@@ -49,7 +50,7 @@ class ResidentStorage:
             for slot in self.layout.slots:
                 view = self._view(slot)
                 slot.parameter.data = view
-                self._views.append((slot, view, view.data_ptr()))
+                self._views.append((slot, view, view.data_ptr(), view.dtype))
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -107,9 +108,9 @@ class ResidentStorage:
         """
         moved: list[str] = []
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            for slot, view, address in self._views:
+            for slot, view, address, dtype in self._views:
                 parameter = slot.parameter
-                if parameter.data_ptr() != address or parameter.dtype != view.dtype:
+                if parameter.data_ptr() != address or parameter.dtype != dtype:
                     parameter.data = view
                     moved.append(slot.name)
         return moved
@@ -125,5 +126,4 @@ class ResidentStorage:
         A backward through a graph that saved the old weights then raises, instead of silently
         using the new ones.
         """
-        parameters: Sequence[torch.Tensor] = [slot.parameter for slot in self.layout.slots]
-        torch.autograd.graph.increment_version(parameters)
+        torch.autograd.graph.increment_version(self._parameters)

@@ -95,6 +95,8 @@ class CpuUpdater:
         plan = _plan(self._all, self._chunks, settings)
         self._closed = False
         self._steps_without_move = 0
+        self.unfetched: dict[int, LayerState] = {}
+        """Layers that were sent, whose gradients may still be on the device, by number."""
         self.pinned = PinnedMemory(plan, len(self._all), streams.device)
         try:
             self.worker = self._make_worker(settings)
@@ -186,6 +188,7 @@ class CpuUpdater:
         gradient = layer.update.gradient
         assert gradient is not None
         self._before_update(layer, direct=direct)
+        self.unfetched[layer.index] = layer
         self.worker.submit_update(
             layer.worker_index,
             gradient.data_ptr(),
@@ -244,10 +247,14 @@ class CpuUpdater:
         None is needed again: an update that can still be cancelled has not been fetched, and any
         other is withdrawn from the host.
         """
-        # Without the check the allocator could reuse a gradient's memory while it is being copied.
-        for layer in self.layers:
-            if layer.update.gradient is not None and self.is_fetched(layer):
+        for layer in list(self.unfetched.values()):
+            # A layer that has moved to the device since: its gradient is the update's there.
+            if layer.placement == "cpu" and layer.update.gradient is not None:
+                # Without the check the allocator could reuse the memory while it is being copied.
+                if not self.is_fetched(layer):
+                    continue
                 layer.update.release_gradient()
+            del self.unfetched[layer.index]
 
     def is_fetched(self, layer: LayerState) -> bool:
         """Whether the layer's gradient has left the device."""

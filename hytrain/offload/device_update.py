@@ -53,11 +53,13 @@ class Batch:
         sizes: elements of each, by its number.
         launches: numbers of the grouped launches that update them; None: a launch of
             :func:`device_adam` for each part of the one layer.
+        updated: recorded behind their update; None on a CPU.
     """
 
     layers: tuple[LayerState, ...]
     sizes: Mapping[int, int]
     launches: range | None
+    updated: torch.cuda.Event | None
 
 
 def is_groupable(layer: LayerState) -> bool:
@@ -92,7 +94,8 @@ def batches(layers: Sequence[LayerState]) -> list[list[LayerState]]:
 class _Plan:
     """What stays from step to step while layers, their memory and gradients' dtypes do."""
 
-    def __init__(self, layers: Sequence[LayerState], num_groups: int, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[LayerState], num_groups: int, streams: Streams) -> None:
+        device = streams.device
         gradients = [layer.update.gradient for layer in layers]
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         launches: list[list[Segment]] = []
@@ -104,7 +107,7 @@ class _Plan:
                 launches += _launches(batch, number, dtypes)
             numbers = range(begin, len(launches)) if is_groupable(batch[0]) else None
             sizes = {layer.index: layer.shard_size for layer in batch}
-            self.batches.append(Batch(tuple(batch), sizes, numbers))
+            self.batches.append(Batch(tuple(batch), sizes, numbers, streams.new_event()))
             number += len(batch)
         self.grouped = GroupedAdam(launches, dtypes, num_groups, device)
 
@@ -148,6 +151,8 @@ class DeviceUpdate:
         hyper: tuple[AdamHyper, ...],
         outcome: torch.Tensor,
         observers: Sequence[UpdateObserver],
+        *,
+        in_line: bool,
     ) -> None:
         """Queues the updates on their stream; the host waits for nothing.
 
@@ -155,6 +160,7 @@ class DeviceUpdate:
             hyper: each parameter group's hyper-parameters.
             outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
             observers: are told.
+            in_line: compute waits for all of them at once, not for each layer's in its forward.
         """
         layers = [layer for layer in self._layers if layer.placement == "gpu"]
         gradients: list[torch.Tensor] = []
@@ -168,17 +174,21 @@ class DeviceUpdate:
                 observer.updates_begin()
             for batch in plan.batches:
                 for layer in batch.layers:
-                    layer.before_update()
-                    # State that has just left the host may not have arrived yet.
-                    self._mover.wait(layer)
+                    if layer.holds_updates:
+                        layer.before_update()
+                    if layer.moving:
+                        # State that has just left the host may not have arrived yet.
+                        self._mover.wait(layer)
                 if batch.launches is None:
                     self._update_alone(batch.layers[0], hyper, outcome)
                 else:
                     for number in batch.launches:
                         plan.grouped.launch(number, outcome)
-                self._queued(batch, observers)
+                self._queued(batch, observers, in_line=in_line)
             # The next decision drops it: compute could write there before the update has read it.
             self._streams.used_on_update(outcome)
+        if in_line:
+            self._streams.compute_waits_for_update()
 
     def _current_plan(
         self, layers: Sequence[LayerState], gradients: Sequence[torch.Tensor], num_groups: int
@@ -192,7 +202,7 @@ class DeviceUpdate:
             ],
         )
         if self._plan is None or key != self._plan_of:
-            self._plan = _Plan(layers, num_groups, self._streams.device)
+            self._plan = _Plan(layers, num_groups, self._streams)
             self._plan_of = key
         return self._plan
 
@@ -215,17 +225,16 @@ class DeviceUpdate:
                     launch.rounding,
                 )
 
-    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver]) -> None:
+    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver], *, in_line: bool) -> None:
+        if batch.updated is not None:
+            # Behind each launch: the first layers' forward need not wait for the last's update.
+            # Without it forward would read weights that are being written.
+            batch.updated.record(self._streams.update)
         for layer in batch.layers:
             update = layer.update
             assert update.gradient is not None
             # It is dropped here, with the launch that reads it still to run.
             self._streams.used_on_update(update.gradient)
-            update.release_gradient()
-            update.overwrite()
-            if update.weights_ready is not None:
-                # Behind each launch: the first layers' forward need not wait for the last's
-                # update. Without it forward would read weights that are being written.
-                update.weights_ready.record(self._streams.update)
+            update.apply(batch.updated, in_line=in_line)
         for observer in observers:
             observer.layers_updated(batch.sizes)

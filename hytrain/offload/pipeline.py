@@ -46,6 +46,8 @@ class UpdatePipeline:
         self.exposure = ExposureMeter(streams)
         self._collectives = collectives
         self._direct = norm.settings.direct
+        is_sharded = any(layer.storage.is_sharded for layer in self.layers)
+        self._is_whole = collectives.world_size == 1 and not is_sharded
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover)
         self.observer: UpdateObserver | None = None
@@ -66,7 +68,7 @@ class UpdatePipeline:
     @property
     def num_gpu_layers(self) -> int:
         """How many layers' state is on the device, or on its way there."""
-        return sum(layer.placement == "gpu" for layer in self.layers)
+        return [layer.placement for layer in self.layers].count("gpu")
 
     def begin_step(
         self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
@@ -128,17 +130,24 @@ class UpdatePipeline:
             gradient: this rank's shard.
             squares: partial sums of its squares, where they are known.
         """
-        layer.update.send(gradient)
-        self.norm.measure(layer.index, gradient, squares)
+        # Others read the sum before the step's end, or it would be taken beside backward.
+        is_measured = layer.placement == "cpu" or self._collectives.world_size > 1
+        layer.update.send(gradient, is_measured=is_measured or squares is not None)
+        if squares is not None:
+            self.norm.add_up(layer.index, squares)
+        elif is_measured:
+            self.norm.measure([layer.index], [gradient])
         # One event covers the gradient and its norm: without it the copy to the host could read
         # either before the reduction, or the sum of squares, has written it. It comes before the
-        # job, because a wait on an event that is not recorded for this step is no wait.
-        self.streams.record_compute(layer.update.gradient_ready)
+        # job, because a wait on an event that is not recorded for this step is no wait. The update
+        # on the device waits for all of the stream instead.
         if layer.placement == "cpu":
+            self.streams.record_compute(layer.update.gradient_ready)
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
             # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
-        self.cpu.release_fetched()
+        if self.cpu.unfetched:
+            self.cpu.release_fetched()
 
     # -- the end of a step ---------------------------------------------------------------------
 
@@ -149,14 +158,37 @@ class UpdatePipeline:
             # could miss the last layers. It is also what orders updates on the device after the
             # reductions, since the update stream waits for compute only.
             self.streams.compute_waits_for_communication()
+        self._measure_left()
         self.norm.launch_decision(self._unscale)
 
-    def finish_step(self, hyper: tuple[AdamHyper, ...]) -> Outcome | None:
+    def _measure_left(self) -> None:
+        """Sums of squares that nobody has asked for before: few launches for all of them."""
+        numbers: list[int] = []
+        gradients: list[torch.Tensor] = []
+        for layer in self.layers:
+            if not layer.update.is_measured:
+                assert layer.update.gradient is not None
+                numbers.append(layer.index)
+                gradients.append(layer.update.gradient)
+        if numbers:
+            self.norm.measure(numbers, gradients)
+
+    @property
+    def may_update_in_line(self) -> bool:
+        """Whether :meth:`finish_step` may be told so.
+
+        Other ranks' shards are waited for in forward anyway, and a trace tells of each wait.
+        """
+        return self._is_whole and self.trace is None
+
+    def finish_step(self, hyper: tuple[AdamHyper, ...], *, in_line: bool = False) -> Outcome | None:
         """Makes the step final, or skips it.
 
         Args:
             hyper: hyper-parameters as they are now; where they changed since backward began,
                 layers are previewed once more.
+            in_line: compute waits for updates on the device here, once, and not in each layer's
+                forward: that costs the host less, and no update runs beside the next forward.
 
         Returns:
             The outcome; None for direct commit, where the host has not waited for the device.
@@ -171,10 +203,10 @@ class UpdatePipeline:
                     "clipping and overflow check updates are committed during backward: change "
                     'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
                 )
-            self._update_on_device(hyper)
+            self._update_on_device(hyper, in_line=in_line)
             self._after_step(skipped=False)
             return None
-        self._update_on_device(hyper)
+        self._update_on_device(hyper, in_line=in_line)
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
         self._forecast.note(outcome)
@@ -185,10 +217,10 @@ class UpdatePipeline:
         self._after_step(skipped=outcome.skip)
         return outcome
 
-    def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
+    def _update_on_device(self, hyper: tuple[AdamHyper, ...], *, in_line: bool) -> None:
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
-        self._device_update.run(hyper, self.norm.outcome, observers)
+        self._device_update.run(hyper, self.norm.outcome, observers, in_line=in_line)
 
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""
@@ -295,18 +327,19 @@ class UpdatePipeline:
                 # A sharded layer's gather waits for the shard; compute waits for the gather.
                 self.cpu.wait_weights(layer, by_compute=not layer.storage.is_sharded)
         elif not layer.storage.is_sharded:
-            self.streams.compute_waits(layer.update.weights_ready)
+            self.streams.compute_waits(layer.update.ready)
         if layer.update.gather_due and self._collectives.world_size > 1:
             self._gather(layer)
         layer.update.end_gather()
         layer.update.wait()
-        self.cpu.release_fetched()
+        if self.cpu.unfetched:
+            self.cpu.release_fetched()
 
     def _gather(self, layer: LayerState) -> None:
         # After this rank's shard has arrived: without the event its old weights could be sent. No
         # wait for compute is needed: the shard's update came after the layer's gradient was
         # final, and with that after the last kernel that reads the old weights.
-        with self.streams.on_communication(after=layer.update.weights_ready):
+        with self.streams.on_communication(after=layer.update.ready):
             for low, high, flat in layer.storage.runs:
                 self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
         # Without this wait forward would read the other ranks' shards before they are there.
@@ -315,7 +348,8 @@ class UpdatePipeline:
     def wait_all(self) -> None:
         """As :meth:`wait` for every layer, in the one order that all ranks follow."""
         for layer in self.layers:
-            self.wait(layer)
+            if not layer.update.waited:
+                self.wait(layer)
 
     def flush(self) -> None:
         """Commits what is pending, so that every layer's state is that of the last step."""

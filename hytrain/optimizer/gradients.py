@@ -28,7 +28,7 @@ from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
-from hytrain.optimizer.layer_hooks import LayerHooks
+from hytrain.optimizer.layer_hooks import LayerHooks, with_gradient
 from hytrain.zero3.schedule import GatherSchedule
 
 _SMALL = 6 << 20
@@ -129,6 +129,8 @@ class GradientCollector:
         self.open = False
         """A backward has begun and its gradients have not all been consumed."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
+        self._marked: list[nn.Parameter] = []
+        """Those of layers that have one hook."""
         self._may_mark = not is_shared
         """Layers may get one hook each, when the next backward has ended.
 
@@ -310,6 +312,8 @@ class GradientCollector:
         self._may_mark = False
         for hooks in self._hooks:
             hooks.mark(self._marker(hooks))
+            if hooks.is_marked:
+                self._marked += hooks.parameters
 
     def _unmark_all(self) -> None:
         self._may_mark = False
@@ -335,6 +339,8 @@ class GradientCollector:
 
     def _take_left(self) -> None:
         """Of a backward that has ended: gradients of layers whose last one was not what it was."""
+        if not with_gradient(self._marked):  # one look at all of them: as a rule there is none
+            return
         for hooks in self._hooks:
             left = hooks.left()
             if not left:
@@ -448,13 +454,15 @@ class GradientCollector:
         Raises:
             GradientOrderError: one has come after its layer's last.
         """
-        if self.in_backward:
-            self._take_left()
+        if not self.in_backward:
+            return
+        self._take_left()
         self.in_backward = False
         for layer in self.layers:
-            # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
-            # would write the next forward over the gradients that it has returned.
-            layer.flush()
+            if layer.waiting:
+                # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
+                # would write the next forward over the gradients that it has returned.
+                layer.flush()
 
     def complete(self, *, consume: bool) -> None:
         """The backward is over: what it left incomplete is taken as it is.

@@ -123,9 +123,22 @@ class LayerGradient:
 
     def take_all(self, gradients: Sequence[torch.Tensor]) -> None:
         """Takes each parameter's gradient over, once; nobody else has them."""
+        if self.waiting:
+            self.flush()
+        if torch.is_grad_enabled():  # create_graph
+            gradients = [gradient.detach() for gradient in gradients]
+        if self.local is None and self._is_whole(gradients):
+            self._join(gradients)
+            return
+        self.waiting = dict(enumerate(gradients))
         self.flush()
-        self.waiting = {index: gradient.detach() for index, gradient in enumerate(gradients)}
-        self.flush()
+
+    def _join(self, gradients: Sequence[torch.Tensor]) -> None:
+        """They become ``local``, which there was none of."""
+        self.local = joined(gradients)
+        self.parts = []
+        self.written = [True] * len(gradients)
+        self.copied_whole = False
 
     def flush(self) -> None:
         """Writes what waits, in the stream that made it: before ``local`` is used."""
@@ -134,11 +147,11 @@ class LayerGradient:
         waiting, self.waiting = self.waiting, {}
         self.copied_whole = False
         if self.local is None:
-            if self._is_whole(waiting):
-                self.local = joined([waiting[i] for i in range(len(waiting))])
-                self.parts = []
-                self.written = [True] * len(waiting)
-                return
+            if len(waiting) == len(self.layout.slots):
+                gradients = [waiting[index] for index in range(len(waiting))]
+                if self._is_whole(gradients):
+                    self._join(gradients)
+                    return
             self.allocate(next(iter(waiting.values())).device)
             self.copied_whole = False
         first = [index for index in waiting if not self.written[index]]
@@ -151,13 +164,11 @@ class LayerGradient:
         if more:
             add_together([parts[i] for i in more], [waiting[i] for i in more])
 
-    def _is_whole(self, gradients: dict[int, torch.Tensor]) -> bool:
-        """Whether these gradients, one after the other, are the layer's flat space."""
-        return (
-            len(gradients) == len(self.layout.slots)
-            and not self.layout.gaps
-            and all(gradient.dtype == self.dtype for gradient in gradients.values())
-        )
+    def _is_whole(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether all parameters' gradients, one after the other, are the layer's flat space."""
+        if self.layout.gaps:
+            return False
+        return [gradient.dtype for gradient in gradients].count(self.dtype) == len(gradients)
 
     def move(self, local: torch.Tensor | None, held: torch.Tensor | None) -> None:
         """What there is of the gradient is in other memory from now on; see :meth:`flush`.
@@ -174,7 +185,8 @@ class LayerGradient:
 
         What there is is complete then, and may only be read.
         """
-        self.flush()
+        if self.waiting:
+            self.flush()
         local = self.local
         if local is None:
             self.local = zeros.take(self.layout.size, self.dtype)
@@ -201,7 +213,8 @@ class LayerGradient:
 
     def release(self) -> torch.Tensor | None:
         """Returns ``local``; nothing here refers to it any more."""
-        self.flush()
+        if self.waiting:
+            self.flush()
         local, self.local = self.local, None
         self.parts = []
         return local

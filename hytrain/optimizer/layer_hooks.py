@@ -10,7 +10,7 @@ has ended (:meth:`LayerHooks.left`). With several ranks each parameter keeps its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -87,13 +87,22 @@ class LayerHooks:
 
     def left(self) -> list[int]:
         """Parameters whose gradients autograd keeps, where one hook takes all."""
-        if not self.is_marked:
-            return []
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            return [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        return with_gradient(self._parameters) if self.is_marked else []
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Of the layer."""
+        return self._parameters
 
     def remove(self) -> None:
         """Detaches from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def with_gradient(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Which of them autograd keeps a gradient of."""
+    # Without it reads of weights would be looked for, at microseconds a parameter.
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return [index for index, p in enumerate(parameters) if p.grad is not None]

@@ -68,6 +68,23 @@ class PassGuide:
 
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
+        passes = self._passes
+        if self._weights.is_sharded:
+            self._enter_sharded(layers)
+        else:
+            for layer in layers:
+                state = layer.trained
+                if state is None:
+                    continue
+                update = state.update
+                if not update.waited or (update.sent and not passes.collector.in_backward):
+                    passes.before_use(state)  # what was sent is withdrawn
+        first = layers[0].trained
+        if passes.timer.in_forward and first is not None:
+            # The time of others counts as the layer's before them.
+            passes.timer.enter(first.index)
+
+    def _enter_sharded(self, layers: Sequence[LayerWeights]) -> None:
         passes, schedule = self._passes, self._weights.active
         for layer in layers:
             state = layer.trained
@@ -87,8 +104,6 @@ class PassGuide:
                 passes.timer.wait_ends(state.index)
             elif not state.update.waited:
                 passes.before_use(state)
-        if layers[0].trained is not None:  # the time of others counts as the layer's before them
-            passes.timer.enter(layers[0].index)
 
     def _check_gathered(self, layer: LayerWeights) -> None:
         if layer.sharded and not self._weights.gatherer.is_live(layer):

@@ -246,14 +246,17 @@ class PassTracker:
 
     def consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
-        state = self.pipeline.layers[gradient.layout.index]
+        with self.pipeline.reducing():
+            self._reduce_part(gradient, self.pipeline.layers[gradient.layout.index])
+
+    def _reduce_part(self, gradient: LayerGradient, state: LayerState) -> None:
+        """Within :meth:`UpdatePipeline.reducing`."""
         local = gradient.release()
         assert local is not None
-        with self.pipeline.reducing():
-            shard = self.reduce(state, local)
-            if gradient.held is not None:
-                self.pipeline.add(shard, gradient.held)
-            gradient.held = shard
+        shard = self.reduce(state, local)
+        if gradient.held is not None:
+            self.pipeline.add(shard, gradient.held)
+        gradient.held = shard
 
     def reduce(self, state: LayerState, local: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
@@ -266,7 +269,7 @@ class PassTracker:
             The sum over ranks, of ``local``'s dtype; the mean where the settings divide first.
         """
         if self.collectives.world_size == 1:
-            return self.pipeline.reduce(state, local)
+            return local
         if self.settings.divide_first and not self.open_step.sums_over_ranks:
             local.mul_(self.settings.unscale)
         dtype = self.settings.communication_dtype
@@ -289,7 +292,7 @@ class PassTracker:
         # One stream for reduction, norm and send: the event that send records covers all of them.
         with self.pipeline.reducing():
             if gradient.local is not None:
-                self.consume_part(gradient)
+                self._reduce_part(gradient, state)
             shard, gradient.held = gradient.held, None
             assert shard is not None
             if self.open_step.begun:
@@ -346,25 +349,35 @@ class PassTracker:
     def before_use(self, state: LayerState) -> None:
         """The layer's weights are about to be read."""
         self.clean_up_aborted()
-        if state.update.sent and not self.collector.in_backward:
-            self.timer.invalidate()
+        update, timer = state.update, self.timer
+        if update.sent and not self.collector.in_backward:
+            timer.invalidate()
             self.withdraw(state)
-        self.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
+        if not timer.in_forward:
+            self.pipeline.wait(state)
+            return
+        timer.wait_begins(state.index, on_cpu=update.updated_by == "cpu")
         self.pipeline.wait(state)
-        self.timer.wait_ends(state.index)
+        timer.wait_ends(state.index)
 
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd is running here: a forward now is a recomputation."""
         return self.collector.in_backward and graph_task() != -1
 
-    def begin_forward(self) -> None:
-        """The model's forward begins: an aborted backward is cleaned up."""
+    def begin_forward(self, *, enters_model: bool = True) -> None:
+        """The model's forward begins: an aborted backward is cleaned up.
+
+        Args:
+            enters_model: False: the model's own hook is still to tell of it.
+        """
         self.check_open()
         if self.open_step.by_layer:
             return  # one of several, which count as one
         self.clean_up_aborted()
-        if torch.is_grad_enabled() and not self.is_in_graph:
+        if enters_model:
+            self.pipeline.streams.forward_follows_update()
+        if enters_model and torch.is_grad_enabled() and not self.is_in_graph:
             self._restore_views()
         self.timer.begin_forward()
         if self.trace is not None and not self.is_in_graph:

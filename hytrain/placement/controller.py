@@ -110,7 +110,7 @@ class PlacementController:
     @property
     def num_gpu_layers(self) -> int:
         """GPU-placed layers, always the first ones."""
-        return sum(layer.placement == "gpu" for layer in self._layers)
+        return [layer.placement for layer in self._layers].count("gpu")
 
     @property
     def is_moving(self) -> bool:

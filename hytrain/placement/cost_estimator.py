@@ -24,6 +24,11 @@ _Kind = Literal["update", "commit", "preview"]
 _TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16}
 _LARGE_SHARE = 0.25
 _NEWS = 0.05
+"""Share of a step by which a part of it must differ from what it was, to be another."""
+_NEWS_NOISE = 4.0
+"""The same in standard deviations of that part."""
+_NOISE_WINDOW = 16
+"""Samples from which on, and over which, the deviation is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class CostEstimator:
         self._chunk_elements = chunk_elements
         self._rates = rates
         self._samples: deque[StepSample] = deque(maxlen=_WINDOW)
+        self._parts: deque[list[float]] = deque(maxlen=_NOISE_WINDOW)
         self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
         self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in _TRAFFIC}
@@ -95,6 +101,7 @@ class CostEstimator:
         """Times on the compute stream."""
         for sample in samples:
             self._samples.append(sample)
+            self._parts.append(_sums(sample))
             self._add_gpu_rate(sample)
 
     @property
@@ -103,12 +110,19 @@ class CostEstimator:
         return len(self._samples)
 
     def is_news(self, sample: StepSample) -> bool:
-        """Whether a step differs from the last ones by more than 5 % of a step."""
+        """Whether a step differs from the last ones by more than 5 % of a step, and than they do.
+
+        Steps that the host's launches bound scatter by more than that: were each of them news, all
+        of them would be measured, for nothing.
+        """
         if not self._samples:
             return True
-        new = _sums(sample)
-        old = np.median([_sums(known) for known in self._samples], axis=0)
-        return bool(np.abs(old - new).max() > _NEWS * old[-1])
+        parts = np.array(self._parts)
+        old = np.median(parts[-_WINDOW:], axis=0)
+        least = _NEWS * old[-1]
+        if len(parts) == _NOISE_WINDOW:
+            least = np.maximum(least, _NEWS_NOISE * _deviation(parts))
+        return bool((np.abs(old - _sums(sample)) > least).any())
 
     def _add_gpu_rate(self, sample: StepSample) -> None:
         largest = max(layer.parameters for layer in self._layers)
@@ -242,6 +256,15 @@ class CostEstimator:
             return sample.forward
         share = max(0.5, 1.0 - beside / total)
         return [seconds * share for seconds in sample.forward]
+
+
+def _deviation(parts: np.ndarray) -> np.ndarray:
+    """Standard deviation of each column, from the differences of neighbours.
+
+    Neither a change, which is one of them, nor some outliers show in it.
+    """
+    # The median of |x - y| for two normal numbers is 0.954 times the deviation of one.
+    return np.median(np.abs(np.diff(parts, axis=0)), axis=0) / 0.954
 
 
 def _sums(sample: StepSample) -> list[float]:

@@ -20,7 +20,7 @@ from hytrain.placement.memory import check_fits, state_bytes
 from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_peaks
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
-from hytrain.placement.step_timer import StepTimer
+from hytrain.placement.step_timer import StepSample, StepTimer
 from hytrain.placement.tuned_threads import TunedThreads
 
 _PROBE_STEPS = 3
@@ -31,6 +31,8 @@ _LEAST_SAMPLES = 2
 _IDLE_STEPS = 4
 """Steps without a backward of its own after which a rank is taken to compute no samples."""
 _MEASURE_ALL = 8
+_CONFIRMING = 2
+"""Steps that are measured behind one that differs, to see whether they do as well."""
 _MEASURE_EVERY = 4
 """Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
 _LIMITS_EVERY = 10
@@ -84,6 +86,7 @@ class PlacementManager:
         self._limits: MemoryLimits | None = None
         self._steps = 0
         self._measured_since = 0
+        self._was_news = False
         self._warm_up = _WARM_UP
         self._firings = 0
         self._idle_steps = 0
@@ -113,7 +116,8 @@ class PlacementManager:
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
-        self.timer.gradient(index)
+        if self.timer.measures:
+            self.timer.gradient(index)
         if self._probing:
             self._probe.gradient(index)
 
@@ -132,8 +136,7 @@ class PlacementManager:
             # Times at other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
-        if any(estimator.is_news(sample) for sample in samples):
-            self._measured_since = 0
+        self._look_for_news(samples)
         # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
         warm = min(self._warm_up, len(samples))
         self._warm_up -= warm
@@ -155,6 +158,28 @@ class PlacementManager:
             return
         launch_bound = estimator.launch_bound
         controller.consider(self._steps, costs, self._current_limits(), launch_bound=launch_bound)
+
+    def begin_updates(self) -> bool:
+        """Updates on the device are about to be queued.
+
+        Returns:
+            Whether compute waits for them at once. Where the GPU waits for the host it has time
+            for them, and the host has none for a wait in each layer's forward.
+        """
+        in_line = self._estimator.launch_bound and self._pipeline.may_update_in_line
+        self.timer.updates_in_line(is_so=in_line)
+        return in_line
+
+    def _look_for_news(self, samples: Sequence[StepSample]) -> None:
+        """Has the next steps measured where these differ from what was usual."""
+        for sample in samples:
+            is_news = self._estimator.is_news(sample)
+            if is_news and self._was_news:
+                self._measured_since = 0
+            elif is_news:
+                # A step that something held up is none: the next ones tell.
+                self._measured_since = min(self._measured_since, _MEASURE_ALL - _CONFIRMING)
+            self._was_news = is_news
 
     def _has_measured_enough(self) -> bool:
         """Whether to decide by what is known. Where steps are launch-bound, they must be known."""

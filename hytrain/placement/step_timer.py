@@ -102,6 +102,8 @@ class _Recording:
     next_begin: _Mark | None = None
     owns_next: bool = False
     launch_bound: bool = False
+    in_line: bool = False
+    """Compute waits for the updates before the next forward begins."""
     valid: bool = True
 
     def marks(self) -> list[_Mark]:
@@ -110,10 +112,10 @@ class _Recording:
         if self.owns_next:
             single.append(self.next_begin)
         return [
-            *(mark for _, _, mark in self.forward),
-            *(mark for _, mark in self.gradients),
-            *(mark for _, mark in self.updates),
-            *(mark for mark in single if mark is not None),
+            *[mark for _, _, mark in self.forward],
+            *[mark for _, mark in self.gradients],
+            *[mark for _, mark in self.updates],
+            *[mark for mark in single if mark is not None],
         ]
 
 
@@ -132,8 +134,10 @@ class StepTimer:
         self._num_layers = num_layers
         self._clock = Clock(device)
         self._current = _Recording()
-        self._measures = True
-        self._in_forward = False
+        self.measures = True
+        """This step's marks are made; where they are not, there is no need to tell of anything."""
+        self.in_forward = False
+        """Marks of a forward are."""
         self._entered = [False] * num_layers
         self._done: deque[_Recording] = deque()
 
@@ -143,18 +147,18 @@ class StepTimer:
         """The model's forward begins."""
         current = self._current
         is_training = torch.is_grad_enabled() and current.backward_begin is None
-        if not self._measures or not is_training:
+        if not self.measures or not is_training:
             # The step before ends here all the same: an evaluation is no part of it.
             self._close_last()
             current.valid &= is_training
             return
         if current.forward_end is not None:
             return  # another micro-batch
-        if self._in_forward and len(current.forward) == 1:
+        if self.in_forward and len(current.forward) == 1:
             return  # told twice
         if current.forward:
             current.valid = False  # a forward that did not end
-        self._in_forward = True
+        self.in_forward = True
         self._entered = [False] * self._num_layers
         first = self._clock.mark()
         current.forward.append(("ready", -1, first))
@@ -171,34 +175,34 @@ class StepTimer:
 
     def wait_begins(self, index: int, *, on_cpu: bool) -> None:
         """The compute stream is about to wait for a layer's weights."""
-        if self._in_forward:
+        if self.in_forward:
             kind: _Kind = "wait_cpu" if on_cpu else "wait_gpu"
             self._current.forward.append((kind, index, self._clock.mark()))
 
     def wait_ends(self, index: int) -> None:
         """It has waited."""
-        if self._in_forward:
+        if self.in_forward:
             self._current.forward.append(("ready", index, self._clock.mark()))
 
     def enter(self, index: int) -> None:
         """A layer's forward begins."""
-        if self._in_forward and not self._entered[index]:
+        if self.in_forward and not self._entered[index]:
             self._entered[index] = True
             self._current.forward.append(("enter", index, self._clock.mark()))
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        if self._in_forward:
-            self._in_forward = False
+        if self.in_forward:
+            self.in_forward = False
             self._current.forward_end = self._clock.mark()
 
     # -- backward and step ---------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """The last micro-batch's backward begins."""
-        if not self._measures:
+        if not self.measures:
             return
-        self._in_forward = False
+        self.in_forward = False
         if self._current.backward_begin is not None:
             self._current.valid = False
             self._clock.release(self._current.backward_begin)
@@ -206,7 +210,7 @@ class StepTimer:
 
     def gradient(self, index: int) -> None:
         """A layer's gradient is final and handed over."""
-        if not self._measures:
+        if not self.measures:
             return
         current = self._current
         current.gradients.append((index, self._clock.mark()))
@@ -217,17 +221,21 @@ class StepTimer:
 
     def end_backward(self) -> None:
         """step() was called and every gradient is handed over."""
-        if self._measures:
+        if self.measures:
             self._current.backward_end = self._clock.mark()
+
+    def updates_in_line(self, *, is_so: bool) -> None:
+        """Whether compute waits for the updates on the device before the next forward."""
+        self._current.in_line = is_so
 
     def updates_begin(self) -> None:
         """Updates on the device follow, on the current stream."""
-        if self._measures:
+        if self.measures:
             self._current.updates_begin = self._clock.mark()
 
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
         """One of them is queued: of these layers at once, with so many elements each."""
-        if self._measures:
+        if self.measures:
             self._current.updates.append((sizes, self._clock.mark()))
 
     def invalidate(self) -> None:
@@ -240,12 +248,12 @@ class StepTimer:
         Args:
             measure_next: whether to put marks into the next step.
         """
-        self._in_forward = False
+        self.in_forward = False
         if self._close_last():
             self._done[-1].valid = False  # this step had no forward that could have ended it
-        if self._measures:
+        if self.measures:
             self._done.append(self._current)
-        self._measures = measure_next
+        self.measures = measure_next
         self._current = _Recording()
         while len(self._done) > self.MAX_OPEN:
             self._give_back(self._done.popleft())
@@ -281,12 +289,12 @@ class StepTimer:
             or r.backward_begin is None
             or r.backward_end is None
             or r.next_begin is None
-            or sorted(index for index, _ in r.gradients) != list(range(self._num_layers))
+            or sorted([index for index, _ in r.gradients]) != list(range(self._num_layers))
         ):
             return None
         forward = [0.0] * self._num_layers
         waits = {"wait_cpu": 0.0, "wait_gpu": 0.0}
-        ends = [*(mark for _, _, mark in r.forward[1:]), r.forward_end]
+        ends = [*[mark for _, _, mark in r.forward[1:]], r.forward_end]
         inside = -1
         for (kind, index, mark), end in zip(r.forward, ends, strict=True):
             if kind == "enter":
@@ -313,6 +321,9 @@ class StepTimer:
         tail = seconds(r.backward_end, r.next_begin)
         if not isinstance(r.backward_end, torch.cuda.Event):
             tail -= sum(gpu_update.values())  # a CPU's one thread does these in between
+        elif r.in_line:
+            tail -= sum(gpu_update.values())
+            waits["wait_gpu"] += sum(gpu_update.values())
         return StepSample(
             forward=forward,
             cpu_wait=waits["wait_cpu"],

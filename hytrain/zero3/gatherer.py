@@ -72,6 +72,10 @@ class LayerGatherer:
         """It may be given up again."""
         self._pinned.discard(layer.index)
 
+    def unpin_all(self) -> None:
+        """All may be given up again."""
+        self._pinned.clear()
+
     def lend(self, layer: LayerWeights) -> None:
         """The user is given the whole copy, and may keep tensors that share its memory."""
         self._lent.add(layer.index)
@@ -127,7 +131,7 @@ class LayerGatherer:
         with self._streams.on_communication(after=flight.memory_free):
             # Without this wait the old shard could be sent, or one that the copy from the host, or
             # the update on the device, is still writing.
-            ready = None if state is None else state.update.weights_ready
+            ready = None if state is None else state.update.ready
             if self._streams.is_cuda and ready is not None:
                 self._streams.communication.wait_event(ready)
             for part in flight.parts:

@@ -251,8 +251,7 @@ class WeightPasses:
 
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
-        for layer in self.layers:
-            self.gatherer.unpin(layer)
+        self.gatherer.unpin_all()
         if self.schedule is not None:
             self.schedule.forget()
         else:

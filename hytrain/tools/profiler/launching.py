@@ -74,7 +74,7 @@ def update_launch_ms(
     seconds: list[float] = []
     for _ in range(_LAUNCHES):
         begin = time.perf_counter()
-        norm.measure(0, gradient)
+        norm.measure([0], [gradient])
         device_adam(*arrays, gradient, weights, outcome, hyper, Rounding(0, 0))
         gradient.record_stream(torch.cuda.current_stream(device))
         updated.record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -113,9 +114,61 @@ def test_gpu_is_bitwise_the_cpu_kernel(hyper: AdamHyper, dtype: torch.dtype, n: 
 def test_gpu_norm(n: int) -> None:
     norm = GradientNorm(1, torch.device("cuda"), ClipSettings(1.0, True), lambda _tensor: None)
     gradient = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    norm.measure(0, gradient)
+    norm.measure([0], [gradient])
     expected = float(gradient.double().square().sum())
     assert float(norm.sums[0]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_gpu_norm_of_a_layer_does_not_depend_on_the_others() -> None:
+    """A layer's sum is taken alone where it is updated on the CPU, with others on the GPU."""
+    sizes = [1, 7, 65536, 65537, 5_000_003, 64, 12_845_056, *([1000] * 150)]
+    norm = GradientNorm(
+        len(sizes), torch.device("cuda"), ClipSettings(1.0, True), lambda _tensor: None
+    )
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    gradients = [
+        torch.randn(n, device="cuda").to(dtypes[i % 3 if i < 7 else 0]) for i, n in enumerate(sizes)
+    ]
+    gradients[1][3] = math.inf
+    gradients[2][5] = math.nan
+    norm.measure(range(len(sizes)), gradients)
+    together = norm.sums.clone()
+    norm.sums.zero_()
+    for number, gradient in enumerate(gradients):
+        norm.measure([number], [gradient])
+    is_finite = torch.isfinite(together)
+    assert is_finite.tolist() == [number not in (1, 2) for number in range(len(sizes))]
+    assert torch.equal(together[is_finite], norm.sums[is_finite])
+    assert torch.equal(is_finite, torch.isfinite(norm.sums))
+    expected = gradients[6].double().square().sum()
+    assert float(together[6]) == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("check_overflow", [False, True])
+@pytest.mark.parametrize("value", [0.0, 1e-30, 0.25, 3e5, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("unscale", [1.0, 1.0 / 3.0])
+def test_the_decision(max_norm: float, check_overflow: bool, value: float, unscale: float) -> None:
+    settings = ClipSettings(max_norm, check_overflow)
+    norm = GradientNorm(2, torch.device("cpu"), settings, lambda _tensor: None)
+    norm.measure([0, 1], [torch.tensor([value, 0.5]), torch.tensor([2.0])])
+    norm.launch_decision(unscale)
+    outcome = norm.read_decision()
+    total = math.sqrt(value * value + 4.25) * unscale
+    if math.isfinite(total):
+        limited = min(1.0, max_norm / (total + 1e-6)) if max_norm else 1.0
+        assert outcome.norm == pytest.approx(total, rel=1e-15)
+        assert outcome.coefficient == pytest.approx(limited, rel=1e-14)
+        assert outcome.scale == float(torch.tensor(outcome.coefficient * unscale).float())
+        assert not outcome.skip
+    else:
+        assert outcome.skip == check_overflow
+        assert outcome.coefficient == (0.0 if max_norm else 1.0)
+    skipped = norm.outcome[1].item()
+    assert skipped == float(outcome.skip)
+    assert norm.outcome[0].item() == outcome.scale
 
 
 def on_device(moment: Moment, device: str) -> Moment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,15 @@ from torch import nn
 
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.offload import device_update
-from hytrain.offload.device_update import FIRST_ELEMENTS, MOST_ELEMENTS, MOST_LAYERS, batches
+from hytrain.offload.device_update import (
+    FIRST_ELEMENTS,
+    MOST_ELEMENTS,
+    MOST_LAYERS,
+    DeviceUpdate,
+    batches,
+)
 from hytrain.optimizer.offloaded_states import StateKind
+from hytrain.placement.cost_estimator import CostEstimator
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(60)]
 
@@ -150,6 +158,91 @@ def test_training_is_bitwise_that_of_single_launches(
     weights = {name: [each[name] for each in together] for name in together[0]}
     assert all(torch.equal(each[2], each[3]) for each in weights.values()) == bf16  # skipped
     assert all(not torch.equal(each[3], each[4]) for each in weights.values())
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("clipping", [0.5, 0.0])
+def test_updates_that_are_waited_for_at_once_are_the_same(
+    clipping: float, stage: int, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on launch-bound steps, which come and go."""
+    config = make_config(gpu_fraction=0.7, stage=stage, clipping=clipping)
+    in_forward, _ = trained(config, moves)
+    flags = itertools.cycle((True, True, False))
+    in_line: list[bool] = []
+    monkeypatch.setattr(CostEstimator, "launch_bound", property(lambda _self: next(flags)))
+    original = DeviceUpdate.run
+
+    def run(*arguments: Any, **named: Any) -> None:
+        in_line.append(named["in_line"])
+        original(*arguments, **named)
+
+    monkeypatch.setattr(DeviceUpdate, "run", run)
+    at_once, _ = trained(config, moves)
+    assert set(in_line) == {False, True}
+    for ours, theirs in zip(at_once, in_forward, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert_same_bits(name, tensor, theirs[name])
+
+
+def test_what_is_waited_for_at_once_can_be_read_and_is_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CostEstimator, "launch_bound", True)
+    waits: list[int] = []
+    with built(make_model("mlp"), make_config(gpu_fraction=0.5)) as engine:
+        pipeline, states = engine.optimizer.pipeline, engine.optimizer.layer_states
+        original = pipeline.wait
+
+        def wait(layer: Any) -> None:
+            waits.append(layer.index)
+            original(layer)
+
+        monkeypatch.setattr(pipeline, "wait", wait)
+        for number in range(4):
+            before = [state.storage.runs[0][2].clone() for state in states]
+            waits.clear()
+            step(engine, number)
+            on_gpu = [state.placement == "gpu" for state in states]
+            assert on_gpu == [True] * 3 + [False] * 3
+            assert [state.update.waited for state in states] == on_gpu
+            assert [state.update.reads.are_readable for state in states] == on_gpu
+            for state, old in list(zip(states, before, strict=True))[:3]:
+                assert not torch.equal(state.storage.runs[0][2], old)
+            # In the second step's forward and after it: those of the host only.
+            assert number == 0 or set(waits) == {3, 4, 5}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_forward_in_another_stream_comes_after_the_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CostEstimator, "launch_bound", True)
+
+    def run(side: torch.cuda.Stream) -> list[torch.Tensor]:
+        with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+            pipeline = engine.optimizer.pipeline
+            torch.cuda.synchronize()
+            for number in range(6):
+                generator = torch.Generator().manual_seed(number)
+                inputs = torch.randn(2, HIDDEN, generator=generator).to(engine.device)
+                inputs.record_stream(side)
+                with torch.cuda.stream(side):
+                    loss = loss_of(engine(inputs=inputs))
+                engine.backward(loss)
+                with torch.cuda.stream(pipeline.streams.update):
+                    torch.cuda._sleep(20_000_000)
+                engine.step()
+            pipeline.flush()
+            return [each.clone() for state in pipeline.layers for each in state.state]
+
+    for ours, theirs in zip(
+        run(torch.cuda.Stream()), run(torch.cuda.current_stream()), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 def test_observers_are_told_of_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:

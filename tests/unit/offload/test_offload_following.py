@@ -357,6 +357,29 @@ def test_after_a_change_every_step_is_measured_for_a_while(simulation: Simulatio
     assert marked(simulation, 80) <= 0.5
 
 
+def test_a_step_that_something_held_up_is_no_change(simulation: Simulation) -> None:
+    usual = settled(simulation).machine
+    share: list[float] = []
+    for _ in range(12):
+        # Until one of them is a step that is measured.
+        simulation.machine = replace(usual, batch=1.5)
+        simulation.run(1)
+        simulation.machine = usual
+        share.append(marked(simulation, 10))
+    assert max(share) <= 0.8  # 1.0 if all that follow were measured
+
+
+def test_steps_that_scatter_are_not_all_measured(simulation: Simulation) -> None:
+    settled(simulation).controller.solves = False  # a move is a reason to measure
+    rng, usual = random.Random(1), simulation.machine
+    share: list[float] = []
+    for _ in range(240):
+        # As on a host whose launches bound the step.
+        simulation.machine = replace(usual, batch=rng.uniform(0.88, 1.12))
+        share.append(marked(simulation, 1))
+    assert sum(share[80:]) / 160 <= 0.6
+
+
 class CountingProbe:
     """Of a device with memory of its own, which never runs out."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -349,3 +350,27 @@ def test_what_has_become_usual_is_no_news() -> None:
         assert estimator.is_news(scaled(2.0))
         estimator.add_samples([scaled(2.0)])
     assert not estimator.is_news(scaled(2.0))
+
+
+def noisy(count: int, scatter: float, seed: int = 0) -> list[StepSample]:
+    rng = random.Random(seed)
+    return [scaled(1.0 + rng.uniform(-scatter, scatter)) for _ in range(count)]
+
+
+def test_steps_that_scatter_are_no_news_but_a_change_is() -> None:
+    estimator = make()
+    estimator.add_samples(noisy(16, 0.15))
+    told = [estimator.is_news(sample) for sample in noisy(200, 0.15, seed=1)]
+    assert sum(told) <= 4
+    assert estimator.is_news(scaled(1.6))
+    assert estimator.is_news(scaled(0.5))
+    # The change itself is no noise: the next one shows as well.
+    estimator.add_samples([scaled(factor * 1.6) for factor in (0.97, 1.02, 1.0, 0.95, 1.04)])
+    assert estimator.is_news(scaled(1.0))
+
+
+def test_little_scatter_hides_no_change_of_a_twentieth() -> None:
+    estimator = make()
+    estimator.add_samples(noisy(16, 0.005))
+    assert estimator.is_news(scaled(1.07))
+    assert not estimator.is_news(scaled(1.03))
