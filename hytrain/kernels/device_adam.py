@@ -24,7 +24,12 @@ from hytrain.kernels.moments import (
 )
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
 
-_BLOCK = 2048
+_BLOCK, _NUM_WARPS = 2048, 8
+_BF16_BLOCK, _BF16_NUM_WARPS = 1024, 8
+"""Four elements a thread: with eight a thread would need twice the registers."""
+_8BIT_BLOCKS, _8BIT_NUM_WARPS = 32, 4
+"""Blocks of codes a program: 16 elements a thread, four words of codes and four times four
+neighbours, each of which is a load of 8 or 16 bytes."""
 _kernel_cache: list[Any] = []
 
 
@@ -105,32 +110,34 @@ def cuda_adam(
     """:func:`device_adam` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
     if not _kernel_cache:
         # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
-        from hytrain.kernels import triton_kernels
+        from hytrain.kernels import triton_kernels, triton_rounded
 
-        _kernel_cache.append(triton_kernels)
-    kernels = _kernel_cache[0]
+        _kernel_cache.extend((triton_kernels, triton_rounded))
+    kernels, rounded = _kernel_cache
     n = p.numel()
     if n == 0:
         return
-    common = {**adam_constants(hyper), "num_warps": 8, "enable_fp_fusion": False}
+    common = {**adam_constants(hyper), "enable_fp_fusion": False}
     if moment_kind(m) == torch.float32:
         kernels.adam_kernel[(-(-n // _BLOCK),)](
-            p, m, v, gradient, weights, outcome, n, **common, BLOCK=_BLOCK
+            p, m, v, gradient, weights, outcome, n, **common, BLOCK=_BLOCK, num_warps=_NUM_WARPS
         )
         return
     runs = _runs(rounding, n)
-    table = runs.table(_BLOCK, p.device)
-    grid, arrays = (runs.num_programs,), (gradient, weights, outcome, table, hyper.step)
-    common["RUNS"] = table.shape[1]
     if isinstance(m, EightBit) and isinstance(v, EightBit):
-        kernels.adam_8bit_kernel[grid](
-            p, m.codes, v.codes, *arrays, **common,
-            m_exponents_ptr=m.exponents, v_exponents_ptr=v.exponents,
-            ROWS=_BLOCK // MOMENT_BLOCK, COLUMNS=MOMENT_BLOCK,
+        table = runs.table(_8BIT_BLOCKS * MOMENT_BLOCK, p.device)
+        rounded.adam_8bit_kernel[(runs.num_programs,)](
+            p, m.codes.view(torch.uint32), v.codes.view(torch.uint32), gradient, weights, outcome,
+            table, hyper.step, **common, m_exponents_ptr=m.exponents, v_exponents_ptr=v.exponents,
+            RUNS=table.shape[1], ROWS=_8BIT_BLOCKS, num_warps=_8BIT_NUM_WARPS,
         )  # fmt: skip
         return
     bits = [moment.view(torch.uint16) for moment in (m, v) if isinstance(moment, torch.Tensor)]
-    kernels.adam_bf16_kernel[grid](p, *bits, *arrays, **common, BLOCK=_BLOCK)
+    table = runs.table(_BF16_BLOCK, p.device)
+    rounded.adam_bf16_kernel[(runs.num_programs,)](
+        p, *bits, gradient, weights, outcome, table, hyper.step, **common,
+        RUNS=table.shape[1], BLOCK=_BF16_BLOCK, num_warps=_BF16_NUM_WARPS,
+    )  # fmt: skip
 
 
 def _runs(rounding: Rounding | RoundedRuns | None, n: int) -> RoundedRuns:
