@@ -86,11 +86,11 @@ class Mappings:
         self.alive: list[weakref.ref[mmap.mmap]] = []
         original = host_memory.map_anonymous
 
-        def map_anonymous(num_bytes: int) -> mmap.mmap:
+        def map_anonymous(num_bytes: int, **named: bool) -> mmap.mmap:
             self.made += 1
             if self.made - 1 == refused:
                 raise REFUSED
-            mapping = original(num_bytes)
+            mapping = original(num_bytes, **named)
             self.alive.append(weakref.ref(mapping))
             return mapping
 
