@@ -495,6 +495,12 @@ void bind_checkpoint(py::module_& m) {
         .def(
             "write",
             [](SummedFile& file, Address data, std::size_t bytes) {
+                // Getting the GIL back may take milliseconds of somebody's Python code: a record's
+                // header is copied sooner.
+                constexpr std::size_t kFew = 16384;
+                if (bytes < kFew && file.stays(bytes)) {
+                    return file.write(pointer<void>(data), bytes);
+                }
                 return without_gil([&] { return file.write(pointer<void>(data), bytes); });
             },
             py::arg("data"), py::arg("bytes"))

@@ -43,6 +43,9 @@ class SummedFile {
     // before them, could not be written: the file is of no use then.
     std::uint32_t write(const void* data, std::size_t bytes);
 
+    // Whether so many bytes more stay in the buffer: then write waits for no disk.
+    bool stays(std::size_t bytes) const { return used_ + bytes < WriteBuffer::kBytes; }
+
     // Hands all to the system; only then may others read the file, or sync it.
     void flush();
 
