@@ -489,6 +489,8 @@ void bind_checkpoint(py::module_& m) {
             return hytrain::crc32_portable(sum, pointer<void>(data), bytes);
         },
         py::arg("sum"), py::arg("data"), py::arg("bytes"));
+    m.def("crc32_joined", &hytrain::crc32_joined, py::arg("first"), py::arg("second"),
+          py::arg("second_bytes"));
     m.def("trim_write_buffers", &hytrain::WriteBuffer::trim);
     py::class_<SummedFile>(m, "SummedFile")
         .def(py::init<int>(), py::arg("descriptor"))

@@ -33,6 +33,34 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTable = make_tables();
 
+// The product of two polynomials modulo CRC-32's, all reflected: bit 31 is x^0.
+constexpr std::uint32_t product(std::uint32_t a, std::uint32_t b) {
+    std::uint32_t sum = 0;
+    for (; a != 0; a <<= 1) {
+        if (a >> 31 != 0) sum ^= b;
+        b = (b >> 1) ^ ((b & 1) != 0 ? kReflectedPolynomial : 0);
+    }
+    return sum;
+}
+
+constexpr int kSquares = 32;
+
+struct Squares {
+    std::uint32_t of[kSquares];
+};
+
+// of[k]: x^(2^k). From there on they come again, as x^(2^32 - 1) is 1.
+constexpr Squares make_squares() {
+    Squares squares{};
+    squares.of[0] = std::uint32_t{1} << 30;
+    for (int k = 1; k < kSquares; ++k) {
+        squares.of[k] = product(squares.of[k - 1], squares.of[k - 1]);
+    }
+    return squares;
+}
+
+constexpr Squares kSquare = make_squares();
+
 std::uint32_t little_endian(const unsigned char* at) {
     return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8 |
            static_cast<std::uint32_t>(at[2]) << 16 | static_cast<std::uint32_t>(at[3]) << 24;
@@ -52,6 +80,14 @@ std::uint32_t remainder_by_tables(std::uint32_t rest, const unsigned char* at, s
         rest = (rest >> 8) ^ kTable.of[0][(rest ^ *at) & 0xFF];
     }
     return rest;
+}
+
+// The inversions at both ends of each sum cancel.
+std::uint32_t crc32_joined(std::uint32_t first, std::uint32_t second, std::size_t second_bytes) {
+    for (int k = 3; second_bytes != 0; ++k, second_bytes >>= 1) {  // 8 bits a byte
+        if ((second_bytes & 1) != 0) first = product(kSquare.of[k % kSquares], first);
+    }
+    return first ^ second;
 }
 
 std::uint32_t crc32_portable(std::uint32_t sum, const void* data, std::size_t bytes) {

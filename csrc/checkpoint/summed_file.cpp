@@ -79,8 +79,9 @@ std::uint32_t SummedFile::write(const void* data, std::size_t bytes) {
         const std::size_t in_block = static_cast<std::size_t>(num_bytes_ % kBlockBytes);
         const std::size_t n =
             std::min({bytes, kPiece, WriteBuffer::kBytes - used_, kBlockBytes - in_block});
-        sum = crc32(sum, at, n);
-        sum_ = crc32(sum_, at, n);
+        const std::uint32_t piece = crc32(0, at, n);
+        sum = crc32_joined(sum, piece, n);
+        sum_ = crc32_joined(sum_, piece, n);
         std::memcpy(buffer_.data() + used_, at, n);
         at += n;
         bytes -= n;

@@ -42,6 +42,22 @@ def test_sums_are_zlibs() -> None:
         expected = zlib.crc32(content[at : at + length], before)
         assert _C.crc32(before, begin + at, length) == expected
         assert _C.crc32_portable(before, begin + at, length) == expected
+        alone = zlib.crc32(content[at : at + length])
+        assert _C.crc32_joined(before, alone, length) == expected
+
+
+def test_sums_of_long_runs_are_joined() -> None:
+    """So many zeros that a length in bits is beyond 32 of them."""
+    zeros = bytes(2**25 + 3)
+    half = alone = zlib.crc32(zeros)
+    for _ in range(40):
+        half = zlib.crc32(zeros, half)
+    for _ in range(19):
+        alone = zlib.crc32(zeros, alone)
+    rest = zlib.crc32(zeros)
+    for _ in range(20):
+        rest = zlib.crc32(zeros, rest)
+    assert _C.crc32_joined(alone, rest, 21 * len(zeros)) == half
 
 
 def _sums(content: bytes) -> FileSums:
