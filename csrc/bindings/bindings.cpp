@@ -3,17 +3,21 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "hytrain/adam.h"
+#include "hytrain/crc32.h"
 #include "hytrain/device.h"
 #include "hytrain/dispatch.h"
 #include "hytrain/parallel_copy.h"
+#include "hytrain/summed_file.h"
 #include "hytrain/update_worker.h"
 
 namespace py = pybind11;
@@ -455,6 +459,58 @@ void bind_offload(py::module_& m) {
     bind_worker(m);
 }
 
+// ---- checkpoint ---------------------------------------------------------------------------------
+
+// Calls without the GIL; a file's errors are Python's OSError, with their number.
+template <class Call>
+auto without_gil(Call call) {
+    try {
+        py::gil_scoped_release released;
+        return call();
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+}
+
+void bind_checkpoint(py::module_& m) {
+    using hytrain::SummedFile;
+    m.def(
+        "crc32",
+        [](std::uint32_t sum, Address data, std::size_t bytes) {
+            return hytrain::crc32(sum, pointer<void>(data), bytes);
+        },
+        py::arg("sum"), py::arg("data"), py::arg("bytes"),
+        py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "crc32_portable",
+        [](std::uint32_t sum, Address data, std::size_t bytes) {
+            return hytrain::crc32_portable(sum, pointer<void>(data), bytes);
+        },
+        py::arg("sum"), py::arg("data"), py::arg("bytes"));
+    m.def("crc32_joined", &hytrain::crc32_joined, py::arg("first"), py::arg("second"),
+          py::arg("second_bytes"));
+    m.def("trim_write_buffers", &hytrain::WriteBuffer::trim);
+    py::class_<SummedFile>(m, "SummedFile")
+        .def(py::init<int>(), py::arg("descriptor"))
+        .def(
+            "write",
+            [](SummedFile& file, Address data, std::size_t bytes) {
+                // Getting the GIL back may take milliseconds of somebody's Python code: a record's
+                // header is copied sooner.
+                constexpr std::size_t kFew = 16384;
+                if (bytes < kFew && file.stays(bytes)) {
+                    return file.write(pointer<void>(data), bytes);
+                }
+                return without_gil([&] { return file.write(pointer<void>(data), bytes); });
+            },
+            py::arg("data"), py::arg("bytes"))
+        .def("flush", [](SummedFile& file) { without_gil([&] { file.flush(); }); })
+        .def_property_readonly("num_bytes", &SummedFile::num_bytes)
+        .def("sums", &SummedFile::sums);
+}
+
 }  // namespace
 
 // ---- module -------------------------------------------------------------------------------------
@@ -473,4 +529,5 @@ PYBIND11_MODULE(_C, m) {
     py::register_local_exception_translator(&translate_worker_error);
     bind_adam(m);
     bind_offload(m);
+    bind_checkpoint(m);
 }

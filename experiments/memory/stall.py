@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from typing import Any
 
 from experiments.common.records import Json
 from experiments.memory.case import Case
+from hytrain.checkpoint import contents
+from hytrain.checkpoint.async_save import AsyncSaver
+from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.snapshot import LayerSnapshot, StateSnapshot
+from hytrain.engine.checkpoints import EngineCheckpoints
+from hytrain.optimizer.kept_state import KeptState
 
 _ALONE = 12
 """Steps without a save, before and after each."""
@@ -43,16 +49,23 @@ def _line(save: Json) -> str:
     state = "" if save["ended_in_time"] else ", its end was not waited for"
     return (
         f"a save beside training: step {1e3 * save['step_seconds']:.1f} ms, call "
-        f"{1e3 * save['call_seconds']:.2f} ms, blocked {1e3 * save['blocked_seconds']:.2f} ms, "
+        f"{1e3 * save['call_seconds']:.2f} ms ({_parts(save)}), "
+        f"blocked {1e3 * save['blocked_seconds']:.2f} ms, "
         f"{save['saved_seconds']:.1f} s{state}"
     )
 
 
+def _parts(save: Json) -> str:
+    found = {"CPU time": save["call_cpu_seconds"], **save["call_parts"]}
+    return ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in found.items())
+
+
 def _one_save(case: Case, engine: Any, before: list[float], tag: str) -> Json:
     waits = _Waits()
-    begin = time.perf_counter()
-    engine.save_checkpoint(str(case.folder), tag=tag)
-    call = time.perf_counter() - begin
+    with _CallParts() as parts:
+        begin, used = time.perf_counter(), time.thread_time()
+        engine.save_checkpoint(str(case.folder), tag=tag)
+        call, used = time.perf_counter() - begin, time.thread_time() - used
     saver = engine._saver
     limit = time.time() + min(case.job["async_seconds"], case.left / 2)
     during = case.steps(
@@ -73,6 +86,8 @@ def _one_save(case: Case, engine: Any, before: list[float], tag: str) -> Json:
         "before": statistics.median(before),
         "after": after,
         "call_seconds": call,
+        "call_cpu_seconds": used,
+        "call_parts": parts.seconds,
         "copy_seconds": waits.copy_seconds,
         "without_room_bytes": waits.without,
         "blocked_seconds": waits.blocked,
@@ -85,6 +100,49 @@ def _one_save(case: Case, engine: Any, before: list[float], tag: str) -> Json:
         "ended_in_time": ended,
         "first_steps": [round(seconds, 4) for seconds in during[:12]],
     }
+
+
+_PARTS: dict[str, tuple[Any, str]] = {
+    "earlier save": (AsyncSaver, "wait"),
+    "steps that are not final": (KeptState, "begin_reading"),
+    "generators": (contents, "random_state"),
+    "module and client": (EngineCheckpoints, "_model_states"),
+    "memory for copies": (CopyMemory, "fit"),
+    "layers held": (LayerSnapshot, "__init__"),
+    "copies begun": (LayerSnapshot, "begin"),
+    "thread woken": (AsyncSaver, "_begin"),
+}
+
+
+class _CallParts:
+    """What a save's call takes its time for, in the thread that calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> _CallParts:
+        caller = threading.get_ident()
+        for part, (owner, name) in _PARTS.items():
+            self._before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, self._timed(part, getattr(owner, name), caller))
+        return self
+
+    def _timed(self, part: str, real: Any, caller: int) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return real(*arguments, **named)
+            finally:
+                if threading.get_ident() == caller:
+                    spent = time.perf_counter() - begin
+                    self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+        return timed
+
+    def __exit__(self, *_error: object) -> None:
+        for owner, name, real in self._before:
+            setattr(owner, name, real)
 
 
 class _Waits:

@@ -11,9 +11,7 @@ import io
 import pickle
 import struct
 import sys
-import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -21,15 +19,11 @@ import torch
 import torch._utils as torch_utils
 from torch.storage import TypedStorage, UntypedStorage
 
-from hytrain.checkpoint.sums import BLOCK_BYTES, SummingFile
+from hytrain.checkpoint.sums import SummingFile
 
 _ROOT = "archive"
 _ALIGNMENT = 64
-_LOCAL_HEADER_BYTES = 30
-_ZIP64_EXTRA_BYTES = 20
 _PADDING_ID = 0x4246  # of an extra field that readers skip; the one that torch uses
-_EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Of every record, so that a file depends on its contents only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +66,27 @@ class PickledObjects:
 
     Attributes:
         content: the pickle.
-        storages: key -> elements of tensors that were there, copied to the host.
+        storages: key -> elements of tensors that were there, on the host.
     """
 
-    def __init__(self, objects: object) -> None:
+    def __init__(self, objects: object, *, copy: bool = True) -> None:
+        """
+        Args:
+            objects: whatever can be pickled.
+            copy: elements are copied; False: nobody changes them before they are written.
+        """
         stream = io.BytesIO()
-        pickler = _Pickler(stream)
+        pickler = _Pickler(stream, copy=copy)
         pickler.dump(objects)
         self.content = stream.getvalue()
-        self.storages = pickler.copies
+        self.storages = pickler.storages
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], *, copy: bool) -> None:
         super().__init__(stream, protocol=2)
-        self.copies: dict[str, torch.Tensor] = {}
+        self._copy = copy
+        self.storages: dict[str, torch.Tensor] = {}
         self._keys: dict[int, str] = {}
         self._alive: list[object] = []  # an address names a storage only while that lives
 
@@ -112,7 +112,7 @@ class _Pickler(pickle.Pickler):
             self._keys[address] = f"own{len(self._keys)}"
             self._alive.append(storage)
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self.copies[self._keys[address]] = content.to("cpu", copy=True)
+            self.storages[self._keys[address]] = content.to("cpu", copy=self._copy)
         return self._keys[address]
 
 
@@ -121,46 +121,126 @@ def _storage_class(dtype: torch.dtype) -> Any:
     return vars(torch)[names[dtype]]
 
 
+def write_objects(file: SummingFile, objects: object) -> None:
+    """A whole file of ``torch.load``, of objects that nobody changes meanwhile.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    pickled = PickledObjects(objects, copy=False)
+    archive = ArchiveWriter(file)
+    archive.write_objects(pickled.content)
+    for key, tensor in pickled.storages.items():
+        archive.write_elements(key, tensor)
+    archive.close()
+
+
 class ArchiveWriter:
-    """A file of ``torch.load``; :meth:`close` makes it whole."""
+    """A file of ``torch.load``; :meth:`close` makes it whole.
+
+    Records' lengths and sums follow them, in a descriptor: a record is read once to be written. The
+    file's fields are those of the ZIP specification (APPNOTE.TXT 4.3), with 64-bit lengths.
+    """
 
     def __init__(self, file: SummingFile) -> None:
         """
         Args:
-            file: at its beginning; it need not be able to seek.
+            file: at its beginning.
         """
-        self._zip = zipfile.ZipFile(cast(Any, file), "w", zipfile.ZIP_STORED, allowZip64=True)
-
-    def __del__(self) -> None:
-        # One that is given up has no end, and ZipFile would write one.
-        cast(Any, self._zip).fp = None
+        self._file = file
+        self._entries: list[_Entry] = []
 
     def write_objects(self, content: bytes) -> None:
         """The pickle, see :class:`PickledObjects`; first of all."""
-        self._write("data.pkl", [memoryview(content)])
-        self._write(".format_version", [memoryview(b"1")])
-        self._write("byteorder", [memoryview(sys.byteorder.encode())])
+        self._write("data.pkl", memoryview(content))
+        self._write(".format_version", memoryview(b"1"))
+        self._write("byteorder", memoryview(sys.byteorder.encode()))
 
     def write_elements(self, key: str, tensor: torch.Tensor) -> None:
         """A storage's elements: those of a contiguous tensor on the host."""
-        self._write(f"data/{key}", [bytes_of(tensor)])
+        self._write(f"data/{key}", bytes_of(tensor))
 
     def close(self) -> None:
         """Writes the directory of the records."""
-        self._write("version", [memoryview(b"3\n")])
-        self._zip.close()
+        self._write("version", memoryview(b"3\n"))
+        begin = self._file.tell()
+        directory = b"".join(entry.directory() for entry in self._entries)
+        self._file.write(directory + _end(len(self._entries), begin, len(directory)))
 
-    def _write(self, name: str, parts: Sequence[memoryview]) -> None:
-        info = zipfile.ZipInfo(f"{_ROOT}/{name}", _EPOCH)
-        info.file_size = sum(part.nbytes for part in parts)
-        stream = cast(Any, self._zip.fp)
-        fixed = stream.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_EXTRA_BYTES
-        pad = -(fixed + 4) % _ALIGNMENT
-        info.extra = struct.pack("<HH", _PADDING_ID, pad) + b"Z" * pad
-        with self._zip.open(info, "w", force_zip64=True) as record:
-            for part in parts:
-                for at in range(0, part.nbytes, BLOCK_BYTES):
-                    record.write(part[at : at + BLOCK_BYTES])
+    def _write(self, name: str, content: memoryview) -> None:
+        encoded = f"{_ROOT}/{name}".encode()
+        begin = self._file.tell()
+        head = _LOCAL.size + len(encoded) + _LOCAL_SIZES.size
+        pad = -(begin + head + _EXTRA.size) % _ALIGNMENT
+        flags = _SUM_FOLLOWS if encoded.isascii() else _SUM_FOLLOWS | _UTF_8
+        padding = _EXTRA.pack(_PADDING_ID, pad) + b"Z" * pad
+        local = _LOCAL.pack(
+            b"PK\3\4", _VERSION, flags, 0, 0, _DATE, 0, _IN_EXTRA, _IN_EXTRA,
+            len(encoded), _LOCAL_SIZES.size + len(padding),
+        )  # fmt: skip
+        self._file.write(local + encoded + padding + _LOCAL_SIZES.pack(_SIZES_ID, 16, 0, 0))
+        size = content.nbytes
+        crc = self._file.append(content)
+        self._file.write(_DESCRIPTOR.pack(b"PK\7\x08", crc, size, size))
+        self._entries.append(_Entry(encoded, flags, crc, size, begin, padding))
+
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_LOCAL_SIZES = struct.Struct("<HHQQ")
+_EXTRA = struct.Struct("<HH")
+_DESCRIPTOR = struct.Struct("<4sIQQ")
+_CENTRAL = struct.Struct("<4sBBHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_END_64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+_VERSION = 45  # of the specification, which has 64-bit lengths
+_UNIX = 3
+_MODE = 0o600 << 16
+_DATE = (1 << 5) | 1
+"""1980-01-01, of every record: a file depends on its contents only."""
+_SUM_FOLLOWS, _UTF_8 = 0x08, 0x800
+_SIZES_ID = 1
+_IN_EXTRA, _MANY = 0xFFFFFFFF, 0xFFFF
+"""What stands where a number does not fit, which is elsewhere then."""
+_LARGE = 2**31 - 1
+"""Some readers take these numbers as signed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A record, for the directory."""
+
+    name: bytes
+    flags: int
+    crc: int
+    size: int
+    begin: int
+    padding: bytes
+
+    def directory(self) -> bytes:
+        """Its entry there."""
+        size, begin, more = self.size, self.begin, b""
+        if size > _LARGE:
+            more, size = struct.pack("<QQ", size, size), _IN_EXTRA
+        if begin > _LARGE:
+            more, begin = more + struct.pack("<Q", begin), _IN_EXTRA
+        extra = (_EXTRA.pack(_SIZES_ID, len(more)) + more if more else b"") + self.padding
+        fixed = _CENTRAL.pack(
+            b"PK\1\2", _VERSION, _UNIX, _VERSION, self.flags, 0, 0, _DATE, self.crc, size, size,
+            len(self.name), len(extra), 0, 0, 0, _MODE, begin,
+        )  # fmt: skip
+        return fixed + self.name + extra
+
+
+def _end(count: int, begin: int, size: int) -> bytes:
+    """What ends a file: where the directory is."""
+    before = b""
+    if count >= _MANY or begin > _LARGE or size > _LARGE:
+        before = _END_64.pack(
+            b"PK\6\6", _END_64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin
+        ) + _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
+        count, size, begin = min(count, _MANY), min(size, _IN_EXTRA), min(begin, _IN_EXTRA)
+    return before + _END.pack(b"PK\5\6", 0, 0, count, count, size, begin, 0)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

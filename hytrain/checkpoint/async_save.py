@@ -124,8 +124,11 @@ class AsyncSaver:
         # Layers have come to the host, or left it.
         self._memory.fit(self._kept.layers, lambda: free_room(self._share))
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
+        self._begin(partial(self._run, target, contents, taken, copies, snapshot))
+
+    def _begin(self, job: Callable[[], None]) -> None:
         self._ended.clear()
-        self._jobs.put(partial(self._run, target, contents, taken, copies, snapshot))
+        self._jobs.put(job)
 
     def _run(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from hytrain.checkpoint.parallel import in_threads
-from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, read_at
+from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, crc32, read_at
 from hytrain.errors import CheckpointError
 
 _THREAD_BLOCKS = 4
@@ -85,7 +84,7 @@ class CheckedFile:
     def _fill(self, block: int, target: memoryview) -> None:
         low, high = self._sums.bounds(block)
         count = read_at(self._descriptor, low, target)
-        if count != high - low or zlib.crc32(target) != self._sums.blocks[block]:
+        if count != high - low or crc32(target) != self._sums.blocks[block]:
             raise CheckpointError(
                 f"{self.path} has changed while it was loaded: bytes {low} to {high} are not those "
                 "that were saved; load again, or another tag"

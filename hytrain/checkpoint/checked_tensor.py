@@ -69,7 +69,9 @@ class Mapped:
         )
         # Not malloc's, which keeps what is freed: as much as a tensor, for each size there is.
         num_bytes = extent * tensor.element_size()
-        content = host_zeros(num_bytes, dtype=torch.uint8, purpose="a tensor of a checkpoint")
+        content = host_zeros(
+            num_bytes, dtype=torch.uint8, purpose="a tensor of a checkpoint", inherited=True
+        )
         self._file.read_into(self._begin(tensor), bytes_of(content))
         return content.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 

@@ -24,11 +24,14 @@ class DeviceCopies:
             device: the layers'; on a CPU there is no room.
         """
         self._device = device
-        self._room = spare_gpu_bytes(device)
+        # Asked for by the first copy: the driver may take milliseconds of a save's call.
+        self._room: int | None = None
         self._pool: torch.cuda.MemPool | None = None
 
     def copy(self, source: torch.Tensor) -> torch.Tensor | None:
         """A copy, issued on the current stream; None where there is no room for it."""
+        if self._room is None:
+            self._room = spare_gpu_bytes(self._device)
         if source.nbytes > self._room:
             return None
         try:

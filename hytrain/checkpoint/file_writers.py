@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
+from hytrain import _C
+
 WRITERS = 8
 
 
@@ -95,3 +97,4 @@ class FileWriters:
     ) -> None:
         for pool in (self._files, self._archive):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
+        _C.trim_write_buffers()

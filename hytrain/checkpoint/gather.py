@@ -15,7 +15,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import Transfer, exchange
-from hytrain.kernels.host_memory import host_copy, taking_host_memory
+from hytrain.kernels.host_memory import host_copy, host_zeros
 from hytrain.kernels.moment_codes import part_of, read_moment, write_moment
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
@@ -311,5 +311,5 @@ def gather_to_first(
 def _whole(place: ParameterPlace, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     remedy = "leave it more than one whole parameter in fp32, which is the least that is gathered"
     purpose = f"one state of parameter '{place.name}', gathered from all ranks"
-    with taking_host_memory(purpose, dtype.itemsize * place.numel, remedy=remedy):
-        return torch.empty(place.numel, dtype=dtype)
+    # Not malloc's, which keeps what is freed: as much as a parameter, for each size there is.
+    return host_zeros(place.numel, dtype=dtype, purpose=purpose, inherited=True, remedy=remedy)

@@ -59,12 +59,17 @@ class LayerSnapshot:
         copy = memory.of(layer) if self.is_on_host else None
         self.is_captured = copy is not None
         """Whether the update worker takes the copy."""
+        self._target = None if copy is None else memory.target(layer)
         if copy is not None:
             self._memory = copy
-            self._cpu.worker.capture(layer.worker_index, memory.target(layer))
-        elif self.is_on_host:
-            self._cpu.settle(layer)
         layer.hold_for(self.wait, updates=not self.is_captured)
+
+    def begin(self) -> None:
+        """Has the update worker bring the layer to its state as of the step, or copy it so."""
+        if self._target is not None:
+            self._cpu.worker.capture(self.layer.worker_index, self._target)
+        elif self.is_on_host:
+            self._cpu.settle(self.layer)
 
     @property
     def num_bytes(self) -> int:
@@ -150,6 +155,13 @@ class StateSnapshot:
         self._layers = {
             layer.index: LayerSnapshot(layer, pipeline, memory) for layer in pipeline.layers
         }
+        try:
+            # When all else is done: the worker's threads take every core from the first one on.
+            for snapshot in self._layers.values():
+                snapshot.begin()
+        except BaseException:
+            self.release()  # without this a later step would wait for what nobody copies
+            raise
 
     def take(self, room: int) -> int:
         """Copies the layers, as far as there is room; in the thread that saves.

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
 
 import torch
 
-from hytrain.checkpoint.archive_writer import ArchiveWriter
+from hytrain.checkpoint.archive_writer import ArchiveWriter, write_objects
 from hytrain.checkpoint.commit import finish_save, give_up_save
 from hytrain.checkpoint.contents import (
     ModelStates,
@@ -48,7 +47,7 @@ from hytrain.testing import faults
 
 
 def write_file(path: Path, stored: object) -> FileSums:
-    """Writes a file with ``torch.save``, or bytes as they are; it exists whole or not at all.
+    """Writes what ``torch.save`` would, or bytes as they are; it exists whole or not at all.
 
     Returns:
         The sums of what was written.
@@ -62,7 +61,7 @@ def write_file(path: Path, stored: object) -> FileSums:
             if isinstance(stored, bytes):
                 file.write(stored)
             else:
-                torch.save(stored, cast("IO[bytes]", file))
+                write_objects(file, stored)
             # Before it has its name, and beside other files: the disk has work from the start.
             file.sync()
         temporary.replace(path)
@@ -179,7 +178,7 @@ class ModelStatesFile:
                 self.write(key, constant.read)
             self._writes.try_to(self._close, self._problem, UNCHANGED)
         if self._file is not None:
-            self._file.close()
+            self._file.give_up()  # unless it has been closed, nobody will read it
             self._file = None
 
     def _close(self) -> None:

@@ -74,18 +74,21 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def map_anonymous(num_bytes: int) -> mmap.mmap:
+def map_anonymous(num_bytes: int, *, inherited: bool = False) -> mmap.mmap:
     """A private mapping of zeros, not backed before it is touched.
 
-    Forked children do not get it: data loaders would copy page tables of gigabytes, and every page
-    that the parent writes while they live.
+    Args:
+        num_bytes: its length.
+        inherited: forked children get it, as what may come to users must be. Otherwise they do not:
+            data loaders would copy page tables of gigabytes, and every page that the parent writes
+            while they live.
 
     Raises:
         OSError: the mapping is refused.
     """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
+        if hasattr(mmap, advice) and not (inherited and advice == "MADV_DONTFORK"):
             try:
                 mapping.madvise(getattr(mmap, advice))
             except OSError:
@@ -100,6 +103,7 @@ def host_zeros(
     dtype: torch.dtype = torch.float32,
     purpose: str = "optimizer state",
     touch_threads: int = 0,
+    inherited: bool = False,
     remedy: str = STATE_REMEDY,
 ) -> torch.Tensor:
     """A tensor of zeros, 1-D; its memory goes back when the tensor goes.
@@ -109,6 +113,7 @@ def host_zeros(
         dtype: of them.
         purpose: what it is for, in an error.
         touch_threads: threads that touch all of it now, each its own part; 0: its first use will.
+        inherited: see :func:`map_anonymous`.
         remedy: what the user can do where there is none.
 
     Raises:
@@ -118,7 +123,7 @@ def host_zeros(
         return torch.zeros(0, dtype=dtype)
     num_bytes = -(-dtype.itemsize * numel // PAGE) * PAGE
     with taking_host_memory(purpose, num_bytes, remedy=remedy):
-        mapping = map_anonymous(num_bytes)
+        mapping = map_anonymous(num_bytes, inherited=inherited)
     zeros = torch.frombuffer(mapping, dtype=dtype, count=numel)
     if touch_threads:
         _C.touch(zeros.data_ptr(), num_bytes, touch_threads)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment
 
 __all__ = ["part_of", "read_moment", "write_moment"]
@@ -67,9 +68,12 @@ def read_moment(moment: Moment, n: int, *, is_second: bool) -> torch.Tensor:
     Returns:
         fp32, 1-D: the moment itself where it is fp32; else a tensor of its own, on the host.
     """
+    if not isinstance(moment, EightBit) and moment.dtype == torch.float32:
+        return moment
+    # Not malloc's, which keeps what is freed: as much as a parameter, for each size there is.
+    values = host_zeros(n, purpose="the values of a moment", inherited=True)
     if not isinstance(moment, EightBit):
-        return moment if moment.dtype == torch.float32 else moment.cpu().float()
-    values = torch.empty(n, dtype=torch.float32)
+        return values.copy_(moment)
     codes, exponents = moment.codes.cpu(), moment.exponents.cpu()
     for at in range(0, n, _PIECE):
         end = min(at + _PIECE, n)

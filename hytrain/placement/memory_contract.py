@@ -23,7 +23,7 @@ CALIBRATION_BYTES = 16 << 24
 _ROUNDED_BYTES = 2
 """Bytes an element of the largest parameter, beside the parameter: its rounded copy."""
 _WRITERS_BYTES = 9 * 2 * _MIB
-"""Stacks and heaps of the threads that write a checkpoint: a huge page each."""
+"""Stacks, heaps and buffers of the threads that write a checkpoint: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,28 @@ def join_process_group() -> None:
 
     if dist.is_initialized():
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(one_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(one_rank, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)  # toy tensors: more threads only get in each other's way
     # DeepSpeed would compile an extension for communication between CPU processes.
     compatible_ops["deepspeed_shm_comm"] = False
-    comm.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    backend = get_accelerator().communication_backend_name()
+    for attempts_left in reversed(range(5)):
+        os.environ["MASTER_PORT"] = str(_free_port())
+        try:
+            comm.init_distributed(backend, verbose=False)
+        except dist.DistNetworkError:
+            # Another process of tests has taken the port since it was seen free.
+            if attempts_left == 0:
+                raise
+        else:
+            break
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # For models of 100 million parameters: 1024 elements at once, which make every toy layer several

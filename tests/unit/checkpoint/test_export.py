@@ -238,12 +238,14 @@ def test_a_failed_write_leaves_nothing(
 ) -> None:
     from hytrain.checkpoint.sums import SummingFile
 
-    def full(self: Any, part: memoryview) -> None:
+    append = SummingFile.append
+
+    def full(self: Any, data: memoryview) -> int:
         if "00003-of" in self.name:
             raise OSError(28, "No space left on device")
-        self._file.write(part)
+        return append(self, data)
 
-    monkeypatch.setattr(SummingFile, "_append", full)
+    monkeypatch.setattr(SummingFile, "append", full)
     command = ["export", str(saved.folder), "--out", str(tmp_path), "--max-shard-size", "5KB"]
     assert cli.main(command) == 2
     assert "No space left" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 from typing import Any
 
@@ -133,7 +135,7 @@ def test_memory_that_cannot_be_had_changes_nothing(monkeypatch: pytest.MonkeyPat
     pinned.grow(worker, [i < 2 for i in range(NUM)])
     before, slots = pinned.num_bytes, dict(worker.slots)
 
-    def refuse(_num_bytes: int) -> Any:
+    def refuse(_num_bytes: int, **_named: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
@@ -187,12 +189,24 @@ def test_host_state_of_any_size(numel: int) -> None:
 
 
 def test_host_state_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_num_bytes: int) -> Any:
+    def refuse(_num_bytes: int, **_named: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(host_memory, "map_anonymous", refuse)
     with pytest.raises(MemoryError, match=r"no memory of 0\.25 GiB for optimizer state"):
         host_zeros(64 * MIB)
+
+
+def test_forked_children_get_what_users_may_have() -> None:
+    kept, given = host_zeros(PAGE), host_zeros(PAGE, inherited=True)
+    kept.fill_(2.0)
+    given.fill_(3.0)
+    for tensor, ended in ((given, 3), (kept, -11)):
+        child = os.fork()
+        if child == 0:
+            # Without torch's threads, which it has not; a segmentation fault for the other one.
+            os._exit(int(ctypes.c_float.from_address(tensor.data_ptr() + 4096).value))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ended
 
 
 def test_a_kernel_that_knows_no_advice_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
