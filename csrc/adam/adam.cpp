@@ -24,6 +24,18 @@ thread_local ThreadTime* t_times = nullptr;
 // A team's start costs some microseconds, about what this many elements take on one thread.
 constexpr std::size_t kSerialElements = 16384;
 
+// Blocks below the largest, so that each thread of a short range has this many of them, but none is
+// shorter than the least: a block begins with elements that no prefetch has asked for.
+constexpr std::size_t kBlocksPerThread = 16;
+constexpr std::size_t kLeastBlock = 16384;
+
+std::size_t block_of(std::size_t n, int num_threads) {
+    const std::size_t shares =
+        kBlocksPerThread * static_cast<std::size_t>(std::max(num_threads, 1));
+    const std::size_t share = (n / shares + 63) / 64 * 64;
+    return std::min(g_tuning.block_elements, std::max(share, kLeastBlock));
+}
+
 // Fixed, so that the order of the sum depends on n alone.
 constexpr std::size_t kSumBlock = 16384;
 
@@ -202,7 +214,7 @@ template <class Body>
 void for_moments(const Moments& moments, bool stores, std::int64_t step, std::size_t n,
                  int num_threads, const Body& body) {
     const bool rounds = stores && moments.kind != MomentKind::kFloat32;
-    for_blocks(n, g_tuning.block_elements, num_threads,
+    for_blocks(n, block_of(n, num_threads), num_threads,
                [&](std::size_t begin, std::size_t count, std::size_t) {
                    if (rounds) {
                        for_keys(moments, step, begin, count, body);
@@ -266,7 +278,7 @@ void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
 void adam_publish(const float* p, std::size_t n, const Outgoing& out, int num_threads) {
     const KernelTable& kernels = active_kernels();
     const std::size_t ahead = g_tuning.prefetch_elements;
-    for_blocks(n, g_tuning.block_elements, num_threads,
+    for_blocks(n, block_of(n, num_threads), num_threads,
                [&](std::size_t i, std::size_t count, std::size_t) {
                    kernels.publish(p + i, count, at(out, i), ahead);
                });

@@ -43,9 +43,12 @@ struct Vec {
             _mm256_storeu_ps(static_cast<float*>(address), value);
         }
     }
-    template <bool kStream>
-    static void store_bf16(void* address, Reg value) {
-        store_128<kStream>(address, to_bf16(value));
+    template <bool kStream, std::size_t kCount>
+    static void store_bf16(void* address, const Reg* values) {
+        char* to = static_cast<char*>(address);
+        for (std::size_t j = 0; j < kCount; ++j) {
+            store_128<kStream>(to + j * sizeof(__m128i), to_bf16(values[j]));
+        }
     }
     template <bool kStream>
     static void store_f16(void* address, Reg value) {
@@ -80,8 +83,9 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
     }
-    static Bits where_not_zero(Reg x, Bits a) {
-        return _mm256_andnot_si256(_mm256_cmpeq_epi32(bits_of(x), _mm256_setzero_si256()), a);
+    static Bits max_where_not_zero(Reg x, Bits a, Bits b) {
+        const Bits zero = _mm256_cmpeq_epi32(bits_of(x), _mm256_setzero_si256());
+        return bits_max(a, _mm256_andnot_si256(zero, b));
     }
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         const Bits low = _mm256_srli_epi32(rounded(a, bits_and(random, set_bits(0xFFFFU))), 16);

@@ -45,9 +45,19 @@ struct Vec {
             _mm512_storeu_ps(address, value);
         }
     }
-    template <bool kStream>
-    static void store_bf16(void* address, Reg value) {
-        store_256<kStream>(address, to_bf16(value));
+    // A NaN is as good as never there, and each number checked for it takes two operations more.
+    template <bool kStream, std::size_t kCount>
+    static void store_bf16(void* address, const Reg* values) {
+        char* to = static_cast<char*>(address);
+        if (__builtin_expect(any_nan<kCount>(values), 0)) {
+            for (std::size_t j = 0; j < kCount; ++j) {
+                store_256<kStream>(to + j * sizeof(__m256i), to_bf16(values[j]));
+            }
+        } else {
+            for (std::size_t j = 0; j < kCount; ++j) {
+                store_256<kStream>(to + j * sizeof(__m256i), number_to_bf16(values[j]));
+            }
+        }
     }
     template <bool kStream>
     static void store_f16(void* address, Reg value) {
@@ -76,10 +86,10 @@ struct Vec {
         return _mm512_srli_epi32(a, kCount);
     }
     static std::uint32_t largest_lane(Bits a) { return _mm512_reduce_max_epu32(a); }
-    // `a` where x is not zero, else zero.
-    static Bits where_not_zero(Reg x, Bits a) {
+    // The larger of a and b where x is not zero, else a.
+    static Bits max_where_not_zero(Reg x, Bits a, Bits b) {
         const Bits bits = bits_of(x);
-        return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(bits, bits), a);
+        return _mm512_mask_max_epu32(a, _mm512_test_epi32_mask(bits, bits), a, b);
     }
     // bf16 of a in the lower and of b in the upper halves, rounded as adam_scalar.cpp says: on
     // all halves at once, where a carry is a comparison.
@@ -131,17 +141,30 @@ struct Vec {
             _mm256_storeu_si256(static_cast<__m256i*>(address), value);
         }
     }
-    // Round to nearest even on the bits, a NaN kept and made quiet.
+    template <std::size_t kCount>
+    static bool any_nan(const Reg* values) {
+        unsigned lanes = 0;
+        for (std::size_t j = 0; j < kCount; j += 2) {
+            const Reg next = values[j + 1 < kCount ? j + 1 : j];
+            lanes |= _mm512_cmp_ps_mask(values[j], next, _CMP_UNORD_Q);
+        }
+        return lanes != 0;
+    }
+    // Round to nearest even on the bits: of what is no NaN, and with a NaN kept and made quiet.
+    static Bits nearest_even(Bits bits) {
+        const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x00010000));
+        const Bits sum = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
+        return _mm512_mask_sub_epi32(sum, odd, sum, _mm512_set1_epi32(-1));
+    }
+    static __m256i upper_words(Bits a) {
+        return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd_words(), a));
+    }
+    static __m256i number_to_bf16(Reg value) { return upper_words(nearest_even(bits_of(value))); }
     static __m256i to_bf16(Reg value) {
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512i upper = _mm512_srli_epi32(bits, 16);
-        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-        const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-        const __m512i rounded = _mm512_add_epi32(bits, bias);
+        const Bits bits = bits_of(value);
         const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        const __m512i chosen =
-            _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
-        return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd_words(), chosen));
+        return upper_words(
+            _mm512_mask_or_epi32(nearest_even(bits), is_nan, bits, _mm512_set1_epi32(0x00400000)));
     }
 };
 

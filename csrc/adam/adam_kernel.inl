@@ -41,19 +41,31 @@ struct In {
 struct NoOut {
     using Cached = NoOut;
     static constexpr std::size_t kBytes = 0;
-    static inline void store(void*, std::size_t, Reg) {}
+    template <std::size_t kCount>
+    static inline void store(void*, std::size_t, const Reg*) {}
 };
 
 template <DType kType, bool kStream>
 struct Out {
     using Cached = Out<kType, false>;  // for the padded tail, which is on the stack
     static constexpr std::size_t kBytes = kType == DType::kFloat32 ? 4 : 2;
-    static inline void store(void* data, std::size_t index, Reg value) {
+    // kCount registers, side by side.
+    template <std::size_t kCount>
+    static inline void store(void* data, std::size_t index, const Reg* values) {
         char* address = static_cast<char*>(data) + index * kBytes;
+        if constexpr (kType == DType::kBFloat16) {
+            Vec::template store_bf16<kStream, kCount>(address, values);
+        } else {
+            for (std::size_t j = 0; j < kCount; ++j) {
+                store_one(address + j * kLanes * kBytes, values[j]);
+            }
+        }
+    }
+
+   private:
+    static inline void store_one(char* address, Reg value) {
         if constexpr (kType == DType::kFloat32) {
             Vec::template store_f32<kStream>(address, value);
-        } else if constexpr (kType == DType::kBFloat16) {
-            Vec::template store_bf16<kStream>(address, value);
         } else {
             Vec::template store_f16<kStream>(address, value);
         }
@@ -144,9 +156,14 @@ inline NewMoments step_moments(State s, Reg gradient, const Constants& c) {
     return {m, v};
 }
 
+inline Reg denominator(Reg root, const Constants& c) {
+    return Vec::fma(root, c.inv_sqrt_correction2, c.eps);
+}
+inline Reg moved_by(Reg p, Reg quotient, const Constants& c) {
+    return Vec::fma(c.neg_step_size, quotient, Vec::mul(p, c.decay));
+}
 inline Reg step_weights(Reg p, Reg m, Reg root, const Constants& c) {
-    const Reg denominator = Vec::fma(root, c.inv_sqrt_correction2, c.eps);
-    return Vec::fma(c.neg_step_size, Vec::div(m, denominator), Vec::mul(p, c.decay));
+    return moved_by(p, Vec::div(m, denominator(root, c)), c);
 }
 
 // Calls body(index) for each index below kCount, which is a constant in each call.
@@ -266,9 +283,9 @@ struct Moved {
             m[j] = moved.m;
             v[j] = moved.v;
         }
-        store.begin(r, i, m, v);
     }
-    // Stores a group's registers.
+    HYTRAIN_INLINE void begin(const MomentRange& r, std::size_t i) { store.begin(r, i, m, v); }
+    // Stores a group's registers, which become what a later load will give.
     template <std::size_t kByte>
     HYTRAIN_INLINE void put(const MomentRange& r, std::size_t i, std::size_t first) {
         for_each_index<M::kTogether>([&](auto j) HYTRAIN_INLINE_BODY {
@@ -281,13 +298,16 @@ template <class G, class W, class M>
 HYTRAIN_INLINE void commit_unit(float* p, const MomentRange& r, const void* g, void* w,
                                 std::size_t i, const Constants& c) {
     Moved<G, M> u(p, r, g, i, c);
+    u.begin(r, i);
     for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
-        for (std::size_t j = first; j < first + M::kTogether; ++j) {
-            const std::size_t at = i + j * kLanes;
-            const Reg new_p = step_weights(Vec::load_f32(p + at), u.m[j], Vec::sqrt(u.v[j]), c);
-            Vec::template store_f32<false>(p + at, new_p);
-            W::store(w, at, new_p);
+        Reg new_p[M::kTogether];
+        for (std::size_t j = 0; j < M::kTogether; ++j) {
+            const std::size_t at = i + (first + j) * kLanes;
+            const Reg root = Vec::sqrt(u.v[first + j]);
+            new_p[j] = step_weights(Vec::load_f32(p + at), u.m[first + j], root, c);
+            Vec::template store_f32<false>(p + at, new_p[j]);
         }
+        W::template store<M::kTogether>(w, i + first * kLanes, new_p);
         u.template put<byte>(r, i, first);
     });
     u.store.finish(r, i);
@@ -343,14 +363,15 @@ void commit(float* p, const MomentRange& moments, std::size_t n, const GradientR
 template <class G, class W, class M>
 HYTRAIN_INLINE void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
                                  std::size_t i, const Constants& c) {
-    Reg m[M::kVectors], v[M::kVectors];
+    Reg m[M::kVectors], v[M::kVectors], new_p[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
         const std::size_t at = i + j * kLanes;
         const Reg old_p = Vec::load_f32(p + at);
         const NewMoments moved = step_moments({old_p, m[j], v[j]}, G::load(g, at), c);
-        W::store(w, at, step_weights(old_p, moved.m, Vec::sqrt(moved.v), c));
+        new_p[j] = step_weights(old_p, moved.m, Vec::sqrt(moved.v), c);
     }
+    W::template store<M::kVectors>(w, i, new_p);
 }
 
 template <class G, class W, class M>
@@ -392,126 +413,7 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
     });
 }
 
-// ---- commit_then_preview ----------------------------------------------------------------------
-
-// Some registers' operations of one sort after each other, and what waits for none of another
-// between a square root or division and its use: the CPU looks ahead for a few of these chains
-// only. Of the current step there is no L2 decay: its moments wait for no new weights.
-template <class G, class W, class M>
-HYTRAIN_INLINE void both_unit(float* p, const MomentRange& r, const void* before, const void* now,
-                              void* w, std::size_t i, const Constants& c_before,
-                              const Constants& c_now) {
-    constexpr std::size_t kTogether = M::kTogether;
-    Moved<G, M> u(p, r, before, i, c_before);
-    for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
-        Reg* m = u.m + first;
-        Reg* v = u.v + first;
-        Reg old_m[kTogether], root[kTogether], new_p[kTogether];
-        for (std::size_t j = 0; j < kTogether; ++j) {
-            old_m[j] = m[j];
-            root[j] = Vec::sqrt(v[j]);
-        }
-        u.template put<byte>(r, i, first);
-        for (std::size_t j = 0; j < kTogether; ++j) {
-            const Reg g = G::load(now, i + (first + j) * kLanes);
-            const NewMoments moved = step_moments<false>({Reg(), m[j], v[j]}, g, c_now);
-            m[j] = moved.m;
-            v[j] = moved.v;
-        }
-        for (std::size_t j = 0; j < kTogether; ++j) {
-            const std::size_t at = i + (first + j) * kLanes;
-            new_p[j] = step_weights(Vec::load_f32(p + at), old_m[j], root[j], c_before);
-            Vec::template store_f32<false>(p + at, new_p[j]);
-        }
-        for (std::size_t j = 0; j < kTogether; ++j) {
-            root[j] = Vec::sqrt(v[j]);
-        }
-        for (std::size_t j = 0; j < kTogether; ++j) {
-            W::store(w, i + (first + j) * kLanes, step_weights(new_p[j], m[j], root[j], c_now));
-        }
-    });
-    u.store.finish(r, i);
-}
-
-template <class G, class W, class M>
-void both_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& previous,
-               const GradientRange& current, void* w, std::size_t ahead) {
-    constexpr std::size_t kUnit = M::kUnit;
-    const Constants c_before(previous.constants);
-    const Constants c_now(current.constants);
-    std::size_t i = 0;
-    for (; i + kUnit <= n; i += kUnit) {
-        if (ahead != 0) {
-            prefetch_state<M>(p, r, i + ahead);
-            prefetch_run<G::kBytes, kUnit>(previous.data, i + ahead);
-            prefetch_run<G::kBytes, kUnit>(current.data, i + ahead);
-        }
-        both_unit<G, W, M>(p, r, previous.data, current.data, w, i, c_before, c_now);
-    }
-    if (i < n) {
-        const std::size_t count = n - i;
-        Padded<kUnit> tail_p(p, i, count, sizeof(float));
-        PaddedMoments<M> tail(r, i, count);
-        const Padded<kUnit> tail_before(previous.data, i, count, G::kBytes);
-        const Padded<kUnit> tail_now(current.data, i, count, G::kBytes);
-        Padded<kUnit> tail_w;
-        both_loop<G, typename W::Cached, M>(
-            tail_p.data, tail.range, kUnit, {tail_before.data, previous.dtype, previous.constants},
-            {tail_now.data, current.dtype, current.constants}, tail_w.data, 0);
-        tail_p.write(p, i, count, sizeof(float));
-        tail.write(r, i, count);
-        tail_w.write(w, i, count, W::kBytes);
-    }
-}
-
-inline const void* advance(const void* data, std::size_t elements, DType dtype) {
-    return static_cast<const char*>(data) + elements * element_bytes(dtype);
-}
-
-// Two gradients of different types, or L2 decay: the two passes in turn over pieces that stay in
-// the cache. Not worth the instances that fused loops would take; the numbers are the same.
-void both_in_turn(float* p, const MomentRange& r, std::size_t n, const GradientRange& previous,
-                  const GradientRange& current, const OutRange& out) {
-    constexpr std::size_t kPiece = 1024;
-    const std::size_t moment_size = r.kind == MomentKind::kFloat32    ? Fp32Moments::kBytes
-                                    : r.kind == MomentKind::kBFloat16 ? Bf16Moments::kBytes
-                                                                      : EightBitMoments::kBytes;
-    for (std::size_t i = 0; i < n; i += kPiece) {
-        const std::size_t count = n - i < kPiece ? n - i : kPiece;
-        MomentRange moments = r;
-        moments.m += i * moment_size;
-        moments.v += i * moment_size;
-        moments.first_index += static_cast<std::uint32_t>(i);
-        if (r.kind == MomentKind::kEightBit) {
-            moments.m_exponents += i / kMomentBlock;
-            moments.v_exponents += i / kMomentBlock;
-        }
-        const GradientRange before{advance(previous.data, i, previous.dtype), previous.dtype,
-                                   previous.constants};
-        const GradientRange now{advance(current.data, i, current.dtype), current.dtype,
-                                current.constants};
-        const OutRange piece{static_cast<char*>(out.data) + i * element_bytes(out.dtype), out.dtype,
-                             out.non_temporal};
-        commit(p + i, moments, count, before, OutRange{nullptr, out.dtype, false}, 0);
-        preview(p + i, moments, count, now, piece, 0);
-    }
-}
-
-void commit_then_preview(float* p, const MomentRange& moments, std::size_t n,
-                         const GradientRange& previous, const GradientRange& current,
-                         const OutRange& out, std::size_t ahead) {
-    if (previous.dtype != current.dtype || current.constants.l2 != 0.0F) {
-        return both_in_turn(p, moments, n, previous, current, out);
-    }
-    with_moments(moments.kind, [&](auto kind) {
-        with_in(current.dtype, [&](auto in) {
-            with_out(out, [&](auto to) {
-                both_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, previous,
-                                                                      current, out.data, ahead);
-            });
-        });
-    });
-}
+#include "both_kernel.inl"
 
 // ---- publish ----------------------------------------------------------------------------------
 
@@ -523,14 +425,16 @@ void publish_loop(const float* p, std::size_t n, void* w, std::size_t ahead) {
             prefetch(p, i + ahead, sizeof(float));
         }
         for (std::size_t j = 0; j < kStep; j += kLanes) {
-            W::store(w, i + j, Vec::load_f32(p + i + j));
+            const Reg values = Vec::load_f32(p + i + j);
+            W::template store<1>(w, i + j, &values);
         }
     }
     for (; i < n; i += kLanes) {
         const std::size_t count = n - i < kLanes ? n - i : kLanes;
         const Padded<kLanes> tail_p(p, i, count, sizeof(float));
         Padded<kLanes> tail_w;
-        W::Cached::store(tail_w.data, 0, Vec::load_f32(tail_p.data));
+        const Reg values = Vec::load_f32(tail_p.data);
+        W::Cached::template store<1>(tail_w.data, 0, &values);
         tail_w.write(w, i, count, W::kBytes);
     }
 }

@@ -94,9 +94,11 @@ struct Vec {
     static void store_f32(void* address, Reg value) {
         store_bits(address, value);
     }
-    template <bool kStream>
-    static void store_bf16(void* address, Reg value) {
-        store_bits(address, to_bf16(value));
+    template <bool kStream, std::size_t kCount>
+    static void store_bf16(void* address, const Reg* values) {
+        for (std::size_t j = 0; j < kCount; ++j) {
+            store_bits(static_cast<std::uint16_t*>(address) + j, to_bf16(values[j]));
+        }
     }
     template <bool kStream>
     static void store_f16(void* address, Reg value) {
@@ -124,7 +126,9 @@ struct Vec {
         return a >> kCount;
     }
     static std::uint32_t largest_lane(Bits a) { return a; }
-    static Bits where_not_zero(Reg x, Bits a) { return as_bits(x) != 0U ? a : 0U; }
+    static Bits max_where_not_zero(Reg x, Bits a, Bits b) {
+        return as_bits(x) != 0U && b > a ? b : a;
+    }
     // bf16 of a in the lower and of b in the upper half: each goes away from zero as often as its
     // lower half says, by the random bits of its half. What is finite stays below infinity, and
     // what is not is left as it is: a NaN that an operation made is quiet, so its upper half is a

@@ -166,12 +166,14 @@ struct BlockScale {
 // all. Numbers may have a sign, which their y has then, too.
 template <class C>
 struct BlockRounding {
-    Reg factor, inverse;
+    Reg factor, minus_offset, inverse;
     Bits codes;
 
     inline void set(std::uint32_t exponent) {
         const bool has_codes = exponent != 0U && exponent != 255U;
-        factor = Vec::from_bits(Vec::set_bits(exponent << 23));
+        const BlockScale<C> scale(exponent);
+        factor = scale.factor;
+        minus_offset = scale.minus_offset;
         inverse = Vec::from_bits(Vec::set_bits(has_codes ? (254U - exponent) << 23 : 0U));
         codes = Vec::set_bits(has_codes ? ~0U : 0U);
     }
@@ -179,10 +181,16 @@ struct BlockRounding {
     inline Bits raised(Reg x, Bits offset, Bits random) const {
         return Vec::bits_add(Vec::bits_of(Vec::fma(x, inverse, Vec::from_bits(offset))), random);
     }
-    // What the code of y will be read as; exact, as BlockScale's.
+    // What the code of y will be read as; exact, as BlockScale's. Without a sign by its very
+    // formula: a y that exponent 255 does not allow a code is to become NaN, too.
     inline Reg rounded(Bits y, Bits offset) const {
-        const Bits cut = Vec::bits_and(y, Vec::set_bits(~(C::kUnit - 1U)));
-        return Vec::mul(Vec::sub(Vec::from_bits(cut), Vec::from_bits(offset)), factor);
+        return Vec::mul(Vec::sub(cut(y), Vec::from_bits(offset)), factor);
+    }
+    inline Reg rounded_magnitude(Bits y) const { return Vec::fma(cut(y), factor, minus_offset); }
+
+   private:
+    static inline Reg cut(Bits y) {
+        return Vec::from_bits(Vec::bits_and(y, Vec::set_bits(~(C::kUnit - 1U))));
     }
 };
 
@@ -229,7 +237,7 @@ struct EightBitMoments {
 
         HYTRAIN_INLINE void begin(const MomentRange& r, std::size_t i, const Reg* m, const Reg* v) {
             const std::uint32_t m_exponent = MCode::exponent_of(largest(m));
-            const std::uint32_t v_exponent = VCode::exponent_of(largest(v));
+            const std::uint32_t v_exponent = VCode::exponent_of(largest_of_positive(v));
             r.m_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
             r.v_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
             m_rounding.set(m_exponent);
@@ -260,8 +268,8 @@ struct EightBitMoments {
             // What is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
             // that is small in its block must not lose its denominator.
             const Bits one = Vec::set_bits(VCode::kOffset + VCode::kUnit);
-            const Bits v_y = Vec::bits_max(raised, Vec::where_not_zero(v, one));
-            v = v_rounding.rounded(v_y, v_offset);
+            const Bits v_y = Vec::max_where_not_zero(v, raised, one);
+            v = v_rounding.rounded_magnitude(v_y);
             put_byte<kByte>(v_words[word], shift<8 * kByte - VCode::kShift>(v_y));
         }
 
@@ -304,6 +312,15 @@ struct EightBitMoments {
             most = Vec::bits_max(most, magnitude_bits(x[j]));
         }
         return Vec::largest_lane(most);
+    }
+
+    // The same of numbers of which none has a sign but a NaN, which is above all others.
+    static inline std::uint32_t largest_of_positive(const Reg* x) {
+        Bits most = Vec::bits_of(x[0]);
+        for (std::size_t j = 1; j < kVectors; ++j) {
+            most = Vec::bits_max(most, Vec::bits_of(x[j]));
+        }
+        return Vec::largest_lane(most) & ~kSign;
     }
 
     template <int kByte>

@@ -91,6 +91,46 @@ std::vector<std::vector<char>> run_all(std::size_t n, DType dtype, DType out_dty
     return results;
 }
 
+// Every upper half of a float with each sort of lower half, at every place in a register and beside
+// numbers or NaNs, rounded to bf16 as the portable kernel does.
+void test_every_bf16() {
+    const std::uint32_t lower[] = {0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
+    std::vector<float> p;
+    for (const std::uint32_t half : lower) {
+        for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
+            // Neighbours far apart, so that a NaN is among numbers.
+            const std::uint32_t bits = (upper * 40503U % 0x10000U) << 16 | half;
+            float value;
+            std::memcpy(&value, &bits, sizeof(value));
+            p.push_back(value);
+        }
+    }
+    std::vector<std::uint16_t> expected(p.size());
+    std::vector<std::uint16_t> got(p.size());
+    hytrain::set_isa("scalar");
+    hytrain::adam_publish(p.data(), p.size(), {expected.data(), DType::kBFloat16, false}, 1);
+    // Without a gradient and decay a preview's weights are what it is given.
+    const std::vector<float> zero(p.size(), 0.0F);
+    AdamHyper hyper;
+    const GradientStep none{zero.data(), DType::kFloat32, 1.0F, hyper};
+    for (const std::string& isa : hytrain::available_isas()) {
+        hytrain::set_isa(isa);
+        hytrain::adam_publish(p.data(), p.size(), {got.data(), DType::kBFloat16, false}, 2);
+        check(got == expected, isa + " publishes another bf16");
+        const hytrain::Moments moments = hytrain::fp32_moments(zero.data(), zero.data());
+        hytrain::adam_preview(p.data(), moments, p.size(), none,
+                              {got.data(), DType::kBFloat16, false}, 2);
+        std::size_t others = 0;
+        for (std::size_t i = 0; i < p.size(); ++i) {
+            // What is not finite is times an L2 decay of 0, which makes it a NaN.
+            const bool same =
+                std::isfinite(p[i]) ? got[i] == expected[i] : (got[i] & 0x7FFFU) > 0x7F80U;
+            others += same ? 0U : 1U;
+        }
+        check(others == 0, isa + " previews another bf16");
+    }
+}
+
 void test_all_agree() {
     const std::size_t lengths[] = {0, 1, 15, 16, 17, 31, 33, 1000, 16384 + 3, 3 * 16384 + 130};
     const std::vector<std::string> isas = hytrain::available_isas();
@@ -157,6 +197,7 @@ void test_wrong_names() {
 }  // namespace
 
 int main() {
+    test_every_bf16();
     test_all_agree();
     test_against_float64();
     test_mixed_gradient_types();

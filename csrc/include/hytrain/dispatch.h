@@ -31,7 +31,7 @@ std::string openmp_library();
 // measurement (csrc/README.md); set_tuning exists for `hytrain bench kernel --variants`.
 struct Tuning {
     std::size_t prefetch_elements = 512;  // software prefetch distance; 0 is none
-    std::size_t block_elements = 16384;   // unit of work of a thread; a multiple of 64
+    std::size_t block_elements = 65536;   // most that a thread takes at a time; a multiple of 64
     bool dynamic_schedule = true;         // blocks go to whichever thread is free
 };
 
