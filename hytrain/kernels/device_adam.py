@@ -25,9 +25,9 @@ from hytrain.kernels.moments import (
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
 
 _BLOCK, _NUM_WARPS = 2048, 8
-_BF16_BLOCK, _BF16_NUM_WARPS = 1024, 8
+_BF16_BLOCK, _BF16_NUM_WARPS = 512, 4
 """Four elements a thread: with eight a thread would need twice the registers."""
-_8BIT_BLOCKS, _8BIT_NUM_WARPS = 32, 4
+_8BIT_BLOCKS, _8BIT_NUM_WARPS = 16, 4
 """Blocks of codes a program: 16 elements a thread, four words of codes and four times four
 neighbours, each of which is a load of 8 or 16 bytes."""
 _kernel_cache: list[Any] = []
