@@ -69,6 +69,8 @@ class PassGuide:
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
         passes = self._passes
+        if not passes.collector.in_backward:
+            passes.notice_recomputation()
         if self._weights.is_sharded:
             self._enter_sharded(layers)
         else:

@@ -154,6 +154,18 @@ class PassTracker:
         self.begin_backward()
         call_at_end(self.backward_epilogue)
 
+    def notice_recomputation(self) -> None:
+        """A forward within a backward that nothing has announced: checkpointing recomputes.
+
+        Reentrant checkpointing runs a graph of its own behind it, whose hooks would be the first
+        to be called: the end of that inner graph would be taken for the end of the backward.
+
+        Raises:
+            LossScaleError: as in :meth:`begin_unannounced`.
+        """
+        if graph_task() != -1 and torch.is_grad_enabled() and not self.open_step.by_layer:
+            self.begin_unannounced()
+
     def begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
 

@@ -24,6 +24,8 @@ from support.precision import (
     train,
 )
 from support.shadow import Shadow
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hytrain.errors import LossScaleError
 from hytrain.optimizer.loss_scaling import GradScalerRule
@@ -311,3 +313,38 @@ def test_inputs_are_cast(accumulation: str) -> None:
         batches = iter([(make_batch("mlp", number, device())["inputs"],) for number in range(6)])
         for _ in range(3):
             assert torch.isfinite(engine.train_batch(batches, num_valid=lambda _batch: 1))
+
+
+class Segments(nn.Module):
+    """All weights lie in reentrant segments: gradients arrive in graphs within the backward."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+
+def _reentrant_past_the_engine(scale: float | None, stage: int) -> list[torch.Tensor]:
+    """Master weights after three steps; each has one backward."""
+    with built(Segments(), make_config(gpu_fraction=0.5, bf16=False, stage=stage)) as engine:
+        if scale is not None:
+            engine.optimizer.override_loss_scale(scale)
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            engine.scale(engine.module(x.requires_grad_())).backward()
+            assert engine.optimizer.passes.collector.in_backward is False
+            engine.step()
+        return [state["fp32"] for state in engine.fp32_state_dict().values()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reentrant_backward_past_the_engine_is_one(stage: int) -> None:
+    """Its loss is scaled once; a power of two changes no bit."""
+    scaled, plain = (_reentrant_past_the_engine(scale, stage) for scale in (64.0, None))
+    assert all(torch.equal(a, b) for a, b in zip(scaled, plain, strict=True))
+    assert not torch.equal(plain[0], Segments().blocks[0].weight.detach())
