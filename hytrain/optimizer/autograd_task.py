@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-
-def graph_task() -> int:
-    """The graph that autograd is running in this thread, -1 for none."""
-    return int(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
+"""The graph that autograd is running in this thread, -1 for none."""
 
 
 def call_at_end(function: Callable[[], None]) -> None:

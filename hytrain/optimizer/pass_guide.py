@@ -8,6 +8,7 @@ import torch
 
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.zero3.layer_weights import LayerWeights
@@ -69,7 +70,7 @@ class PassGuide:
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
         passes = self._passes
-        if not passes.collector.in_backward:
+        if graph_task() != -1 and not passes.collector.in_backward:
             passes.notice_recomputation()
         if self._weights.is_sharded:
             self._enter_sharded(layers)

@@ -163,7 +163,7 @@ class PassTracker:
         Raises:
             LossScaleError: as in :meth:`begin_unannounced`.
         """
-        if graph_task() != -1 and torch.is_grad_enabled() and not self.open_step.by_layer:
+        if torch.is_grad_enabled() and not self.open_step.by_layer:
             self.begin_unannounced()
 
     def begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:

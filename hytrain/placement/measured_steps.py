@@ -3,7 +3,9 @@
 Where the GPU sets the pace, a prediction leaves out little, and that hardly depends on the
 workload: at each measured number of GPU layers it is kept as the difference of its steps and what
 was predicted for them then. A change of the workload shows in the costs, and all predictions follow
-it at once.
+it at once. What steps take longer than predicted with the most GPU layers that were measured is the
+work of the update threads, as far as is known: with more GPU layers it is taken to shrink as their
+work does, until one of those numbers is measured as well.
 
 Where steps are launch-bound, a prediction cannot know two things from the placement at hand:
 
@@ -257,22 +259,30 @@ class MeasuredSteps:
         slope = self.interference(here) if launch_bound else 0.0
         if slope > 0.0:
             seconds = _with_interference(costs, candidates, here, slope, predict)
-        added = self._added(seconds, launch_bound=launch_bound)
+        work = [candidate.worker_seconds for candidate in candidates]
+        added = self._added(seconds, work, launch_bound=launch_bound)
         # However wrong a prediction was, no step takes less than nothing.
         return tuple(
             replace(candidate, step_seconds=max(s + a, 0.0))
             for candidate, s, a in zip(candidates, seconds, added, strict=True)
         )
 
-    def _added(self, seconds: Sequence[float], *, launch_bound: bool) -> list[float]:
-        """What to add to the predictions for 0..L GPU layers."""
+    def _added(
+        self, seconds: Sequence[float], work: Sequence[float], *, launch_bound: bool
+    ) -> list[float]:
+        """What to add to the predictions for 0..L GPU layers, in which the worker has ``work``."""
         added = {k: self._records[k].residual for k in self.known}
         if launch_bound:
             added = {k: self._records[k].seconds - seconds[k] for k in self.known}
         known = {k: value for k, value in added.items() if value is not None}
         if not known:
             return [0.0] * len(seconds)
-        return np.interp(range(len(seconds)), list(known), list(known.values())).tolist()
+        result = np.interp(range(len(seconds)), list(known), list(known.values())).tolist()
+        most = max(known)
+        if not launch_bound and known[most] > 0.0 and work[most] > 0.0:
+            for k in range(most + 1, len(seconds)):
+                result[k] = known[most] * min(work[k] / work[most], 1.0)
+        return result
 
 
 def _with_interference(

@@ -58,6 +58,7 @@ class Machine:
         interference: seconds by which compute grows with each second of the worker's work.
         launches: of an update on the GPU, for all layers, that no measurement of the GPU shows.
         saved: of a step whose layers are all updated on the GPU, for no other reason known.
+        late: seconds by which a step ends later for each of the worker's work, which no cost shows.
         waits_hide: that steps are launch-bound shows with most layers on the GPU only.
         noise: standard deviation of a step, as a share of it.
         drift: the same of what changes slowly, over some thirty steps.
@@ -70,6 +71,7 @@ class Machine:
     interference: float = 0.0
     launches: float = 0.0
     saved: float = 0.0
+    late: float = 0.0
     waits_hide: bool = False
     noise: float = 0.0
     drift: float = 0.0
@@ -111,7 +113,8 @@ class Machine:
 def _step_seconds(machine: Machine, gpu_layers: int) -> float:
     predicted = predict(machine.costs(gpu_layers), gpu_layers=[gpu_layers]).step_seconds[0]
     launches = machine.launches * gpu_layers / machine.layers
-    return predicted + launches - machine.saved * (gpu_layers == machine.layers)
+    late = machine.late * machine.cpu * (1.0 - gpu_layers / machine.layers)
+    return predicted + launches + late - machine.saved * (gpu_layers == machine.layers)
 
 
 class Training:

@@ -179,6 +179,20 @@ def test_where_the_gpu_sets_the_pace_a_residual_holds_when_costs_change() -> Non
         assert result[4].step_seconds == pytest.approx(plain[4].step_seconds + 0.01)
 
 
+@pytest.mark.parametrize("rest", [0.03, -0.03])
+def test_what_is_not_predicted_shrinks_with_the_work_of_the_worker(rest: float) -> None:
+    """Beyond the most GPU layers that were measured; steps shorter than predicted say nothing."""
+    steps, plain = MeasuredSteps(), candidates(COSTS)
+    for _ in range(ENOUGH_SAMPLES):
+        steps.add(2, plain[2].step_seconds + rest, launch_bound=False)
+    result = steps.correct(COSTS, plain, 2, candidates, launch_bound=False)
+    for before, after in zip(plain, result, strict=True):
+        share = before.worker_seconds / plain[2].worker_seconds
+        added = rest * (min(share, 1.0) if rest > 0.0 else 1.0)
+        assert after.step_seconds == pytest.approx(before.step_seconds + added)
+    assert plain[-1].worker_seconds == 0.0
+
+
 def test_where_the_gpu_sets_the_pace_a_change_is_another_workload() -> None:
     steps = MeasuredSteps()
     for number, seconds in ((5, 1.0), (3, 0.5)):
