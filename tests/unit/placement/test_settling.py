@@ -20,7 +20,7 @@ LAUNCH_BOUND = Machine(18, compute=0.051, cpu=0.16, gpu=0.007, interference=0.25
 SMALL = Machine(26, compute=0.091, cpu=0.07, gpu=0.003, interference=0.9, launches=0.015)
 GPU_BOUND = Machine(34, compute=0.300, cpu=0.50, gpu=0.020)
 HIDDEN = Machine(34, compute=1.2, cpu=0.50, gpu=0.020)
-# Steps that are up to 7 % longer than predicted while the CPU updates, as 16 x 1024 tokens on 8 cores.
+# Steps that are up to 7 % longer than predicted while the CPU updates.
 LATE = Machine(26, compute=0.71, cpu=0.50, gpu=0.015, late=0.1)
 DEAR_LAUNCHES = Machine(24, compute=0.05, cpu=0.06, gpu=0.002, interference=0.1, launches=0.08)
 MACHINES = {
