@@ -438,6 +438,7 @@ void bind_worker(py::module_& m) {
         .def("set_num_threads", &UpdateWorker::set_num_threads, py::arg("num_threads"))
         .def("start_trace", &UpdateWorker::start_trace, py::arg("capacity"), py::arg("threads"),
              NoGil())
+        .def("wait_traced", &UpdateWorker::wait_traced, NoGil())
         .def("stop_trace", &UpdateWorker::stop_trace)
         .def("set_trace_step", &UpdateWorker::set_trace_step, py::arg("step"), NoGil())
         .def("set_trace_anchor", &UpdateWorker::set_trace_anchor, py::arg("anchor"),

@@ -1,5 +1,7 @@
 // The update worker's part of a trace. Without one, all of it is a test for a null pointer.
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "hytrain/update_worker.h"
@@ -34,6 +36,19 @@ void UpdateWorker::start_trace(std::size_t capacity, bool threads) {
     if (!ring_) ring_ = std::make_unique<SpanRing>(capacity);
     traces_threads_ = threads;
     trace_.store(ring_.get(), std::memory_order_release);
+}
+
+void UpdateWorker::wait_traced() {
+    wait_all();
+    // The worker polls them where it has nothing else to do.
+    while (traced_copies_.load(std::memory_order_acquire) != 0) {
+        if (stop_) return;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            throw_if_failed();  // it polls no more
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
 }
 
 void UpdateWorker::stop_trace() { trace_.store(nullptr, std::memory_order_release); }
@@ -115,7 +130,7 @@ void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle beg
 // Traces what has been copied out of the outgoing buffers since a pass last took one; false where
 // nothing is on its way.
 bool UpdateWorker::trace_sent() {
-    if (trace_.load(std::memory_order_acquire) == nullptr) return false;
+    if (trace_.load(std::memory_order_acquire) == nullptr && traced_copies_ == 0) return false;
     bool flying = false;
     for (std::size_t buffer = 0; buffer < outgoing_sent_.size(); ++buffer) {
         if (outgoing_sent_[buffer].bytes == 0) continue;

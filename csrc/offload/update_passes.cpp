@@ -258,6 +258,8 @@ void UpdateWorker::account_sent(std::size_t buffer) {
     job_statistics_.to_device_ns += device_->elapsed_ns(begin, end);
     job_statistics_.to_device_bytes += sent.bytes;
     trace_copy(sent.kind, sent.place, begin, end, std::exchange(sent.bytes, 0));
+    // Last: whoever waits for it takes the trace then.
+    if (sent.traced) traced_copies_.fetch_sub(1, std::memory_order_release);
 }
 
 Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
@@ -288,7 +290,9 @@ void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::siz
              ? "weights"
              : (kind == SpanKind::kStateToDevice ? "state" : "gradient"),
          place_, outgoing_.ends[buffer]);
-    outgoing_sent_[buffer] = Sent{static_cast<std::int64_t>(bytes), kind, place_};
+    const bool traced = trace_.load(std::memory_order_acquire) != nullptr;
+    if (traced) traced_copies_.fetch_add(1, std::memory_order_relaxed);
+    outgoing_sent_[buffer] = Sent{static_cast<std::int64_t>(bytes), kind, place_, traced};
     job_statistics_.issue_ns += now_ns() - begin;
 }
 

@@ -90,8 +90,10 @@ void a_full_ring_keeps_the_newest() {
 
 class Traced {
    public:
-    explicit Traced(int num_threads, std::size_t n = 200, std::size_t chunk = 64)
-        : bench_(hytrain::make_host_device(0, 0), shapes(n, chunk), num_threads, 0, 0, 2) {}
+    explicit Traced(int num_threads, std::size_t n = 200, std::size_t chunk = 64,
+                    unsigned max_delay_us = 0)
+        : bench_(hytrain::make_host_device(1, max_delay_us), shapes(n, chunk), num_threads, 0, 0,
+                 2) {}
 
     // Steps as a training makes them; `number` is what the trace calls the step.
     void step(std::int32_t number, float scale) {
@@ -191,6 +193,25 @@ void the_worker_traces_passes_and_copies() {
     }
 }
 
+// With copies that take their time: all that a step has queued is in the trace, at once.
+void a_trace_is_whole_when_it_was_waited_for() {
+    Traced traced(1, 200, 64, 3000);
+    traced.step(1, 1.0F);
+    for (std::int32_t number = 2; number < 5; ++number) {
+        traced.bench().worker().start_trace(1024, false);
+        traced.step(number, 0.5F);
+        traced.bench().worker().wait_traced();
+        traced.bench().worker().stop_trace();
+        std::vector<Span> spans;
+        check(traced.bench().worker().take_trace(spans) == 0, "spans were lost");
+        const auto is_earlier = [number](const Span& span) { return span.step < number; };
+        spans.erase(std::remove_if(spans.begin(), spans.end(), is_earlier), spans.end());
+        check(of_kind(spans, SpanKind::kWeightsToDevice).size() == 16, "a copy back is missing");
+        check(spans.size() == 40, "a span is missing");
+    }
+    traced.bench().worker().wait_traced();  // and of no trace it waits for nothing
+}
+
 void each_thread_has_its_spans() {
     if (kOneThreadPasses) return;
     Traced traced(2, 200'000, 100'000);
@@ -211,6 +232,7 @@ int main() {
     writers_and_a_reader(64, 4, 20'000);
     writers_and_a_reader(1U << 17U, 4, 20'000);  // never
     the_worker_traces_passes_and_copies();
+    a_trace_is_whole_when_it_was_waited_for();
     each_thread_has_its_spans();
     std::printf("worker_trace_test: ok\n");
     return 0;

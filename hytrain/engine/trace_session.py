@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -133,11 +134,17 @@ class TraceSession:
             self._profile.stop()
 
     def finish(self, *, measures_peaks: bool) -> Recording:
-        """Nothing more is recorded; waits for the device.
+        """Nothing more is recorded; waits for the update worker and the device.
 
         Args:
             measures_peaks: whether to measure what memory and copies reach.
         """
+        if self._engine.optimizer.passes.is_between_steps:
+            # step() returns before the worker has made its updates: without this wait a trace that
+            # is written at once would lack them. Where a further step has begun, its forward has
+            # waited for them, and what it has sent since may wait for a rank that has failed.
+            with suppress(RuntimeError):  # of a worker that has failed, the training is told
+                self._worker.wait_traced()
         self._worker.stop_trace()
         self._drain()
         self._clock.stop()

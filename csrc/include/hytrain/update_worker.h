@@ -213,6 +213,8 @@ class UpdateWorker {
     // From now on; the ring is made at the first call, with so many spans (a power of two).
     // `threads`: a span for each thread of a pass instead of one.
     void start_trace(std::size_t capacity, bool threads);
+    // Until no job is left and the copies that were sent meanwhile are over, and so in the ring.
+    void wait_traced();
     void stop_trace();
     // Which step the jobs that are submitted from now on belong to; whether or not there is a
     // trace.
@@ -271,6 +273,7 @@ class UpdateWorker {
         std::int64_t bytes = 0;  // 0: there was none since it was last looked at
         SpanKind kind = SpanKind::kWeightsToDevice;
         Place place;
+        bool traced = false;  // sent while there was a trace
     };
     // What a lane was given last.
     struct Task {
@@ -412,6 +415,7 @@ class UpdateWorker {
     std::unique_ptr<SpanRing> ring_;         // made once, and kept: the worker may be writing to it
     std::atomic<SpanRing*> trace_{nullptr};  // the ring, while there is a trace
     std::atomic<bool> traces_threads_{false};
+    std::atomic<int> traced_copies_{0};  // of outgoing_sent_, those sent while there was a trace
     std::mutex anchor_mutex_;
     EventHandle anchor_ = kNoEvent;
     std::int64_t anchor_ns_ = 0;

@@ -64,8 +64,13 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert len(inside) == 10
 
 
-def test_a_tracer_of_some_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delays", [None, "3:20000"])
+def test_a_tracer_of_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delays: str | None
+) -> None:
     join_process_group()
+    if delays is not None:  # the worker is at the last step's updates when the tracer ends
+        monkeypatch.setenv("HYTRAIN_DELAYS", delays)
     out = tmp_path / "trace.json"
     with built(make_model("mlp"), make_config(gpu_fraction=0.5)) as engine:
         tracer = VizTracer(output_file=str(out), verbose=0, max_stack_depth=3)
