@@ -19,6 +19,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.engine.config_checks import (
     check_config,
     check_sections,
+    explain_assertion,
     explain_deepspeeds,
     misspelt_keys,
     refuse_misplaced_section,
@@ -150,6 +151,11 @@ def initialize(
             return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     except ValidationError as error:  # of DeepSpeed's sections, before anything is built
         raise explain_deepspeeds(error, loaded) from None
+    except AssertionError as error:
+        explained = explain_assertion(error, loaded)
+        if explained is None:
+            raise
+        raise explained from None
 
 
 def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:

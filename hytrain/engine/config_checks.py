@@ -24,6 +24,7 @@ from hytrain.errors import ConfigError
 _BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 )  # fmt: skip
+_DEEPSPEEDS_CHECKS = "deepspeed.runtime.config"
 _OF_ADAM = (
     "lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam",
     "fp32_optimizer_states", "amsgrad", "maximize", "foreach", "fused", "capturable",
@@ -137,6 +138,28 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
             seen = f" = {item['input']!r}" if item["loc"] else ""
             lines.append(f'  "{key}"{seen}: {item["msg"].removeprefix("Value error, ")}')
     return ConfigError("\n".join(lines))
+
+
+def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> ConfigError | None:
+    """An assertion of DeepSpeed's about keys that contradict each other, before it builds anything.
+
+    Returns:
+        None: it is no assertion of DeepSpeed's configuration.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or place.tb_frame.f_globals.get("__name__") != _DEEPSPEEDS_CHECKS:
+        return None
+    given = {key: config[key] for key in _BATCH_KEYS if key in config}
+    if "batch" not in str(error).lower() or not given:
+        return ConfigError(f"the configuration cannot be used: {error}")
+    seen = ", ".join(f'"{key}": {value}' for key, value in given.items())
+    return ConfigError(
+        f"{seen} cannot hold together: train_batch_size must be train_micro_batch_size_per_gpu x "
+        f"gradient_accumulation_steps x the number of ranks, all of them at least 1. Leave one of "
+        f"the three out, or change it ({error})"
+    )
 
 
 def _has(section: Any, item: Any) -> bool:

@@ -141,6 +141,10 @@ OF_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stag": 2}}, r'"zero_optimization\.stag" is no key.*mean "stage"'),
     ({"bf16": {"enabled": True, "foo": 1}}, r'"bf16\.foo" is no key that DeepSpeed knows'),
     ({"gradient_accumulation_steps": 0}, r'"gradient_accumulation_steps" is 0'),
+    (
+        {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+        r'"train_batch_size": 7.*cannot hold together.*7 != 2 \* ',
+    ),
 ]
 
 
