@@ -64,10 +64,12 @@ class LayerGuards:
         self._saved: SavedWeights | None = None
         owner.when_held(self._layer_held)
         self._watched = [watched for x in owner.layers for watched in self._watch(x)]
+        # Those are there in the whole of every pass (unguarded_layers).
+        borrowed = _borrowed(model, owner.layers) if owner.gathers else {}
         for module, indices in self._guarded.items():
-            if module is model:
+            used = [layers[index] for index in sorted(indices - borrowed.get(module, set()))]
+            if module is model or not used:
                 continue
-            used = [layers[index] for index in sorted(indices)]
             module.register_forward_pre_hook(_Hook(self._guard(module, used)))
             if owner.gathers:
                 leave = self._leave(module, used)
@@ -221,24 +223,55 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[int]:
-    """Layers with parameters that the root module itself owns: nothing tells when it uses them."""
+    """Layers that no module's hooks can gather when they are used.
+
+    The root module itself owns some of their parameters, and nothing tells when it uses them. Or
+    they are tied into another layer's block: to gather them in it would be to give that layer up,
+    in whose computation they are used.
+    """
     owned = {id(p) for p in model.parameters(recurse=False)}
-    return [x.index for x in layers if any(id(slot.parameter) in owned for slot in x.slots)]
+    borrowed = {index for found in _borrowed(model, layers).values() for index in found}
+    return [
+        x.index
+        for x in layers
+        if x.index in borrowed or any(id(slot.parameter) in owned for slot in x.slots)
+    ]
+
+
+def _borrowed(model: nn.Module, layers: Sequence[LayerWeights]) -> dict[nn.Module, set[int]]:
+    """Modules within a layer's block that use other layers' weights, and which layers those are."""
+    layer_of, inside = _places(layers)
+    found: dict[nn.Module, set[int]] = {}
+    for module in model.modules():
+        if module in inside:
+            used = {layer_of.get(id(p), inside[module]) for p in module.parameters(recurse=False)}
+            found[module] = used - {inside[module]}
+    return {module: indices for module, indices in found.items() if indices}
+
+
+def _places(layers: Sequence[LayerWeights]) -> tuple[dict[int, int], dict[nn.Module, int]]:
+    """``id(parameter)`` -> its layer; module -> the layer in whose block it is."""
+    layer_of = {id(slot.parameter): layer.index for layer in layers for slot in layer.slots}
+    inside = {
+        module: layer.index
+        for layer in layers
+        if layer.block is not None
+        for entry in _entries(layer.block)
+        for module in entry.modules()
+    }
+    return layer_of, inside
 
 
 def modules_of_layers(
     model: nn.Module, layers: Sequence[LayerWeights]
 ) -> dict[nn.Module, set[int]]:
     """Modules whose forward must wait, and the layers that each must wait for."""
-    layer_of = {id(slot.parameter): layer.index for layer in layers for slot in layer.slots}
+    layer_of, inside = _places(layers)
     guarded: dict[nn.Module, set[int]] = {}
-    inside: dict[nn.Module, int] = {}
     for layer in layers:
         if layer.block is not None:
             for entry in _entries(layer.block):
                 guarded.setdefault(entry, set()).add(layer.index)
-                for module in entry.modules():
-                    inside[module] = layer.index
     for module in model.modules():
         indices = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
         indices.discard(inside.get(module, -1))  # the block's own hook has waited

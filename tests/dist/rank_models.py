@@ -38,10 +38,51 @@ class WithTransposed(Mlp):
         return super().forward(inputs @ self.odd)
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {"scalar": WithScalar, "transposed": WithTransposed}
+class TiedIntoHead(nn.Module):
+    """No stack of blocks: a body, and a head whose last module has the body's first weight, and a
+    bias that the head owns, as ALBERT's."""
+
+    class Head(nn.Module):
+        """Its output is its last module's."""
+
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(HIDDEN))
+            self.dense = nn.Linear(HIDDEN, HIDDEN)
+            self.decoder = nn.Linear(HIDDEN, HIDDEN)
+            self.decoder.weight, self.decoder.bias = weight, self.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decoder(torch.tanh(self.dense(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        self.head = self.Head(self.body[0].weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs)).pow(2).mean()
 
 
-def odd_parameters(kind: str, stage: int) -> None:
+class TiedBlocks(Mlp):
+    """Two blocks have modules with the weights of another's, in the middle and at their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[3].down.weight = self.blocks[1].down.weight
+        self.blocks[3].down.bias = self.blocks[0].down.bias
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "scalar": WithScalar,
+    "transposed": WithTransposed,
+    "tied into a head": TiedIntoHead,
+    "tied blocks": TiedBlocks,
+}
+
+
+def unusual_models(kind: str, stage: int) -> None:
     """Ranks begin with rank 0's weights, and make the steps of one process with both batches."""
 
     def backward(model: Any, number: int) -> torch.Tensor:

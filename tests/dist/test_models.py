@@ -13,8 +13,8 @@ stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 @stages
 @pytest.mark.parametrize("kind", sorted(cases.KINDS))
-def test_parameters_of_odd_shapes(ranks: RankPools, kind: str, stage: int) -> None:
-    ranks(2).run(cases.odd_parameters, kind, stage)
+def test_unusual_models(ranks: RankPools, kind: str, stage: int) -> None:
+    ranks(2).run(cases.unusual_models, kind, stage)
 
 
 @stages
