@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hytrain.model.discovery import is_container
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
@@ -62,6 +63,8 @@ class LayerGuards:
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         self._saved: SavedWeights | None = None
+        self._needed = WeakIdKeyDictionary()
+        """Output of modules -> the layers of each of these modules, the outermost one first."""
         owner.when_held(self._layer_held)
         self._watched = [watched for x in owner.layers for watched in self._watch(x)]
         # Those are there in the whole of every pass (unguarded_layers).
@@ -134,9 +137,6 @@ class LayerGuards:
         # The gradient of an embedding needs no weights.
         needs_weights = type(module) is not nn.Embedding
 
-        def enter_backward(_gradient: torch.Tensor) -> None:
-            self._owner.needed_in_backward(layers)
-
         def hook(
             _module: nn.Module,
             inputs: tuple[object, ...],
@@ -148,10 +148,28 @@ class LayerGuards:
                 given = {id(tensor) for tensor in tensors_in([inputs, named])}
                 for tensor in tensors_in(outputs):
                     if tensor.requires_grad and id(tensor) not in given:
-                        tensor.register_hook(enter_backward)
+                        self._needed_behind(tensor, layers)
             self._owner.leave_forward(layers)
 
         return hook
+
+    def _needed_behind(self, tensor: torch.Tensor, layers: Sequence[LayerWeights]) -> None:
+        """The layers' weights are needed from a module's output on, in its backward.
+
+        A module may return what its last submodule has returned. Backward then has to enter the
+        outer one first: the inner one's weights must be there when the tensor's gradient goes on.
+        """
+        needed = self._needed.get(tensor)
+        if needed is not None:
+            needed.insert(0, layers)
+            return
+        self._needed[tensor] = needed = [layers]
+
+        def enter_backward(_gradient: torch.Tensor) -> None:
+            for entered in needed:
+                self._owner.needed_in_backward(entered)
+
+        tensor.register_hook(enter_backward)
 
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()

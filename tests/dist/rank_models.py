@@ -74,11 +74,38 @@ class TiedBlocks(Mlp):
         self.blocks[3].down.bias = self.blocks[0].down.bias
 
 
+class WithOuterParameters(Mlp):
+    """A module with parameters of its own returns what its last block has returned, as Hubert's."""
+
+    class Encoder(nn.Module):
+        """It reads one before and one between its blocks."""
+
+        def __init__(self, blocks: nn.ModuleList) -> None:
+            super().__init__()
+            self.first, self.middle = (nn.Parameter(torch.randn(HIDDEN)) for _ in range(2))
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.first
+            for index, block in enumerate(self.blocks):
+                x = block(x if index != 1 else x * self.middle)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = self.Encoder(self.blocks)
+        del self.blocks, self.head
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embed(inputs)).pow(2).mean()
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scalar": WithScalar,
     "transposed": WithTransposed,
     "tied into a head": TiedIntoHead,
     "tied blocks": TiedBlocks,
+    "outer parameters": WithOuterParameters,
 }
 
 
