@@ -100,12 +100,31 @@ class WithOuterParameters(Mlp):
         return self.encoder(self.embed(inputs)).pow(2).mean()
 
 
+class WithWrittenViews(Mlp):
+    """Writes to what modules return, which is a view, as masks of wav2vec2 are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(torch.tanh(self.front(inputs[None])))
+        assert x._is_view()
+        x[..., 0] = 0.5
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        x[..., 1] = 2.0
+        return x.pow(2).mean()
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scalar": WithScalar,
     "transposed": WithTransposed,
     "tied into a head": TiedIntoHead,
     "tied blocks": TiedBlocks,
     "outer parameters": WithOuterParameters,
+    "written views": WithWrittenViews,
 }
 
 
