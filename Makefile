@@ -24,9 +24,10 @@ export DS_ACCELERATOR := cpu
 TORCH_CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 15
 endif
 
-# Every test belongs to one of the targets test, test-parity, test-experiments, test-stress, test-gpu and
-# test-ecosystem.
-EVERYDAY := not parity_full and not experiment and not ecosystem and not gpu and not stress
+# Every test belongs to one of the targets test, test-parity, test-experiments, test-stress, test-gpu,
+# test-architectures and test-ecosystem.
+EVERYDAY := not parity_full and not experiment and not ecosystem and not gpu and not stress \
+    and not architectures
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
@@ -36,7 +37,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
 
 .PHONY: all install demo check docs lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
-.PHONY: test-ecosystem test-dropin
+.PHONY: test-ecosystem test-dropin test-architectures
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -73,6 +74,11 @@ test-parity: install
 # Whole experiments on toy models: what `python experiments/.../run.py --device cpu` does.
 test-experiments: install
 	$(PYTEST_BESIDE) -m 'experiment and not gpu' $(TEST_ARGS) tests
+
+# Every architecture of transformers, tiny, on two ranks, beside torch.
+test-architectures: TEST_SECONDS = 7200
+test-architectures: install
+	$(PYTEST) -m architectures $(TEST_ARGS) tests/architectures
 
 # A training on two ranks that is killed KILLS times (20) at random moments and resumed each time.
 test-stress: TEST_SECONDS = 3600

@@ -1,0 +1,48 @@
+"""Every architecture of transformers trains as with torch, in stages 2 and 3.
+
+``make test-architectures``; some of them are in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import rank_architectures as cases
+from harness import RankPools
+from tiny_configs import architectures
+
+# Heads whose output is a tied module's, layers that are used again and again, experts, parameters
+# of modules around the stack, two stacks, convolutions with running means.
+EVERY_RUN = (
+    ("masked", "albert"), ("masked", "bert"), ("causal", "mixtral"), ("audio", "hubert"),
+    ("seq2seq", "t5"), ("image", "resnet"),
+)  # fmt: skip
+MANNERS = ((2, "plain"), (3, "plain"), (3, "frozen"), (3, "recomputed"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPools]:
+    """They live as long as the file's tests."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def _train(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -> None:
+    why_not = ranks(2).run(cases.same_steps, purpose, name, stage, manner, timeout=90)[0]
+    if why_not is not None:
+        pytest.skip(f"plain torch does not train it so small: {why_not[:160]}")
+
+
+@pytest.mark.parametrize(("stage", "manner"), MANNERS)
+@pytest.mark.parametrize(("purpose", "name"), EVERY_RUN)
+def test_some(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -> None:
+    _train(ranks, purpose, name, stage, manner)
+
+
+@pytest.mark.architectures
+@pytest.mark.parametrize(("stage", "manner"), MANNERS)
+@pytest.mark.parametrize(("purpose", "name"), list(architectures()))
+def test_all(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -> None:
+    _train(ranks, purpose, name, stage, manner)

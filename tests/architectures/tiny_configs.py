@@ -1,0 +1,180 @@
+"""Every architecture of transformers, so small that a training step takes a fraction of a second.
+
+A configuration's own defaults say what it has; whatever it has of :data:`SMALL` becomes small, in
+the configurations inside it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+TABLES: dict[str, Mapping[str, Any]] = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "classes": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+}
+"""What a model is for -> architecture -> class names."""
+VOCABULARY = 96
+MOST_PARAMETERS = 8_000_000
+
+_WIDTH, _INNER, _HEADS, _LAYERS = 32, 48, 4, 3
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim",
+         "embedding_size"),
+        _WIDTH,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+        _INNER,
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), _LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads",
+         "decoder_attention_heads"),
+        _HEADS,
+    ),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length"), 64),
+    **dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 4
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8, "rotary_dim": 4,
+    "state_size": 4, "mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "mamba_chunk_size": 8, "chunk_size": 8, "attention_window": 8,
+    "image_size": 32, "patch_size": 8,
+    # Ranks that skip different layers are refused in the first pass of ZeRO-3; where transformers
+    # knows of it, it runs them all.
+    "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+# As many of them as there were.
+SMALL_LISTS: dict[str, int] = {
+    **dict.fromkeys(("hidden_sizes", "conv_dim", "embed_dims", "dims"), _WIDTH),
+    **dict.fromkeys(("depths", "num_blocks"), 1),
+}
+# Where all of them together make no model: what is left as it is then.
+_LEFT_ALONE: tuple[tuple[str, ...], ...] = (
+    (), ("head_dim",), ("num_key_value_heads",), ("n_group", "topk_group"),
+    ("head_dim", "num_key_value_heads"), tuple(SMALL_LISTS), ("depths", "num_blocks"),
+)  # fmt: skip
+
+
+class NoTinyModelError(Exception):
+    """Plain torch does not train what these sizes and inputs make of the architecture."""
+
+
+def architectures() -> Iterator[tuple[str, str]]:
+    """(what for, architecture) of each that this version of transformers has."""
+    for purpose, table in TABLES.items():
+        for name in sorted(table):
+            yield purpose, name
+
+
+def make_model(purpose: str, name: str) -> nn.Module:
+    """The architecture's model, in fp32, the same at every call.
+
+    Raises:
+        NoTinyModelError: why there is none.
+    """
+    found = TABLES[purpose][name]
+    model_class = getattr(transformers, found if isinstance(found, str) else found[0], None)
+    if model_class is None:
+        raise NoTinyModelError(f"transformers has no {found}")
+    reasons: list[str] = []
+    for config in _configs(name):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class(config).parameters())
+            if size > MOST_PARAMETERS:
+                reasons.append(f"it still has {size} parameters")
+                continue
+            torch.manual_seed(0)
+            model = model_class(config).float().train()
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eps = 0.5  # samples so few and small have next to no variance
+            loss_of(model, make_batch(purpose, 0)).backward()
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        model.zero_grad()
+        return model
+    raise NoTinyModelError(reasons[0] if reasons else "its configuration cannot be made small")
+
+
+def make_batch(purpose: str, number: int) -> dict[str, torch.Tensor]:
+    """Two samples with labels, the same for a number."""
+    drawn = torch.Generator().manual_seed(number)
+    classes = torch.randint(0, 2, (2,), generator=drawn)
+    if purpose == "image":
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=drawn), "labels": classes}
+    if purpose == "audio":
+        return {"input_values": torch.randn(2, 4000, generator=drawn), "labels": classes}
+    ids = torch.randint(3, VOCABULARY - 1, (2, 16), generator=drawn)
+    return {"input_ids": ids, "labels": classes if purpose == "classes" else ids.clone()}
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the model returns first.
+
+    Raises:
+        NoTinyModelError: no finite number that has a gradient.
+    """
+    output = model(**batch)
+    loss = output["loss"] if "loss" in output else output[0]
+    if not (isinstance(loss, torch.Tensor) and loss.requires_grad and torch.isfinite(loss).all()):
+        raise NoTinyModelError(f"its loss is {loss}")
+    return loss
+
+
+def _configs(name: str) -> Iterator[Any]:
+    config_class = transformers.CONFIG_MAPPING[name]
+    for left_alone in _LEFT_ALONE:
+        try:
+            values = _small_values(config_class, left_alone)
+            config = config_class(**values)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+        if not _has(config, "decoder_start_token_id"):
+            config.decoder_start_token_id = 0
+        yield config
+        if "layer_types" in values:
+            yield config_class(**{k: v for k, v in values.items() if k != "layer_types"})
+
+
+def _small_values(config_class: Any, left_alone: tuple[str, ...]) -> dict[str, Any]:
+    defaults = config_class()
+    values = {k: v for k, v in SMALL.items() if k not in left_alone and _has(defaults, k)}
+    for name, size in SMALL_LISTS.items():
+        if name not in left_alone and isinstance(found := getattr(defaults, name, None), list):
+            values[name] = [size] * len(found)
+    for inner in getattr(config_class, "sub_configs", None) or {}:
+        if (found := getattr(defaults, inner, None)) is not None:
+            values[inner] = _small_values(type(found), left_alone)
+    if "num_hidden_layers" in values and _has(defaults, "layer_types") and defaults.layer_types:
+        values["layer_types"] = list(defaults.layer_types)[:_LAYERS]
+    return values
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # some raise for what is different from layer to layer
+        return False
