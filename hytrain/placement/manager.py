@@ -235,6 +235,7 @@ class PlacementManager:
             self._measured_since = 0  # times are others from here on
         if not controller.is_settled:
             self._limits = None
+            self._estimator.forget_earlier()
 
     # -- by hand -------------------------------------------------------------------------------
 
