@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -30,16 +31,17 @@ from hytrain.offload import device_update
 from hytrain.offload.device_update import DeviceUpdate
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
+from hytrain.offload.update_groups import LIMITS
 
 MODELS = {"26 x 13 M": (26, 13_000_000), "18 x 52 M": (18, 52_000_000)}
 HYPER = (AdamHyper(lr=1e-3, step=3), AdamHyper(lr=1e-3, weight_decay=0.0, step=3))
 NORMS = 4096
 """Elements of a layer that are in a parameter group of their own."""
 SLEEP_CYCLES = 20_000_000  # some 10 ms
-KINDS: dict[str, tuple[str, Any] | None] = {
-    "together": None,
-    "by layer": ("MOST_LAYERS", 1),
-    "single": ("is_groupable", lambda _layer: False),
+KINDS = {
+    "together": LIMITS,
+    "by layer": replace(LIMITS, most_layers=1),
+    "single": replace(LIMITS, most_layers=1),
 }
 HEADING = ("layers", "groups", "update", "host us", "least", "GPU ms", "least", "G elements/s")
 
@@ -73,23 +75,27 @@ def measure(
     streams = Streams(device)
     # Nothing moves here: the mover is asked whether a layer has arrived, and it has.
     mover = LayerMover(cast("Any", None), streams)
-    updates = {kind: DeviceUpdate(states, streams, mover) for kind in KINDS}
+    updates = {kind: DeviceUpdate(states, streams, mover, limits) for kind, limits in KINDS.items()}
     gradients = [torch.ones(state.shard_size, device=device).bfloat16() for state in states]
     outcome = torch.tensor([1.0, 0.0], device=device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for number in range(rounds + 2):
-        for kind, change in KINDS.items():
+        for kind in KINDS:
             for state, gradient in zip(states, gradients, strict=True):
-                state.update.send(gradient)
+                state.update.send(gradient, is_measured=True)
             torch.cuda.synchronize()
             # The device begins when all is queued, so that its time has no gaps of the host in it.
             with torch.cuda.stream(streams.update):
                 torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
             begin.record(streams.update)
-            with nullcontext() if change is None else patch.object(device_update, *change):
+            with (
+                patch.object(device_update, "is_groupable", lambda _layer: False)
+                if kind == "single"
+                else nullcontext()
+            ):
                 at = time.perf_counter()
-                updates[kind].run(HYPER[:groups], outcome, ())
+                updates[kind].run(HYPER[:groups], outcome, (), in_line=False)
                 seconds = time.perf_counter() - at
             end.record(streams.update)
             torch.cuda.synchronize()

@@ -137,6 +137,25 @@ class CopyRates(Record):
     from_host_both: float = Field(gt=0.0)
 
 
+class UpdateLaunches(Record):
+    """Of the host, in milliseconds: to launch a step's updates, on one rank, nothing beside it.
+
+    Where the device has more to do than the host these hide; in a launch-bound step they add up.
+    """
+
+    gpu_step_ms: float = Field(ge=0.0)
+    """Once, in a step in which any layer is updated on the GPU."""
+
+    launch_ms: float = Field(ge=0.0)
+    """Each launch there; small neighbours share one."""
+
+    gpu_layer_ms: float = Field(ge=0.0)
+    """Each layer that is updated there, from the hand-over of its gradient to the next forward."""
+
+    cpu_layer_ms: float = Field(ge=0.0)
+    """Each layer that is updated on the CPU, likewise, without waits for that."""
+
+
 class DeviceProfile(Record):
     """A distinct GPU of a host. Ranks of equal label share one."""
 
@@ -178,7 +197,12 @@ class DeviceProfile(Record):
     launching alone; None where it was not measured."""
 
     update_launch_ms: float | None = Field(ge=0.0, default=None)
-    """Of the host, to launch the update of one layer on the GPU; None where it was not measured."""
+    """Of the host, to launch the update of one layer on the GPU with a norm and a launch of its
+    own, which none has any more: read from profiles of November 24, 2026, no longer measured."""
+
+    update_launches: UpdateLaunches | None = None
+    """Of the host, to launch a step's updates; None where it was not measured: plans then go by
+    :attr:`update_launch_ms`, which counts too much where layers are small."""
 
     measured: AwareDatetime
     settings: str = ""

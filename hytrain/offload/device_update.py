@@ -17,15 +17,7 @@ from hytrain.kernels.grouped_adam import GroupedAdam, Segment
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
-
-FIRST_ELEMENTS = 16 << 20
-MOST_ELEMENTS = 64 << 20
-"""Of layers that are updated together. The next forward waits for a layer's whole launch: the first
-launch is a small one, and each may have twice as many elements as the one before it."""
-MOST_LAYERS = 8
-ALONE_ELEMENTS = 32 << 20
-"""A layer of more is updated alone: its launch costs little beside its update, and the event behind
-that lets the next forward begin sooner."""
+from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
 
 
 class UpdateObserver(Protocol):
@@ -70,38 +62,31 @@ def is_groupable(layer: LayerState) -> bool:
     return not layer.moments.is_rounded and not layer.storage.on_host
 
 
-def batches(layers: Sequence[LayerState]) -> list[list[LayerState]]:
+def batches(layers: Sequence[LayerState], limits: GroupLimits = LIMITS) -> list[list[LayerState]]:
     """Neighbours that are updated together."""
-    found: list[list[LayerState]] = []
-    limit, taken = FIRST_ELEMENTS, 0
-    for layer in layers:
-        last = found[-1] if found else []
-        taken += layer.shard_size
-        if (
-            not last
-            or len(last) == MOST_LAYERS
-            or taken > limit
-            or max(layer.shard_size, last[-1].shard_size) > ALONE_ELEMENTS
-            or not (is_groupable(layer) and is_groupable(last[-1]))
-        ):
-            limit = min(MOST_ELEMENTS, limit * 2) if last else limit
-            found.append([])
-            taken = layer.shard_size
-        found[-1].append(layer)
-    return found
+    sizes, groupable = [x.shard_size for x in layers], [is_groupable(x) for x in layers]
+    begins = group_begins(sizes, groupable, limits)
+    ends = [*begins[1:], len(layers)]
+    return [list(layers[begin:end]) for begin, end in zip(begins, ends, strict=False)]
 
 
 class _Plan:
     """What stays from step to step while layers, their memory and gradients' dtypes do."""
 
-    def __init__(self, layers: Sequence[LayerState], num_groups: int, streams: Streams) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        num_groups: int,
+        streams: Streams,
+        limits: GroupLimits,
+    ) -> None:
         device = streams.device
         gradients = [layer.update.gradient for layer in layers]
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         launches: list[list[Segment]] = []
         self.batches: list[Batch] = []
         number = 0
-        for batch in batches(layers):
+        for batch in batches(layers, limits):
             begin = len(launches)
             if is_groupable(batch[0]):
                 launches += _launches(batch, number, dtypes)
@@ -139,8 +124,15 @@ def _launches(
 class DeviceUpdate:
     """Makes a step of every layer on the device."""
 
-    def __init__(self, layers: Sequence[LayerState], streams: Streams, mover: LayerMover) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        streams: Streams,
+        mover: LayerMover,
+        limits: GroupLimits = LIMITS,
+    ) -> None:
         self._layers = layers
+        self._limits = limits
         self._streams = streams
         self._mover = mover
         self._plan_of: tuple[object, ...] = ()
@@ -202,7 +194,7 @@ class DeviceUpdate:
             ],
         )
         if self._plan is None or key != self._plan_of:
-            self._plan = _Plan(layers, num_groups, self._streams)
+            self._plan = _Plan(layers, num_groups, self._streams, self._limits)
             self._plan_of = key
         return self._plan
 

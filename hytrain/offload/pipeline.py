@@ -22,6 +22,7 @@ from hytrain.offload.device_update import DeviceUpdate, UpdateObserver
 from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
+from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.trace.recorder import Recorder
 
 _IN_LINE = nullcontext()
@@ -38,6 +39,7 @@ class UpdatePipeline:
         norm: GradientNorm,
         streams: Streams,
         collectives: ShardCollectives,
+        group_limits: GroupLimits = LIMITS,
     ) -> None:
         self.layers = list(layers)
         self.cpu = cpu
@@ -49,7 +51,7 @@ class UpdatePipeline:
         is_sharded = any(layer.storage.is_sharded for layer in self.layers)
         self._is_whole = collectives.world_size == 1 and not is_sharded
         self.mover = LayerMover(cpu, streams)
-        self._device_update = DeviceUpdate(self.layers, streams, self.mover)
+        self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
         self.trace: Recorder | None = None

@@ -156,6 +156,8 @@ class GradientCollector:
         """Detaches from the model."""
         for hooks in self._hooks:
             hooks.remove()
+        self._hooks.clear()  # each refers to this object
+        self._marked.clear()
 
     # -- one backward --------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ from hytrain.placement.step_timer import StepSample
 
 _WINDOW = 5
 """Steps. Medians over them follow a change within three steps and are blind to an outlier."""
+_LONG_WINDOW = 16
+"""The same while nothing changes: medians over these scatter by half as much, so that a number of
+GPU layers is not left for what is noise."""
 _STALE = 20
 """Calls of add_spans after which a pass that others have replaced counts as not seen."""
 _CLIP_WINDOW = 16
@@ -82,7 +85,9 @@ class CostEstimator:
         self._layers = list(layers)
         self._chunk_elements = chunk_elements
         self._rates = rates
-        self._samples: deque[StepSample] = deque(maxlen=_WINDOW)
+        self._history: deque[StepSample] = deque(maxlen=_LONG_WINDOW)
+        self._alike = 0  # of its latest samples, at one placement and of one workload
+        self._was_news = False
         self._parts: deque[list[float]] = deque(maxlen=_NOISE_WINDOW)
         self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
@@ -100,9 +105,23 @@ class CostEstimator:
     def add_samples(self, samples: Iterable[StepSample]) -> None:
         """Times on the compute stream."""
         for sample in samples:
-            self._samples.append(sample)
+            is_news = self.is_news(sample)
+            if is_news and self._was_news:
+                self._alike = 1  # the one before is of the new times, too
+            self._was_news = is_news
+            self._history.append(sample)
+            self._alike += 1
             self._parts.append(_sums(sample))
             self._add_gpu_rate(sample)
+
+    def forget_earlier(self) -> None:
+        """Layers have moved: times are of another placement from the next sample on."""
+        self._alike = 0
+
+    @property
+    def _samples(self) -> list[StepSample]:
+        """What medians are over."""
+        return list(self._history)[-max(_WINDOW, self._alike) :]
 
     @property
     def num_samples(self) -> int:
@@ -115,7 +134,7 @@ class CostEstimator:
         Steps that the host's launches bound scatter by more than that: were each of them news, all
         of them would be measured, for nothing.
         """
-        if not self._samples:
+        if not self._history:
             return True
         parts = np.array(self._parts)
         old = np.median(parts[-_WINDOW:], axis=0)

@@ -30,8 +30,12 @@ _FEW = 4
 """Steps after which a visit ends where nothing is to be won."""
 _LEAST_BETWEEN = 4
 """Layers from the solver's choice to all that fit, for the number halfway to be worth a visit."""
-_LEAST_LOSS = 1.06
+_LEAST_LOSS = 1.03
 """Ratio of the two's steps from which on all that fits is worse."""
+_CLEAR_LOSS = 1.1
+"""The same that one visit to each shows: hosts do not drift by so much in so few steps."""
+_VISITS = 3
+"""To both numbers together, before all that fits is given up for less."""
 
 
 class LaunchBoundPlacement:
@@ -153,11 +157,14 @@ class LaunchBoundPlacement:
         if not visits[most]:
             return most, None
         seconds = {k: statistics.median(found) for k, found in visits.items()}
-        is_worse = seconds[most] > _LEAST_LOSS * seconds[other]
-        if is_worse and len(visits[other]) < 2 * _STEPS:
-            return other, None
-        if is_worse and len(visits[most]) < 2 * _STEPS:
-            return most, None
+        loss = seconds[most] / seconds[other]
+        is_worse = loss > _LEAST_LOSS
+        if (
+            _LEAST_LOSS < loss < _CLEAR_LOSS
+            and len(visits[most]) + len(visits[other]) < _VISITS * _STEPS
+        ):
+            # Once more, in turns: a host that became slower meanwhile slows both down.
+            return (other if here == most else most), None
         return (other if is_worse else most), is_worse
 
     def _is_complete(self, here: int) -> bool:

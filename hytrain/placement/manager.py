@@ -233,8 +233,10 @@ class PlacementManager:
         if self.tuned_threads is not None and self.tuned_threads.end_step(ready=ready):
             self.threads = replace(self.threads, num_threads=self.tuned_threads.trials.chosen)
             self._measured_since = 0  # times are others from here on
+            self._estimator.forget_earlier()
         if not controller.is_settled:
             self._limits = None
+            self._estimator.forget_earlier()
 
     # -- by hand -------------------------------------------------------------------------------
 

@@ -42,8 +42,9 @@ _REFERENCE = 9
 """First steps at a placement, which later ones are compared with."""
 _RECENT = 7
 """A change is seen in so many steps; some outliers are not."""
-_LATEST = 5
-"""Steps that the residual is of: as many as costs are medians over, so that both change at once."""
+_LATEST = 16
+"""Steps that the residual is of, at most: as many as costs are medians over, so that both scatter
+and change at once."""
 _MILESTONES = (ENOUGH_SAMPLES, _REFERENCE, _WINDOW)
 """Numbers of steps at which a median is worth solving with again."""
 _CHANGE = 0.1

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+import statistics
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from hytrain.placement.controller import ControllerSettings, PlacementController
+from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
+from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measured_steps import ENOUGH_SAMPLES
-from hytrain.placement.memory import Bounds
+from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
+from hytrain.placement.step_timer import StepSample
 
 PARAMETERS = 50_000_000
+PASSES = 5
+"""Of the worker, that a median is over."""
 
 
 class Steps(Protocol):
@@ -59,9 +66,11 @@ class Machine:
         launches: of an update on the GPU, for all layers, that no measurement of the GPU shows.
         saved: of a step whose layers are all updated on the GPU, for no other reason known.
         late: seconds by which a step ends later for each of the worker's work, which no cost shows.
-        waits_hide: that steps are launch-bound shows with most layers on the GPU only.
+        waits_hide: that steps are launch-bound does not show in those that wait for the CPU, with
+            less than half of the layers on the GPU.
         noise: standard deviation of a step, as a share of it.
         drift: the same of what changes slowly, over some thirty steps.
+        outliers: share of steps that something else holds up, for up to twice their time.
     """
 
     layers: int
@@ -75,6 +84,7 @@ class Machine:
     waits_hide: bool = False
     noise: float = 0.0
     drift: float = 0.0
+    outliers: float = 0.0
 
     def costs(self, gpu_layers: int) -> StepCosts:
         """What is measured at a placement."""
@@ -97,7 +107,7 @@ class Machine:
 
     def step_seconds(self, gpu_layers: int) -> float:
         """The truth."""
-        return _step_seconds(replace(self, noise=0.0, drift=0.0), gpu_layers)
+        return _step_seconds(replace(self, noise=0.0, drift=0.0, outliers=0.0), gpu_layers)
 
     def best(self) -> float:
         """The shortest step."""
@@ -106,7 +116,9 @@ class Machine:
     def is_launch_bound(self, gpu_layers: int) -> bool:
         """Whether a step shows that it is."""
         is_hidden = self.waits_hide and gpu_layers < self.layers / 2
-        return self.interference > 0.0 and not is_hidden
+        if is_hidden and _waits(replace(self, noise=0.0, drift=0.0, outliers=0.0), gpu_layers):
+            return False
+        return self.interference > 0.0
 
 
 @cache
@@ -115,6 +127,12 @@ def _step_seconds(machine: Machine, gpu_layers: int) -> float:
     launches = machine.launches * gpu_layers / machine.layers
     late = machine.late * machine.cpu * (1.0 - gpu_layers / machine.layers)
     return predicted + launches + late - machine.saved * (gpu_layers == machine.layers)
+
+
+@cache
+def _waits(machine: Machine, gpu_layers: int) -> bool:
+    (found,) = predict(machine.costs(gpu_layers), gpu_layers=[gpu_layers]).candidates
+    return found.bound == "host"
 
 
 class Training:
@@ -169,33 +187,34 @@ class Training:
         """Trains; returns the decisions that moved layers."""
         controller, before = self.controller, len(self.controller.decisions)
         for _ in range(steps):
-            here = controller.num_gpu_layers
             self.drift = 0.97 * self.drift + self.random.gauss(0.0, 0.243 * self.machine.drift)
-            if controller.is_settled:
-                seconds = self.machine.step_seconds(here)
-                noise = self.random.gauss(0.0, self.machine.noise)
-                controller.add_step(
-                    seconds * (1 + noise + self.drift), launch_bound=self.launch_bound
-                )
-            if controller.is_due(self.step) and controller.num_measured >= ENOUGH_SAMPLES:
-                costs = self.machine.costs(here)
-                wrong = (
-                    1 + self.drift + self.random.gauss(0.0, self.machine.noise / 2)
-                )  # of a median
-                layers = tuple(
-                    replace(c, forward=wrong * c.forward, backward=wrong * c.backward)
-                    for c in costs.layers
-                )
-                controller.consider(
-                    self.step,
-                    replace(costs, layers=layers),
-                    self.limits,
-                    launch_bound=self.launch_bound,
-                )
+            self._observe()
             self.step += 1
             controller.act(self.step)
         made = controller.decisions[before:]
         return sum(d.gpu_layers_before != d.gpu_layers_target for d in made)
+
+    def _observe(self) -> None:
+        """A step, all of which is measured; costs as of medians."""
+        controller = self.controller
+        here = controller.num_gpu_layers
+        if controller.is_settled:
+            seconds = self.machine.step_seconds(here)
+            noise = self.random.gauss(0.0, self.machine.noise)
+            controller.add_step(seconds * (1 + noise + self.drift), launch_bound=self.launch_bound)
+        if controller.is_due(self.step) and controller.num_measured >= ENOUGH_SAMPLES:
+            costs = self.machine.costs(here)
+            wrong = 1 + self.drift + self.random.gauss(0.0, self.machine.noise / 2)  # of a median
+            layers = tuple(
+                replace(c, forward=wrong * c.forward, backward=wrong * c.backward)
+                for c in costs.layers
+            )
+            controller.consider(
+                self.step,
+                replace(costs, layers=layers),
+                self.limits,
+                launch_bound=self.launch_bound,
+            )
 
     @property
     def launch_bound(self) -> bool:
@@ -206,4 +225,95 @@ class Training:
     def regret(self) -> float:
         """By how much a step is longer than the best, as a share."""
         here = self.machine.step_seconds(self.controller.num_gpu_layers)
-        return here / self.machine.best() - 1
+        return here / self.best - 1
+
+    @property
+    def best(self) -> float:
+        """The shortest step of those that fit."""
+        return min(self.machine.step_seconds(k) for k in self._fitting)
+
+    @property
+    def _fitting(self) -> range:
+        layer_bytes = [LayerBytes("layer", PARAMETERS)] * self.machine.layers
+        allowed = bounds(layer_bytes, self.limits, 0)
+        return range(allowed.min_gpu_layers, allowed.max_gpu_layers + 1)
+
+
+class ManagedTraining(Training):
+    """As the manager has it: it says which steps are measured, and each part of them scatters."""
+
+    def __init__(self, machine: Steps, seed: int = 0, gpu_layers: int = 0) -> None:
+        super().__init__(machine, seed, gpu_layers)
+        layer_bytes = [LayerBytes("layer", PARAMETERS)] * machine.layers
+        rates = InitialRates(1e-9, 1e-11)
+        # What its rules look at of a manager, whose other parts need a device and a worker.
+        self.manager: Any = SimpleNamespace(
+            controller=self.controller,
+            _estimator=CostEstimator(layer_bytes, PARAMETERS, rates, updates_overlap=True),
+            _steps=0,
+            _measured_since=0,
+            _was_news=False,
+        )
+        self.num_measured = 0
+        self._measures = True
+        self._passes: deque[float] = deque(maxlen=PASSES)
+        self._last: StepSample | None = None
+        """It is read one step later."""
+
+    def _observe(self) -> None:
+        manager, controller = self.manager, self.controller
+        samples = [self._last] if self._last is not None else []
+        PlacementManager._look_for_news(manager, samples)
+        manager._estimator.add_samples(samples)
+        if controller.is_settled:
+            for sample in samples:
+                controller.add_step(sample.seconds, launch_bound=sample.launch_bound)
+        self._last = self._sample() if self._measures else None
+        # The worker tells of every step, with the machine as it is now: medians follow sooner.
+        self._passes.append(1 + self.random.gauss(0.0, self.machine.noise))
+        costs = manager._estimator.costs()
+        if (
+            controller.is_due(self.step)
+            and costs is not None
+            and PlacementManager._has_measured_enough(manager)
+        ):
+            now = self.machine.costs(controller.num_gpu_layers).layers[0]
+            wrong = statistics.median(self._passes)
+            names = ("cpu_update", "cpu_commit", "cpu_preview", "to_host", "to_device")
+            passes = {name: wrong * getattr(now, name) for name in names}
+            layers = tuple(
+                replace(layer, **passes, gpu_update=now.gpu_update) for layer in costs.layers
+            )
+            controller.consider(
+                self.step,
+                replace(costs, layers=layers),
+                self.limits,
+                launch_bound=manager._estimator.launch_bound,
+            )
+        manager._steps = self.step + 1
+        if not controller.is_settled:
+            manager._estimator.forget_earlier()
+        self.num_measured += self._measures
+        self._measures = PlacementManager._measures_next(manager)
+
+    def _sample(self) -> StepSample:
+        here, noise = self.controller.num_gpu_layers, self.machine.noise
+        costs, gauss = self.machine.costs(here), self.random.gauss
+        common = 1 + self.drift + gauss(0.0, noise)
+        seconds = common * self.machine.step_seconds(here)
+        # What delays a part of a step need not delay another.
+        forward, backward, tail = (common * (1 + gauss(0.0, noise)) for _ in range(3))
+        held_up = 0.0
+        if self.random.random() < self.machine.outliers:
+            held_up = seconds * self.random.random() * 2
+        return StepSample(
+            forward=[forward * layer.forward for layer in costs.layers],
+            cpu_wait=0.0,
+            gpu_wait=0.0,
+            between=0.0,
+            backward=[backward * layer.backward for layer in costs.layers],
+            tail=tail * costs.tail + held_up,
+            gpu_update={},
+            seconds=seconds + held_up,
+            launch_bound=self.launch_bound,
+        )

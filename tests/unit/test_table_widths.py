@@ -12,7 +12,7 @@ from support.placement_runs import costs, decision, text_of, typical_run
 from support.plan_profiles import a_device, a_host, a_profile
 from support.trace_schedule import Schedule, write
 
-from hytrain.formats.profile_file import ProfileFile
+from hytrain.formats.profile_file import ProfileFile, UpdateLaunches
 from hytrain.formats.text_table import WIDTH, align, fold
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import table
@@ -140,7 +140,12 @@ def test_profile(factor: float) -> None:
             update={
                 "settings": "words about clocks and power limits " * 5,
                 "launch_slowdown": 2.0 * factor,
-                "update_launch_ms": 0.1 * factor,
+                "update_launches": UpdateLaunches(
+                    gpu_step_ms=0.1 * factor,
+                    launch_ms=0.1 * factor,
+                    gpu_layer_ms=0.1 * factor,
+                    cpu_layer_ms=0.1 * factor,
+                ),
                 "layer": tuple(
                     type(row)(
                         **{

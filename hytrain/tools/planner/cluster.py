@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE
+from hytrain.offload.update_groups import group_begins
 from hytrain.tools.planner.curves import Table
 
 UNEVEN_FACTOR = 1.25
@@ -27,6 +28,35 @@ def require_positive(what: str, **values: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateLaunchTimes:
+    """What updates take of a host that launches them, in milliseconds.
+
+    Attributes:
+        gpu_step_ms: once, where any layer is updated on the GPU.
+        launch_ms: each launch there.
+        gpu_layer_ms: each layer that is updated there.
+        cpu_layer_ms: each that is updated on the CPU.
+        shares: whether neighbours share launches; where they do not, each layer has its own.
+    """
+
+    gpu_step_ms: float = 0.0
+    launch_ms: float = 0.0
+    gpu_layer_ms: float = 0.0
+    cpu_layer_ms: float = 0.0
+    shares: bool = True
+
+    def on_gpu(self, sizes: Sequence[int]) -> list[float]:
+        """To launch the updates of the first 0, 1, ... of layers with shards of these sizes."""
+        begins = set(group_begins(sizes, [self.shares] * len(sizes)))
+        found, launches = [0.0], 0
+        for number in range(len(sizes)):
+            launches += number in begins
+            layers = (number + 1) * self.gpu_layer_ms
+            found.append(self.gpu_step_ms + launches * self.launch_ms + layers)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchTimes:
     """Of a host that launches a GPU's work, in milliseconds.
 
@@ -34,13 +64,13 @@ class LaunchTimes:
         layer_ms: to launch one layer's forward and backward, against samples.
         outside_ms: what is outside of the layers, likewise; None for nothing.
         slowdown: of launching, beside updates on the CPU.
-        update_ms: to launch one layer's update on the GPU.
+        updates: what updates take.
     """
 
     layer_ms: Table
     outside_ms: Table | None
     slowdown: float
-    update_ms: float
+    updates: UpdateLaunchTimes = field(default_factory=UpdateLaunchTimes)
 
     def outside(self, samples: int) -> float:
         """To launch what is outside of the layers."""

@@ -3,8 +3,9 @@
 A GPU that is ahead of its host waits for launches: the step is *launch-bound*, and what delays
 launching delays the step. Two things do. Threads that update on the CPU take cores and memory
 bandwidth from the launching thread: beside them launching takes ``slowdown`` times
-as long. And where updates are on the GPU, their launches are the host's work too, behind backward,
-when nothing is queued that could hide them.
+as long. And updates are the host's work, too: those on the GPU are launched behind backward, when
+nothing is queued that could hide them, small neighbours together; gradients of the others are
+handed over in backward, and forward waits for each layer.
 
 Where the GPU has more to do than the host, launching hides behind it and adds nothing but the gap
 at a step's end: the next forward's kernels are launched when the host has seen the decision.
@@ -16,8 +17,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cluster import GpuProfile, UpdateLaunchTimes
 from hytrain.tools.planner.passes import micro_seconds
+from hytrain.tools.planner.problem import Model
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLaunchSeconds:
+    """Of one rank's shard, with 0, 1, ... L of the model's layers on the GPU.
+
+    Attributes:
+        on_gpu: to launch the updates there.
+        on_cpu: to hand the gradients of the other layers over, and to wait for their weights.
+    """
+
+    on_gpu: tuple[float, ...]
+    on_cpu: tuple[float, ...]
+
+    @staticmethod
+    def of(times: UpdateLaunchTimes, model: Model, fraction: float) -> UpdateLaunchSeconds:
+        """Of so large a part of the model's state."""
+        sizes = [round(fraction * size) for size in model.updated_sizes]
+        on_gpu = times.on_gpu(sizes)
+        # Of L equal layers of a plan, in layers that training has: as where training places them.
+        numbers = [round(k * len(sizes) / model.num_layers) for k in range(model.num_layers + 1)]
+        return UpdateLaunchSeconds(
+            tuple(on_gpu[number] / 1e3 for number in numbers),
+            tuple((len(sizes) - number) * times.cpu_layer_ms / 1e3 for number in numbers),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +54,7 @@ class StepLaunches:
     Attributes:
         passes: to launch a step's forward and backward, nothing beside it.
         slowdown: ratio of the same beside updates on the CPU.
-        update: to launch one layer's update on the GPU.
+        updates: what updates take besides; None for nothing.
         end: from a decision to the first kernel of the next forward. About as long as launching a
             block: 0.7, 1.0 and 1.2 times that on three hosts (experiments/solve_k/regimes.json,
             the tail of steps without updates on the GPU).
@@ -35,14 +62,18 @@ class StepLaunches:
 
     passes: float = 0.0
     slowdown: float = 1.0
-    update: float = 0.0
+    updates: UpdateLaunchSeconds | None = None
     end: float = 0.0
 
     @staticmethod
     def of(
-        gpu: GpuProfile, sizes: Sequence[tuple[int, int]], layers: int, activations: Activations
+        gpu: GpuProfile,
+        model: Model,
+        sizes: Sequence[tuple[int, int]],
+        activations: Activations,
+        fraction: float,
     ) -> StepLaunches:
-        """For micro-batches of these sizes (numbers of them, samples)."""
+        """For micro-batches of these sizes (numbers of them, samples), and a part of the state."""
         if gpu.launches is None or not sizes:
             return StepLaunches()
         times, passes = gpu.launches, 0.0
@@ -50,14 +81,27 @@ class StepLaunches:
             # A recomputed forward is launched again.
             kept = gpu.forward_ms.at(size) + gpu.backward_ms.at(size)
             again = 1e3 * sum(micro_seconds(gpu, size, activations)) / kept if kept > 0.0 else 1.0
-            passes += count * (layers * again * times.layer_ms.at(size) + times.outside(size))
-        end = times.layer_ms.at(sizes[0][1])
-        return StepLaunches(passes / 1e3, times.slowdown, times.update_ms / 1e3, end / 1e3)
+            layers = model.num_layers * again * times.layer_ms.at(size)
+            passes += count * (layers + times.outside(size))
+        return StepLaunches(
+            passes=passes / 1e3,
+            slowdown=times.slowdown,
+            updates=UpdateLaunchSeconds.of(times.updates, model, fraction),
+            end=times.layer_ms.at(sizes[0][1]) / 1e3,
+        )
 
-    def passes_beside(self, busy: float) -> float:
-        """The passes' launches, updates on the CPU going on for so many seconds of them."""
-        delayed = self.passes + (1.0 - 1.0 / self.slowdown) * busy
-        return min(self.slowdown * self.passes, delayed)
+    def passes_beside(self, busy: float, gpu_layers: int = 0) -> float:
+        """The passes' launches, updates on the CPU going on for so many seconds of them.
+
+        Args:
+            busy: seconds.
+            gpu_layers: that are updated on the GPU; the others are handed over in the passes.
+        """
+        passes = self.passes
+        if self.updates is not None:
+            passes += self.updates.on_cpu[gpu_layers]
+        delayed = passes + (1.0 - 1.0 / self.slowdown) * busy
+        return min(self.slowdown * passes, delayed)
 
     def update_seconds(self, gpu_layers: int, idle: float) -> float:
         """By which the launches of the GPU's updates outlast backward.
@@ -66,4 +110,6 @@ class StepLaunches:
             gpu_layers: that are updated.
             idle: for which the host has nothing to launch in the passes: so far it is ahead.
         """
-        return max(0.0, gpu_layers * self.update - max(0.0, idle))
+        if self.updates is None:
+            return 0.0
+        return max(0.0, self.updates.on_gpu[gpu_layers] - max(0.0, idle))

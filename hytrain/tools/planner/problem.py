@@ -34,6 +34,9 @@ class Model:
         dtype: of the training copy, for the record; None where not known.
         seq_len: tokens of a sample, likewise.
         moments: how Adam's moments are kept, for the record.
+        outside: parameters before the first layer and behind the last one. They are among
+            ``parameters``, dealt out to the layers, but training updates them as layers of their
+            own.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Model:
     seq_len: int | None = None
     frozen: int = 0
     moments: MomentsName = FP32
+    outside: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         require_positive(
@@ -55,6 +59,13 @@ class Model:
         )
         if self.frozen < 0:
             raise PlanError(f"model {self.name}: frozen must not be negative, got {self.frozen}")
+
+    @property
+    def updated_sizes(self) -> list[int]:
+        """Parameters of each layer that training updates, in their order."""
+        before, after = self.outside
+        each = (self.parameters - before - after) // self.num_layers
+        return [size for size in (before, *[each] * self.num_layers, after) if size]
 
     @property
     def layer_bytes(self) -> float:

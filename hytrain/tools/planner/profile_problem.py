@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import ITEMSIZE
-from hytrain.formats.moment_kinds import state_bytes_each
+from hytrain.formats.moment_kinds import FP32, state_bytes_each
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CollectiveProfile,
@@ -25,7 +25,14 @@ from hytrain.formats.profile_file import (
     ProfiledModel,
     ProfileFile,
 )
-from hytrain.tools.planner.cluster import UNEVEN_FACTOR, Cluster, GpuProfile, Host, LaunchTimes
+from hytrain.tools.planner.cluster import (
+    UNEVEN_FACTOR,
+    Cluster,
+    GpuProfile,
+    Host,
+    LaunchTimes,
+    UpdateLaunchTimes,
+)
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
@@ -115,6 +122,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             seq_len=model.seq_len,
             frozen=model.frozen,
             moments=model.moments,
+            outside=model.outside_parameters,
         ),
         batch=options.batch,
         stage=options.stage,
@@ -193,11 +201,11 @@ def gpu_profile(
         sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
         accumulation_ms=_accumulation(device, model),
         fetch_rate=device.copies.from_host,
-        launches=_launches(device),
+        launches=_launches(device, shares=model.moments == FP32 and not options.offload_param),
     )
 
 
-def _launches(device: DeviceProfile) -> LaunchTimes | None:
+def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
     rows = [row for row in device.layer if row.launch_ms is not None]
     if not rows:
         return None
@@ -206,8 +214,15 @@ def _launches(device: DeviceProfile) -> LaunchTimes | None:
         layer_ms=times(rows, lambda row: row.launch_ms or 0.0),
         outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else None,
         slowdown=device.launch_slowdown or 1.0,
-        update_ms=device.update_launch_ms or 0.0,
+        updates=_update_launches(device, shares=shares),
     )
+
+
+def _update_launches(device: DeviceProfile, *, shares: bool) -> UpdateLaunchTimes:
+    found = device.update_launches
+    if found is None:  # an older profile, or none of a GPU
+        return UpdateLaunchTimes(gpu_layer_ms=device.update_launch_ms or 0.0, shares=shares)
+    return UpdateLaunchTimes(**found.model_dump(), shares=shares)
 
 
 _Row = TypeVar("_Row", LayerSample, OutsideSample)

@@ -119,7 +119,8 @@ class _Rank:
     @property
     def _launched(self) -> float:
         """To launch the passes beside the worker's updates."""
-        return self.launches.passes_beside((self.layers - self.gpu_layers) * self.cpu_update)
+        busy = (self.layers - self.gpu_layers) * self.cpu_update
+        return self.launches.passes_beside(busy, self.gpu_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,11 @@ class StepSimulator:
                 passes = _passes(problem, gpu, self._collectives, loads[rank], fetch)
                 work = loads[rank]
                 sizes = micro_sizes(work.batch, work.microbatch)
-                launches = StepLaunches.of(gpu, sizes, self._num_layers, work.activations)
-                self._ranks.append(_rank(problem, gpu, passes, shares[rank], rate, launches))
+                share = shares[rank]
+                launches = StepLaunches.of(
+                    gpu, problem.model, sizes, work.activations, share.fraction
+                )
+                self._ranks.append(_rank(problem, gpu, passes, share, rate, launches))
         if problem.stage == 3:
             if all(work.activations in LAYER_MAJOR for work in loads if work.batch):
                 self._ranks = _layer_by_layer(self._ranks)

@@ -1,69 +1,95 @@
-"""Takes gradients over as training does: into a flat buffer a layer, each freed when it is copied.
+"""Takes gradients over by training's own hooks: into a flat buffer a layer, freed when complete.
 
-So a measured backward has the copies that training's has, and its memory holds one layer's gradient
-at a time, not those of all layers.
+So a measured backward has the hooks and copies that training's has, the sums of squares that come
+with these, and of the host what they take; its memory holds one layer's gradient at a time, not
+those of all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hytrain.model.discovery import LayerParameters
+from hytrain.model.layout import lay_out
+from hytrain.optimizer.gradients import GradientCollector
+from hytrain.optimizer.layer_gradient import LayerGradient
 
 
-class _Layer:
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.sizes = [parameter.numel() for parameter in parameters]
-        self.parts: list[torch.Tensor] = []
-        self.missing = len(self.sizes)
+class _Drop:
+    """Whom the collector gives gradients to: drops them."""
 
-    def take(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if not self.parts:
-            flat = torch.empty(sum(self.sizes), dtype=gradient.dtype, device=gradient.device)
-            self.parts = list(flat.split(self.sizes))
-        self.parts[index].view(gradient.shape).copy_(gradient.detach())
-        parameter.grad = None
-        self.missing -= 1
-        if self.missing == 0:
-            self.drop()
+    def __init__(self) -> None:
+        # Not a cycle: the copy of the model goes when its measurement ends.
+        self._collector: Callable[[], GradientCollector | None] = lambda: None
 
-    def drop(self) -> None:
-        self.parts = []
-        self.missing = len(self.sizes)
+    def follow(self, collector: GradientCollector) -> None:
+        """Whose passes it begins."""
+        self._collector = weakref.ref(collector)
+
+    def begin_unannounced(self) -> None:
+        """The first gradient of a pass has come."""
+        collector = self._collector()
+        assert collector is not None
+        collector.begin(early=True)
+
+    def consume(self, gradient: LayerGradient) -> None:
+        """A layer's gradient is complete; nobody wants it."""
+        gradient.release()
+        gradient.held = None
+
+    def consume_part(self, gradient: LayerGradient) -> None:
+        """A part of it is."""
+        self.consume(gradient)
+
+    def withdraw_gradient(self, gradient: LayerGradient) -> None:
+        """More of it comes; what came before is gone, and so will this be."""
+
+    def agree_on_order(
+        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
+    ) -> tuple[list[int], list[bool]]:
+        """There is one rank."""
+        return list(order), list(early)
 
 
 class GradientSink:
-    """Hooks on the parameters of all layers, until :meth:`close`."""
+    """Hooks on the parameters of all layers, until :meth:`close`; drops what is complete."""
 
-    def __init__(self, layers: Sequence[LayerParameters]) -> None:
+    def __init__(self, layers: Sequence[LayerParameters], device: torch.device) -> None:
         """
         Args:
             layers: of the model, with all trained parameters.
+            device: where they are.
         """
-        self._layers: list[_Layer] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for found in layers:
-            parameters = [parameter for _, parameter in found.parameters]
-            layer = _Layer(parameters)
-            self._layers.append(layer)
-            for index, parameter in enumerate(parameters):
-                hook = partial(layer.take, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        group_of = {id(parameter): 0 for layer in layers for _, parameter in layer.parameters}
+        sink = _Drop()
+        self._collector = GradientCollector(
+            lay_out(layers, group_of, 1),
+            [layer.parameters[0][1].dtype for layer in layers],
+            device,
+            sink,
+            num_ranks=1,
+            direct=False,
+        )
+        sink.follow(self._collector)
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether most layers' gradients come with the squares that their norm is made of."""
+        layers = self._collector.layers
+        return 2 * sum(layer.copier is not None for layer in layers) > len(layers)
 
     def end_pass(self) -> None:
-        """Backward is over, or has failed: gradients of layers with unused parameters go too."""
-        for layer in self._layers:
-            layer.drop()
+        """Backward is over: gradients of layers with unused parameters go too."""
+        self._collector.complete(consume=True)
+
+    def abort_pass(self) -> None:
+        """It has failed."""
+        self._collector.discard()
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.end_pass()
+        self.abort_pass()
+        self._collector.remove_hooks()

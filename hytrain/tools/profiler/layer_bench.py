@@ -50,7 +50,7 @@ class LayerBench:
         self._clock = Clock(device)
         self._hooks = BlockHooks(model.blocks)
         self._recomputation = Recomputation(model.blocks)
-        self._sink = GradientSink(model.layers)
+        self._sink = GradientSink(model.layers, device)
         self._is_cuda = device.type == "cuda"
         self._boundary_bytes = 0
 
@@ -70,9 +70,14 @@ class LayerBench:
 
     def clean(self) -> None:
         """Forgets what a pass that failed has left."""
-        self._sink.end_pass()
+        self._sink.abort_pass()
         self._model.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether most layers' gradients come with the squares that their norm is made of."""
+        return self._sink.sums_squares
 
     def allocated(self) -> int:
         """Bytes allocated now."""

@@ -75,6 +75,7 @@ class LayerProfile:
         boundary_bytes: activations between two blocks, a sample.
         idle_bytes: what the allocator holds without model and batch (workspaces).
         launch_slowdown: of launching, beside updates on the CPU; None where it was not measured.
+        sums_squares: whether gradients come with the squares that their norm is made of.
     """
 
     layer: tuple[LayerSample, ...]
@@ -82,6 +83,7 @@ class LayerProfile:
     boundary_bytes: int
     idle_bytes: int
     launch_slowdown: float | None = None
+    sums_squares: bool = False
 
 
 def profile_layer(
@@ -179,6 +181,7 @@ class _Sizes:
             outside=tuple(around for _, around in self._rows),
             boundary_bytes=self._bench.boundary_bytes,
             idle_bytes=max(0, idle),
+            sums_squares=self._bench.sums_squares,
         )
 
     def _measure_if_it_fits(self, size: int, seconds: float) -> Row | None:

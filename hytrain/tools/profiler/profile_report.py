@@ -100,6 +100,13 @@ def _launch_lines(device: DeviceProfile) -> list[str]:
     if device.launch_slowdown is not None:
         lines.append(
             f"  beside updates on the CPU launching takes {device.launch_slowdown:.2f} times as "
-            f"long; to launch a layer's update on the GPU {device.update_launch_ms or 0.0:.3f} ms"
+            "long"
         )
+    updates = device.update_launches
+    if updates is not None:
+        lines += [
+            f"  launching updates on the GPU: {updates.gpu_step_ms:.3f} ms a step, "
+            f"{updates.launch_ms:.3f} a launch, {updates.gpu_layer_ms:.3f} a layer;",
+            f"  a layer that the CPU updates: {updates.cpu_layer_ms:.3f} ms",
+        ]
     return lines

@@ -26,6 +26,7 @@ from hytrain.formats.profile_file import (
     OutsideSample,
     ProfiledModel,
     ProfileFile,
+    UpdateLaunches,
     UpdateRate,
 )
 from hytrain.hardware.device_facts import DeviceFacts, device_facts
@@ -37,11 +38,12 @@ from hytrain.placement.calibration import (
     gpu_seconds_per_parameter,
 )
 from hytrain.tools.profiler import collective_profile, rates
-from hytrain.tools.profiler.launching import launch_slowdown, update_launch_ms
+from hytrain.tools.profiler.launching import launch_slowdown
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
 from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
 
 _DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 _PACKAGES = ("hytrain", "torch", "deepspeed", "transformers", "triton")
@@ -106,8 +108,8 @@ class _Measured:
     cpu: rates.CpuRates
     accumulation: float
     """Seconds a parameter."""
-    update_launch_ms: float | None = None
-    """Of the host, a layer; None without a GPU."""
+    update_launches: UpdateLaunches | None = None
+    """None without a GPU."""
 
 
 def profile_ranks(
@@ -246,7 +248,8 @@ def _measure(
         elements=options.cpu_elements,
         moments=options.moments,
     )
-    launching = ranks.together(lambda: update_launch_ms(device, subject.dtype, options.moments))
+    kind = UpdatedKind(subject.dtype, options.moments, sums_squares=layer.sums_squares)
+    launching = ranks.together(lambda: update_launches(device, kind))
     return _Measured(layer, 1.0 / update, copies, cpu, adding, launching)
 
 
@@ -306,7 +309,7 @@ class _Groups:
             ),
             accumulation_ms=1e3 * self.layer_parameters * max(one.accumulation for one in measured),
             launch_slowdown=_most([layer.launch_slowdown for layer in layers]),
-            update_launch_ms=_most([one.update_launch_ms for one in measured]),
+            update_launches=_longest([one.update_launches for one in measured]),
             measured=self.now,
             settings=self.settings[numbers[0]],
         )
@@ -344,6 +347,15 @@ class _Groups:
 def _most(values: Sequence[Any]) -> Any:
     """The largest of what was measured."""
     return max((value for value in values if value is not None), default=None)
+
+
+def _longest(ranks: Sequence[UpdateLaunches | None]) -> UpdateLaunches | None:
+    """Of each term the largest of any rank."""
+    measured = [one for one in ranks if one is not None]
+    if not measured:
+        return None
+    names = UpdateLaunches.model_fields
+    return UpdateLaunches(**{name: max(getattr(one, name) for one in measured) for name in names})
 
 
 _Sample = TypeVar("_Sample", LayerSample, OutsideSample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,8 @@ from torch import nn
 
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.offload import device_update
-from hytrain.offload.device_update import (
-    FIRST_ELEMENTS,
-    MOST_ELEMENTS,
-    MOST_LAYERS,
-    DeviceUpdate,
-    batches,
-)
+from hytrain.offload.device_update import DeviceUpdate, batches
+from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
 from hytrain.optimizer.offloaded_states import StateKind
 from hytrain.placement.cost_estimator import CostEstimator
 
@@ -49,15 +45,15 @@ def counts(layers: Sequence[Any]) -> list[int]:
     found = batches(layers)
     assert [each for batch in found for each in batch] == list(layers)
     for batch in found[1:]:
-        assert len(batch) == 1 or sum(each.shard_size for each in batch) <= MOST_ELEMENTS
-    assert len(found[0]) == 1 or sum(each.shard_size for each in found[0]) <= FIRST_ELEMENTS
+        assert len(batch) == 1 or sum(each.shard_size for each in batch) <= LIMITS.most_elements
+    assert len(found[0]) == 1 or sum(each.shard_size for each in found[0]) <= LIMITS.first_elements
     return [len(batch) for batch in found]
 
 
 def test_launches_grow_from_a_small_one() -> None:
     assert counts([layer(13_000_000)] * 26) == [1, 2, 5, 5, 5, 5, 3]
     assert counts([layer(MEBI)] * 26) == [8, 8, 8, 2]
-    assert MOST_LAYERS == 8
+    assert LIMITS.most_layers == 8
 
 
 def test_large_layers_are_updated_alone() -> None:
@@ -76,6 +72,16 @@ def test_none() -> None:
     assert batches([]) == []
 
 
+def test_groups_of_the_first_layers_are_those_of_all_cut() -> None:
+    sizes = [9, 1, 20, 40, 2, 2, 2, 2, 2, 2, 2, 2, 2, 70, 3]
+    mebi = [size * MEBI for size in sizes]
+    for groupable in ([True] * len(sizes), [number % 5 > 0 for number in range(len(sizes))]):
+        begins = group_begins(mebi, groupable)
+        for number in range(len(sizes) + 1):
+            cut = [begin for begin in begins if begin < number]
+            assert group_begins(mebi[:number], groupable[:number]) == cut
+
+
 # -- bitwise as one by one -------------------------------------------------------------------------
 
 
@@ -91,6 +97,13 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
             "weight_decay": 0.0,
         },
     ]
+
+
+def group_at_most(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begins(sizes: Sequence[int], groupable: Sequence[bool], limits: GroupLimits) -> list[int]:
+        return group_begins(sizes, groupable, replace(limits, most_layers=layers))
+
+    monkeypatch.setattr(device_update, "group_begins", begins)
 
 
 def step(engine: Any, number: int, *, overflows: bool = False) -> None:
@@ -145,7 +158,7 @@ def test_training_is_bitwise_that_of_single_launches(
     """With clipped steps, a skipped one, two parameter groups; layers and memory that move."""
     config = make_config(gpu_fraction=0.7, stage=stage, bf16=bf16, clipping=0.5)
     config["bf16"]["check_grad_overflow"] = bf16
-    monkeypatch.setattr(device_update, "MOST_LAYERS", most_layers)
+    group_at_most(most_layers, monkeypatch)
     together, made = trained(config, moves)
     if not moves:
         assert made == 1  # what stays is not made again
@@ -246,7 +259,7 @@ def test_a_forward_in_another_stream_comes_after_the_updates(
 
 
 def test_observers_are_told_of_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_update, "MOST_LAYERS", 2)
+    group_at_most(2, monkeypatch)
     told: list[dict[int, int]] = []
     observer = SimpleNamespace(
         updates_begin=lambda: told.clear(), layers_updated=lambda sizes: told.append(dict(sizes))

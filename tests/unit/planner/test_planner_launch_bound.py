@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CopyRates,
     DeviceProfile,
@@ -28,12 +29,13 @@ from hytrain.formats.profile_file import (
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
 from hytrain.tools.planner.allocation import Share
+from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.launching import StepLaunches
+from hytrain.tools.planner.launching import StepLaunches, UpdateLaunchSeconds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
-from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
@@ -213,25 +215,66 @@ def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
         )
     assert step(1.0) == step(1.0, slowdown=1.0)
     # All launches of updates come behind backward; what the GPU needs for them runs beside.
-    layers = problem.model.num_layers
-    assert step(1.0, update_ms=1.0) - step(1.0, update_ms=0.5) == pytest.approx(5e-4 * layers)
-    assert step(1.0, update_ms=0.5, **free) == pytest.approx(step(1.0, update_ms=0.0, **free))
+    layers = problem.model.num_layers + 2  # of the run time
+    once, some, none = (UpdateLaunchTimes(gpu_layer_ms=ms) for ms in (1.0, 0.5, 0.0))
+    longer = step(1.0, updates=once) - step(1.0, updates=some)
+    assert longer == pytest.approx(5e-4 * layers)
+    assert step(1.0, updates=some, **free) == pytest.approx(step(1.0, updates=none, **free))
+    # Of a layer that the CPU updates, backward and forward have it; the worker waits less then.
+    handed = UpdateLaunchTimes(cpu_layer_ms=0.5)
+    assert step(1.0, updates=handed) == step(1.0, updates=none)
+    assert 2e-4 * layers <= step(0.0, updates=handed) - step(0.0, updates=none)
 
 
 def test_what_launching_takes_beside_updates() -> None:
-    launches = StepLaunches(passes=2.0, slowdown=2.0, update=0.1, end=0.0)
+    updates = UpdateLaunchSeconds((0.0, 0.3, 1.0), (0.2, 0.1, 0.0))
+    launches = StepLaunches(passes=2.0, slowdown=2.0, updates=updates, end=0.0)
+    assert launches.passes_beside(0.0, 0) == 2.2
+    assert launches.passes_beside(1.0, 1) == 2.6
+    launches = replace(launches, updates=replace(updates, on_cpu=(0.0, 0.0, 0.0)))
     assert launches.passes_beside(0.0) == 2.0
     assert launches.passes_beside(1.0) == 2.5  # for one second half of it is launched
     assert launches.passes_beside(9.0) == 4.0  # all of it beside updates
-    assert launches.update_seconds(10, idle=-1.0) == pytest.approx(1.0)
-    assert launches.update_seconds(10, idle=0.4) == pytest.approx(0.6)
-    assert launches.update_seconds(10, idle=3.0) == 0.0
+    assert launches.update_seconds(2, idle=-1.0) == pytest.approx(1.0)
+    assert launches.update_seconds(2, idle=0.4) == pytest.approx(0.6)
+    assert launches.update_seconds(2, idle=3.0) == 0.0
+    assert StepLaunches().update_seconds(2, idle=0.0) == 0.0
 
 
 def test_recomputed_forwards_are_launched_again() -> None:
-    gpu = problem_of("0.37B/4x512/16").cluster.ranks[0][1]
-    stored, again = (StepLaunches.of(gpu, [(1, 1)], 24, how) for how in ("store", "recompute"))
+    problem = problem_of("0.37B/4x512/16")
+    gpu, model = problem.cluster.ranks[0][1], problem.model
+
+    def launches(number: int, how: Activations) -> StepLaunches:
+        return StepLaunches.of(gpu, model, [(number, 1)], how, 1.0)
+
+    stored, again = launches(1, "store"), launches(1, "recompute")
     forward = gpu.forward_ms.at(1) * 24 / 1e3
     assert again.passes - stored.passes == pytest.approx(forward)
-    assert StepLaunches.of(gpu, [(3, 1)], 24, "store").passes == pytest.approx(3 * stored.passes)
-    assert StepLaunches.of(replace(gpu, launches=None), [(1, 1)], 24, "store") == StepLaunches()
+    assert launches(3, "store").passes == pytest.approx(3 * stored.passes)
+    unmeasured = replace(gpu, launches=None)
+    assert StepLaunches.of(unmeasured, model, [(1, 1)], "store", 1.0) == StepLaunches()
+
+
+def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
+    times = UpdateLaunchTimes(gpu_step_ms=100.0, launch_ms=10.0, gpu_layer_ms=1.0, cpu_layer_ms=2.0)
+    model = Model("m", 4, 8 << 20, outside=(6 << 20, 0))  # 6 Mi, then four of half a Mi
+    found = UpdateLaunchSeconds.of(times, model, 1.0)
+    assert found.on_gpu == pytest.approx((0.0, 0.111, 0.112, 0.114, 0.115))
+    assert found.on_cpu == pytest.approx((0.010, 0.008, 0.006, 0.002, 0.0))
+    alone = UpdateLaunchSeconds.of(replace(times, shares=False), model, 1.0)
+    assert alone.on_gpu == pytest.approx((0.0, 0.111, 0.122, 0.144, 0.155))
+    # Of 24 Mi in all the first two layers are too many for the first launch, unless ranks share.
+    large = Model("m", 4, 24 << 20, outside=(16 << 20, 0))
+    assert UpdateLaunchSeconds.of(times, large, 1.0).on_gpu[-1] == pytest.approx(0.125)
+    assert UpdateLaunchSeconds.of(times, large, 0.5).on_gpu[-1] == pytest.approx(0.115)
+
+
+def test_an_older_profile_counts_a_launch_for_each_layer() -> None:
+    made = profile_of(CELLS["0.37B/4x512/16"])
+    (device,) = made.devices
+    assert device.update_launches is None
+    assert device.update_launch_ms is not None
+    launches = problem_of("0.37B/4x512/16").cluster.ranks[0][1].launches
+    assert launches is not None
+    assert launches.updates.on_gpu([1] * 26)[-1] == pytest.approx(26 * device.update_launch_ms)

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from hytrain.tools.profiler import launching
 from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
@@ -83,7 +82,3 @@ def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyP
     # A host that was faster beside updates than alone is one that drifts.
     monkeypatch.setattr(launching, "_TURNS", 1)
     assert launching.launch_slowdown(iter([2.0, 1.0]).__next__, arrays, 1) == 1.0
-
-
-def test_without_a_gpu_there_is_nothing_to_launch() -> None:
-    assert launching.update_launch_ms(torch.device("cpu"), torch.bfloat16) is None
