@@ -10,6 +10,12 @@ from typing import TypeVar
 _THREADS = 8
 """Of a rank, at most."""
 
+
+def reading_threads() -> int:
+    """Threads that one call reads and sums a file by."""
+    return min(_THREADS, len(os.sched_getaffinity(0)))
+
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

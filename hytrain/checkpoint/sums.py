@@ -180,18 +180,41 @@ def damaged_blocks(path: Path, sums: FileSums, begin: int, end: int) -> list[int
     Raises:
         OSError: it cannot be read.
     """
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    damaged: list[int] = []
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        for block in range(begin, end):
-            low, high = sums.bounds(block)
-            count = read_at(descriptor, low, buffer[: high - low])
-            if count != high - low or crc32(buffer[:count]) != sums.blocks[block]:
-                damaged.append(block)
+        low, high = sums.bounds(begin)[0], sums.bounds(end - 1)[1]
+        return _read(descriptor, sums, low, high, 0, threads=1)
     finally:
         os.close(descriptor)
-    return damaged
+
+
+def read_checked(
+    descriptor: int, sums: FileSums, offset: int, target: memoryview, *, threads: int
+) -> list[int]:
+    """Fills ``target`` with a file's bytes from ``offset`` on.
+
+    Args:
+        descriptor: of the file.
+        sums: the file's, when it was written; it had all of these bytes.
+        offset: in the file.
+        target: one byte at least.
+        threads: that read; none of them needs Python's lock.
+
+    Returns:
+        Blocks that are not what was written; ``target`` has some of their bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    end = offset + target.nbytes
+    return _read(descriptor, sums, offset, end, _address(target), threads=threads)
+
+
+def _read(
+    descriptor: int, sums: FileSums, begin: int, end: int, address: int, *, threads: int
+) -> list[int]:
+    blocks = sums.blocks[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)]
+    return _C.read_checked(descriptor, sums.num_bytes, begin, end, blocks, address, threads)
 
 
 def read_at(descriptor: int, offset: int, target: memoryview) -> int:
