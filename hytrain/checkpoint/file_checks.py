@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ class CheckpointFiles:
 
     paths: CheckpointPaths
     sums: Mapping[str, FileSums]
+    _prepared: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def has(self, path: Path) -> bool:
         """Whether a file is there."""
@@ -57,11 +58,27 @@ class CheckpointFiles:
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        return self._load(path, wait)[0]
+
+    def prepare(self, path: Path) -> Any:
+        """As :meth:`load`, for a file that :meth:`take` will be asked for: made once for both."""
+        contents, file = self._load(path, LAZY)
+        file.set_aside()
+        self._prepared[self._name(path)] = contents
+        return contents
+
+    def take(self, path: Path) -> Any:
+        """What :meth:`prepare` has returned, if it was asked for it, and else :meth:`load`."""
+        name = self._name(path)
+        return self._prepared.pop(name) if name in self._prepared else self.load(path)
+
+    def _load(self, path: Path, wait: Sequence[str]) -> tuple[Any, CheckedFile]:
         sums = self.sums.get(self._name(path))
         if sums is None:
             raise CheckpointError(missing_file(path))
         try:
-            return load_archive(Archive(CheckedFile(path, sums)), wait=wait)
+            file = CheckedFile(path, sums)
+            return load_archive(Archive(file), wait=wait), file
         except OSError as error:
             raise CheckpointError(_unreadable(path, error)) from error
 

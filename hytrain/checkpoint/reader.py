@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hytrain.checkpoint.checked_tensor import give_back_memory
 from hytrain.checkpoint.checks import (
     check_groups,
     check_keys,
@@ -29,7 +30,7 @@ from hytrain.checkpoint.checks import (
     stored_names,
 )
 from hytrain.checkpoint.file_checks import CheckpointFiles, Listing, check_files, list_files
-from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.gather import ParameterPlace, Piece, list_parameters
 from hytrain.checkpoint.origins import (
     Origin,
     check_begun,
@@ -126,6 +127,8 @@ def read_checkpoint(
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
             "state is incomplete; load again before training"
         )
+    finally:
+        give_back_memory()
     raise_together(failure, kept.collectives)
     kept.publish_masters()
     if found.record is not None and kept.collectives.rank == 0:
@@ -164,7 +167,7 @@ def _inspect(
     request: LoadRequest,
 ) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
-    rank, world = kept.collectives.rank, kept.collectives.world_size
+    rank = kept.collectives.rank
     listing = list_files(paths, kept.collectives)
     wanted = _wanted(paths, listing, places, request)
     files = check_files(paths, listing, wanted, kept.collectives)
@@ -189,9 +192,9 @@ def _inspect(
         origins = find_origins(places, states, module, current)
         if kept.pipeline.is_partly_committed:
             checks.append(check_begun(places, origins))
-        # Every state file is looked at once, by whichever rank's turn it is.
-        mine = [place for place in places[rank::world] if place.name in states]
-        checks.append(check_states(files, mine, request.kinds))
+        # Every state file is looked at once, by the rank that will read most of it.
+        mine = [place for place in places if place.name in states and _reader_of(place) == rank]
+        checks.append(check_states(files, mine, request.kinds, rank))
         failure = find_problems(checks)
     except CheckpointError as error:
         failure = str(error)
@@ -200,6 +203,14 @@ def _inspect(
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
     raise_together(failure, kept.collectives)
     return _Found(files, stored, record, origins)
+
+
+def _reader_of(place: ParameterPlace) -> int:
+    """The rank that has most of a parameter; the first one where there is nothing of it."""
+    return max(place.pieces, key=lambda piece: piece.end - piece.begin, default=_NOTHING).rank
+
+
+_NOTHING = Piece(0, 0, 0)
 
 
 def _wanted(
