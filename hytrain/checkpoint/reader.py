@@ -9,7 +9,7 @@ checked once more, as the disk may since have changed its mind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,16 +167,36 @@ def _inspect(
     request: LoadRequest,
 ) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
-    rank = kept.collectives.rank
     listing = list_files(paths, kept.collectives)
     wanted = _wanted(paths, listing, places, request)
-    files = check_files(paths, listing, wanted, kept.collectives)
+    states = stored_names(listing.found)
+    # The look is Python's own work, which takes the cores little while the check has the disk.
+    found, failure = check_files(
+        paths,
+        listing,
+        wanted,
+        kept.collectives,
+        lambda files: _look(files, states, kept, module_tensors, places, request),
+    )
+    raise_together(failure, kept.collectives)
+    return found
+
+
+def _look(
+    files: CheckpointFiles,
+    states: Set[str],
+    kept: KeptState,
+    module_tensors: Callable[[], Mapping[str, Any]],
+    places: Sequence[ParameterPlace],
+    request: LoadRequest,
+) -> tuple[_Found, str | None]:
+    """What the files say, and why it does not fit."""
+    paths, rank = files.paths, kept.collectives.rank
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
     origins: list[Origin] = []
     failure: str | None = None
     try:
-        states = stored_names(listing.found)
         stored = dict(files.load(paths.model_states, request.wait))
         strict = request.strict
         checks = [check_keys(paths.model_states, stored, request.keys)]
@@ -201,8 +221,7 @@ def _inspect(
     except Exception as error:
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
-    raise_together(failure, kept.collectives)
-    return _Found(files, stored, record, origins)
+    return _Found(files, stored, record, origins), failure
 
 
 def _reader_of(place: ParameterPlace) -> int:
