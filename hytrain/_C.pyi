@@ -1,7 +1,7 @@
 """The compiled extension: kernels on addresses and sizes. Nothing here checks its arguments."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 # ---- adam: csrc/include/hytrain/adam.h, dispatch.h ----
 
@@ -273,3 +273,14 @@ class SummedFile:
     def write(self, data: int, bytes: int) -> int: ...
     def flush(self) -> None: ...
     def sums(self) -> list[int]: ...
+
+# ---- modules: csrc/bindings/same_modules.cpp ----
+
+def same_entries(
+    dicts: list[dict[str, Any]], sizes: bytes, entries: tuple[object, ...]
+) -> bool: ...
+def same_types(
+    objects: list[Any], types: tuple[type, ...], attributes: list[dict[str, Any]], absent: str
+) -> bool: ...
+def same_attributes(objects: list[Any], name: str, had: tuple[object, ...]) -> bool: ...
+def same_sets(sets: list[set[str]], had: tuple[frozenset[str], ...]) -> bool: ...

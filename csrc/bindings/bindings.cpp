@@ -23,6 +23,8 @@
 
 namespace py = pybind11;
 
+void bind_modules(py::module_& m);  // same_modules.cpp
+
 namespace {
 
 using hytrain::AdamHyper;
@@ -542,4 +544,5 @@ PYBIND11_MODULE(_C, m) {
     bind_adam(m);
     bind_offload(m);
     bind_checkpoint(m);
+    bind_modules(m);
 }
