@@ -84,13 +84,26 @@ class SummingFile:
             raise ValueError(f"{self.name} is closed")
         return self._native
 
+    def end(self) -> None:
+        """Hands the last of it to the system, and its buffer to another file; may be synced still.
+
+        May be called twice.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._native is not None:
+            self._native.flush()
+            self._sums, self._native = _sums_of(self._native), None
+
     def sync(self) -> None:
         """Waits until what has been written is on the disk.
 
         Raises:
             OSError: it is not.
         """
-        self._file.flush()
+        if self._native is not None:
+            self._native.flush()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -99,10 +112,8 @@ class SummingFile:
         Raises:
             OSError: the last of it could not be written.
         """
-        if self._native is None:
-            return
         try:
-            self._native.flush()
+            self.end()
         finally:
             self.give_up()
 
@@ -110,7 +121,8 @@ class SummingFile:
         """Closes it as it is, where it is of no use any more; never raises."""
         if self._native is not None:
             self._sums, self._native = _sums_of(self._native), None
-            descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             with suppress(OSError):
                 os.close(descriptor)
 
