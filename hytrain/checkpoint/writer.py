@@ -56,10 +56,10 @@ def write_file(path: Path, stored: object) -> FileSums:
     Raises:
         OSError: the file cannot be written; nothing is left behind.
     """
-    return _finish_file(path, _begin_file(path, stored))
+    return _finish_file(path, begin_file(path, stored))
 
 
-def _begin_file(path: Path, stored: object) -> SummingFile:
+def begin_file(path: Path, stored: object) -> SummingFile:
     """Writes a file under its temporary name."""
     temporary = temporary_name(path)
     try:
@@ -140,7 +140,7 @@ class Writes:
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = _begin_file(path, make())
+            file = begin_file(path, make())
             self._may_wait.acquire()
             self._syncs.submit(finish, file)
 
@@ -214,12 +214,14 @@ class ModelStatesFile:
         for key, tensor in states.objects.storages.items():
             self._archive.write_elements(key, tensor)
 
-    def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
-        """Writes a tensor's elements."""
+    def write(
+        self, key: str, make: Callable[[], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes a tensor's elements; see :meth:`ArchiveWriter.write_elements`."""
         archive = self._archive
         if archive is not None:
             self._writes.try_to(
-                lambda: archive.write_elements(key, make()), self._problem, UNCHANGED
+                lambda: archive.write_elements(key, make(), dtype), self._problem, UNCHANGED
             )
 
     def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
