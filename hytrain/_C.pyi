@@ -1,7 +1,7 @@
 """The compiled extension: kernels on addresses and sizes. Nothing here checks its arguments."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 # ---- adam: csrc/include/hytrain/adam.h, dispatch.h ----
 
@@ -252,12 +252,21 @@ class UpdateWorker:
     def take_trace(self) -> tuple[list[TraceSpan], int]: ...
     def fail_at(self, layer: int) -> None: ...
 
-# ---- checkpoint: csrc/include/hytrain/crc32.h, summed_file.h ----
+# ---- checkpoint: csrc/include/hytrain/crc32.h, summed_file.h, checked_read.h ----
 
 def crc32(sum: int, data: int, bytes: int) -> int: ...
 def crc32_portable(sum: int, data: int, bytes: int) -> int: ...
 def crc32_joined(first: int, second: int, second_bytes: int) -> int: ...
 def trim_write_buffers() -> None: ...
+def read_checked(
+    descriptor: int,
+    file_bytes: int,
+    begin: int,
+    end: int,
+    sums: Sequence[int],
+    target: int,
+    threads: int,
+) -> list[int]: ...
 
 class SummedFile:
     num_bytes: int
@@ -265,3 +274,14 @@ class SummedFile:
     def write(self, data: int, bytes: int) -> int: ...
     def flush(self) -> None: ...
     def sums(self) -> list[int]: ...
+
+# ---- modules: csrc/bindings/same_modules.cpp ----
+
+def same_entries(
+    dicts: list[dict[str, Any]], sizes: bytes, entries: tuple[object, ...]
+) -> bool: ...
+def same_types(
+    objects: list[Any], types: tuple[type, ...], attributes: list[dict[str, Any]], absent: str
+) -> bool: ...
+def same_attributes(objects: list[Any], name: str, had: tuple[object, ...]) -> bool: ...
+def same_sets(sets: list[set[str]], had: tuple[frozenset[str], ...]) -> bool: ...

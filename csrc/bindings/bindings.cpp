@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "hytrain/adam.h"
+#include "hytrain/checked_read.h"
 #include "hytrain/crc32.h"
 #include "hytrain/device.h"
 #include "hytrain/dispatch.h"
@@ -21,6 +22,8 @@
 #include "hytrain/update_worker.h"
 
 namespace py = pybind11;
+
+void bind_modules(py::module_& m);  // same_modules.cpp
 
 namespace {
 
@@ -493,6 +496,17 @@ void bind_checkpoint(py::module_& m) {
     m.def("crc32_joined", &hytrain::crc32_joined, py::arg("first"), py::arg("second"),
           py::arg("second_bytes"));
     m.def("trim_write_buffers", &hytrain::WriteBuffer::trim);
+    m.def(
+        "read_checked",
+        [](int descriptor, std::uint64_t file_bytes, std::uint64_t begin, std::uint64_t end,
+           std::vector<std::uint32_t> sums, Address target, int threads) {
+            const hytrain::CheckedRange range{file_bytes, begin, end, std::move(sums)};
+            return without_gil([&] {
+                return hytrain::read_checked(descriptor, range, pointer<char>(target), threads);
+            });
+        },
+        py::arg("descriptor"), py::arg("file_bytes"), py::arg("begin"), py::arg("end"),
+        py::arg("sums"), py::arg("target"), py::arg("threads"));
     py::class_<SummedFile>(m, "SummedFile")
         .def(py::init<int>(), py::arg("descriptor"))
         .def(
@@ -531,4 +545,5 @@ PYBIND11_MODULE(_C, m) {
     bind_adam(m);
     bind_offload(m);
     bind_checkpoint(m);
+    bind_modules(m);
 }

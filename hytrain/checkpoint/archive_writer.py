@@ -12,6 +12,7 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -19,10 +20,13 @@ import torch
 import torch._utils as torch_utils
 from torch.storage import TypedStorage, UntypedStorage
 
+from hytrain import _C
 from hytrain.checkpoint.sums import SummingFile
+from hytrain.kernels.host_memory import host_zeros
 
 _ROOT = "archive"
 _ALIGNMENT = 64
+_PIECE_BYTES = 1 << 20
 _PADDING_ID = 0x4246  # of an extra field that readers skip; the one that torch uses
 
 
@@ -148,6 +152,7 @@ class ArchiveWriter:
             file: at its beginning.
         """
         self._file = file
+        self._memory: torch.Tensor | None = None
         self._entries: list[_Entry] = []
 
     def write_objects(self, content: bytes) -> None:
@@ -156,9 +161,34 @@ class ArchiveWriter:
         self._write(".format_version", memoryview(b"1"))
         self._write("byteorder", memoryview(sys.byteorder.encode()))
 
-    def write_elements(self, key: str, tensor: torch.Tensor) -> None:
-        """A storage's elements: those of a contiguous tensor on the host."""
-        self._write(f"data/{key}", bytes_of(tensor))
+    def write_elements(
+        self, key: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        """A storage's elements.
+
+        Args:
+            key: of them.
+            tensor: contiguous, on the host.
+            dtype: that they are rounded to, by pieces that stay in the core's cache; None: as they
+                are.
+        """
+        name = f"data/{key}"
+        if dtype is None or dtype == tensor.dtype:
+            self._write(name, bytes_of(tensor))
+            return
+        flat = tensor.detach().reshape(-1)
+        self._write_pieces(name, dtype.itemsize * flat.numel(), self._rounded(flat, dtype))
+
+    def _rounded(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+        memory = self._memory
+        if memory is None:
+            memory = self._memory = host_zeros(
+                _PIECE_BYTES, dtype=torch.uint8, purpose="a piece of a training copy to save"
+            )
+        target = memory.view(dtype)
+        for at in range(0, flat.numel(), len(target)):
+            part = flat[at : at + len(target)]
+            yield bytes_of(target[: len(part)].copy_(part))
 
     def close(self) -> None:
         """Writes the directory of the records."""
@@ -168,6 +198,9 @@ class ArchiveWriter:
         self._file.write(directory + _end(len(self._entries), begin, len(directory)))
 
     def _write(self, name: str, content: memoryview) -> None:
+        self._write_pieces(name, content.nbytes, [content])
+
+    def _write_pieces(self, name: str, size: int, pieces: Iterable[memoryview]) -> None:
         encoded = f"{_ROOT}/{name}".encode()
         begin = self._file.tell()
         head = _LOCAL.size + len(encoded) + _LOCAL_SIZES.size
@@ -179,8 +212,9 @@ class ArchiveWriter:
             len(encoded), _LOCAL_SIZES.size + len(padding),
         )  # fmt: skip
         self._file.write(local + encoded + padding + _LOCAL_SIZES.pack(_SIZES_ID, 16, 0, 0))
-        size = content.nbytes
-        crc = self._file.append(content)
+        crc = 0
+        for piece in pieces:
+            crc = _C.crc32_joined(crc, self._file.append(piece), piece.nbytes)
         self._file.write(_DESCRIPTOR.pack(b"PK\7\x08", crc, size, size))
         self._entries.append(_Entry(encoded, flags, crc, size, begin, padding))
 

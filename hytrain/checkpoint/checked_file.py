@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from hytrain.checkpoint.parallel import in_threads
-from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, crc32, read_at
+from hytrain.checkpoint.parallel import reading_threads
+from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums, read_checked
 from hytrain.errors import CheckpointError
-
-_THREAD_BLOCKS = 4
-"""Whole blocks that a thread reads in a row: many more than starting it takes."""
 
 
 class CheckedFile:
@@ -30,7 +26,7 @@ class CheckedFile:
         self.path = path
         self.num_bytes = sums.num_bytes
         self._sums = sums
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._open()
         # The block that was read in part last: what is read next often begins in it.
         self._block = -1
         self._kept = memoryview(b"")
@@ -38,6 +34,17 @@ class CheckedFile:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+    def _open(self) -> None:
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+
+    def set_aside(self) -> None:
+        """Until it is read again it takes no descriptor, of which a process has few, or memory."""
+        descriptor, self._descriptor = self._descriptor, -1
+        self._block, self._kept = -1, memoryview(b"")
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fills ``target`` with the file's bytes from ``offset`` on.
@@ -49,19 +56,14 @@ class CheckedFile:
         end = offset + len(target)
         if end > self.num_bytes:
             raise CheckpointError(f"{self.path} ends before byte {end}: load another tag")
-        whole: list[tuple[int, memoryview]] = []
-        at = offset
-        while at < end:
-            block = at // BLOCK_BYTES
-            low, high = self._sums.bounds(block)
-            part = target[at - offset : min(high, end) - offset]
-            if len(part) == high - low:
-                whole.append((block, part))
-            else:
-                part[:] = self._keep(block)[at - low : at - low + len(part)]
-            at += len(part)
-        runs = range(0, len(whole), _THREAD_BLOCKS)
-        in_threads(lambda run: self._fill_all(whole[run : run + _THREAD_BLOCKS]), runs)
+        if offset == end:
+            return
+        block = offset // BLOCK_BYTES
+        low, high = self._sums.bounds(block)
+        if end <= high and len(target) < high - low:
+            target[:] = self._keep(block)[offset - low : end - low]
+        else:
+            self._fill(offset, target)
 
     def read(self, offset: int, num_bytes: int) -> torch.Tensor:
         """The file's bytes from ``offset`` on, as uint8; otherwise as :meth:`read_into`."""
@@ -73,18 +75,16 @@ class CheckedFile:
         if block != self._block:
             low, high = self._sums.bounds(block)
             kept = memoryview(bytearray(high - low))
-            self._fill(block, kept)
+            self._fill(low, kept)
             self._block, self._kept = block, kept
         return self._kept
 
-    def _fill_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
-        for block, target in blocks:
-            self._fill(block, target)
-
-    def _fill(self, block: int, target: memoryview) -> None:
-        low, high = self._sums.bounds(block)
-        count = read_at(self._descriptor, low, target)
-        if count != high - low or crc32(target) != self._sums.blocks[block]:
+    def _fill(self, offset: int, target: memoryview) -> None:
+        self._open()
+        threads = reading_threads()
+        damaged = read_checked(self._descriptor, self._sums, offset, target, threads=threads)
+        if damaged:
+            low, high = self._sums.bounds(damaged[0])
             raise CheckpointError(
                 f"{self.path} has changed while it was loaded: bytes {low} to {high} are not those "
                 "that were saved; load again, or another tag"

@@ -3,18 +3,22 @@
 A :class:`CheckedTensor` is a view of a mapping that is never read: it has shape and dtype, and says
 where its elements are. Whatever computes with it gets a copy that was read and checked for that
 purpose, of these elements alone: what is checked is what is used, and host memory grows by one
-tensor, or by the piece of it that is used. What ``copy_`` fills on the host is itself that copy.
+tensor, or by the piece of it that is used. What ``copy_`` fills on the host is itself that copy;
+what it fills elsewhere, or in another dtype, gets one by pieces of a few MiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
+from hytrain import _C
 from hytrain.checkpoint.archive_writer import bytes_of
 from hytrain.checkpoint.checked_file import CheckedFile
+from hytrain.checkpoint.sums import BLOCK_BYTES
 from hytrain.kernels.host_memory import host_zeros
 
 _LOOKS = frozenset(
@@ -25,6 +29,31 @@ _LOOKS = frozenset(
 
 _VIEWS = frozenset(("__getitem__", "detach", "flatten", "narrow", "reshape", "view"))
 """What these return may be in the file as well."""
+
+
+_PIECE_BYTES = 4 << 20
+"""Of a file, on their way to a device or another dtype: they stay in the cores' cache meanwhile."""
+
+_unused: list[torch.Tensor] = []
+"""Memory for such pieces, which else the system would have to clear for each tensor."""
+
+
+@contextmanager
+def _piece_memory() -> Generator[torch.Tensor]:
+    try:
+        memory = _unused.pop()
+    except IndexError:
+        memory = host_zeros(
+            _PIECE_BYTES, dtype=torch.uint8, purpose="a piece of a checkpoint's tensor"
+        )
+    yield memory
+    _unused.append(memory)
+
+
+def give_back_memory() -> None:
+    """Gives memory back that further reads would use again."""
+    _unused.clear()
+    _C.trim_write_buffers()
 
 
 class Mapped:
@@ -76,13 +105,27 @@ class Mapped:
         return content.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def read_into(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
-        """Fills a contiguous tensor of the host with one of the mapping, as contiguous.
+        """Fills a contiguous tensor with one of the mapping, as contiguous.
 
         Raises:
             CheckpointError: its bytes are not those that were written; ``target`` then has some.
         """
-        self._file.read_into(self._begin(tensor), bytes_of(target))
-        torch.autograd.graph.increment_version(target)
+        begin = self._begin(tensor)
+        if target.device.type == "cpu" and target.dtype == tensor.dtype:
+            self._file.read_into(begin, bytes_of(target))
+            torch.autograd.graph.increment_version(target)
+            return
+        item, flat, at = tensor.element_size(), target.detach().view(-1), 0
+        with _piece_memory() as memory:
+            while at < flat.numel():
+                # Up to where a block of the file ends: each is read once.
+                most = _PIECE_BYTES - (begin + at * item) % BLOCK_BYTES
+                end = min(at + max(1, most // item), flat.numel())
+                piece = memory[: (end - at) * item]
+                self._file.read_into(begin + at * item, bytes_of(piece))
+                # Back when the piece is there: its memory is the next one's.
+                flat[at:end].copy_(piece.view(tensor.dtype))
+                at = end
 
     def _begin(self, tensor: torch.Tensor) -> int:
         assert self._storage is not None
@@ -145,14 +188,13 @@ def _on_mapping(
 
 
 def _fits(target: torch.Tensor, source: object) -> bool:
-    """Whether a tensor can be read straight to where it is copied to."""
+    """Whether a tensor can be read to where it is copied to, with no copy of the whole."""
     return (
         isinstance(source, CheckedTensor)
         and source.own is None
         and type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.device.type == "cpu"
         and not (target.requires_grad and torch.is_grad_enabled())
-        and (target.dtype, target.shape) == (source.place.dtype, source.place.shape)
+        and target.shape == source.place.shape
         and target.is_contiguous()
         and source.place.is_contiguous()
     )

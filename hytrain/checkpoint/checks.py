@@ -23,15 +23,23 @@ _SHOWN = 5
 """Names that a message lists at most."""
 
 
-def read_state(files: CheckpointFiles, place: ParameterPlace, kind: str) -> torch.Tensor:
+def read_state(
+    files: CheckpointFiles, place: ParameterPlace, kind: str, *, ahead: bool = False
+) -> torch.Tensor:
     """A parameter's whole state tensor; its elements are read and checked where they are used.
+
+    Args:
+        files: of the checkpoint.
+        place: the parameter.
+        kind: of the state.
+        ahead: it will be asked for again.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has another shape.
     """
     path = files.paths.state(place.name, kind)
     try:
-        stored = files.load(path)
+        stored = files.prepare(path) if ahead else files.take(path)
         tensor = unpack_tensor(stored)
     except CheckpointError as error:
         text = str(error)
@@ -125,13 +133,21 @@ def no_parameters(paths: CheckpointPaths) -> str:
 
 
 def check_states(
-    files: CheckpointFiles, places: Iterable[ParameterPlace], kinds: Sequence[str]
+    files: CheckpointFiles, places: Iterable[ParameterPlace], kinds: Sequence[str], rank: int
 ) -> Iterator[str]:
-    """The state files can be read and have their parameters' shapes."""
+    """The state files can be read and have their parameters' shapes.
+
+    Args:
+        files: of the checkpoint.
+        places: of the parameters whose files are to be looked at.
+        kinds: of the states.
+        rank: this one; it will read those that it has a piece of.
+    """
 
     def problem(state: tuple[ParameterPlace, str]) -> str | None:
+        place, kind = state
         try:
-            read_state(files, *state)
+            read_state(files, place, kind, ahead=place.piece_of(rank) is not None)
         except CheckpointError as error:
             return str(error)
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class CheckpointFiles:
 
     paths: CheckpointPaths
     sums: Mapping[str, FileSums]
+    _prepared: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def has(self, path: Path) -> bool:
         """Whether a file is there."""
@@ -57,11 +59,27 @@ class CheckpointFiles:
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        return self._load(path, wait)[0]
+
+    def prepare(self, path: Path) -> Any:
+        """As :meth:`load`, for a file that :meth:`take` will be asked for: made once for both."""
+        contents, file = self._load(path, LAZY)
+        file.set_aside()
+        self._prepared[self._name(path)] = contents
+        return contents
+
+    def take(self, path: Path) -> Any:
+        """What :meth:`prepare` has returned, if it was asked for it, and else :meth:`load`."""
+        name = self._name(path)
+        return self._prepared.pop(name) if name in self._prepared else self.load(path)
+
+    def _load(self, path: Path, wait: Sequence[str]) -> tuple[Any, CheckedFile]:
         sums = self.sums.get(self._name(path))
         if sums is None:
             raise CheckpointError(missing_file(path))
         try:
-            return load_archive(Archive(CheckedFile(path, sums)), wait=wait)
+            file = CheckedFile(path, sums)
+            return load_archive(Archive(file), wait=wait), file
         except OSError as error:
             raise CheckpointError(_unreadable(path, error)) from error
 
@@ -94,26 +112,41 @@ def check_files(
     listing: Listing,
     wanted: Sequence[str],
     collectives: ShardCollectives,
-) -> CheckpointFiles:
+    look: Callable[[CheckpointFiles], _T],
+) -> _T:
     """All bytes of the files to be read, each rank its share; a collective.
 
     Args:
         paths: of the checkpoint.
         listing: see :func:`list_files`.
-        wanted: paths in the folder, the same on all ranks.
+        wanted: paths in the folder in the order in which they will be used, the same on all ranks.
         collectives: the ranks.
+        look: makes something of the files, and touches nothing. Where a manifest has their sums it
+            is called while they are checked, and they may be damaged: what it reads it checks.
+            It must not raise, nor use collectives.
+
+    Returns:
+        What ``look`` has returned, if all files are what was saved.
 
     Raises:
         DamagedCheckpointError: one is missing or damaged; raised on all ranks.
     """
     raise_together(_missing(paths, listing, wanted), collectives, DamagedCheckpointError)
     mine = _Share(collectives.rank, collectives.world_size)
-    sums, failure = _check_share(paths, listing, wanted, mine)
-    raise_together(failure, collectives, DamagedCheckpointError)
-    if listing.manifest is None:
+    manifest = listing.manifest
+    if manifest is None:
+        sums, failure = _sums_of(paths, listing.found, wanted, mine)
+        raise_together(failure, collectives, DamagedCheckpointError)
         everywhere: list[dict[str, FileSums]] = collectives.gather_objects(sums, "the files' sums")
         sums = {name: made for part in everywhere for name, made in part.items()}
-    return CheckpointFiles(paths, sums)
+        return look(CheckpointFiles(paths, sums))
+    saved = {name: manifest[name] for name in wanted}
+    with ThreadPoolExecutor(1) as beside:
+        check = beside.submit(_damage_of, paths, saved, manifest, mine)
+        looked = look(CheckpointFiles(paths, saved))
+        failure = check.result()
+    raise_together(failure, collectives, DamagedCheckpointError)
+    return looked
 
 
 def check_files_alone(
@@ -256,8 +289,10 @@ def _damage_of(
             return error
 
     sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
-    mine = _shared(units, sizes, share)
-    for (name, _, _), result in zip(mine, in_threads(check, mine), strict=True):
+    # What is used first is checked last, and is then still in memory where not all finds room.
+    mine = _shared(units, sizes, share)[::-1]
+    results = in_threads(check, mine, waits=True)
+    for (name, _, _), result in zip(mine[::-1], results[::-1], strict=True):
         if isinstance(result, OSError):
             failures.append(_unreadable(paths.folder / name, result))
         elif result:
@@ -293,7 +328,7 @@ def _sums_of(
         return sums
 
     mine = _shared(wanted, [found[name] for name in wanted], share)
-    results = dict(zip(mine, in_threads(check, mine), strict=True))
+    results = dict(zip(mine, in_threads(check, mine, waits=True), strict=True))
     failures = [text for text in results.values() if isinstance(text, str)]
     made = {name: sums for name, sums in results.items() if isinstance(sums, FileSums)}
     return made, _some(failures) or None

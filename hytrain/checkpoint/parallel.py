@@ -10,12 +10,25 @@ from typing import TypeVar
 _THREADS = 8
 """Of a rank, at most."""
 
+
+def reading_threads() -> int:
+    """Threads that one call reads and sums a file by."""
+    return min(_THREADS, len(os.sched_getaffinity(0)))
+
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def in_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+def in_threads(
+    call: Callable[[_Item], _Result], items: Sequence[_Item], *, waits: bool = False
+) -> list[_Result]:
     """Calls a function for each item, some at a time.
+
+    Args:
+        call: the function.
+        items: what it is called for.
+        waits: it waits for a disk most of the time: threads may be more than there are cores.
 
     Returns:
         What it has returned, in the items' order.
@@ -23,7 +36,7 @@ def in_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list
     Raises:
         Exception: the first of what it raised; all calls that had begun have ended.
     """
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(items))
+    threads = min(_THREADS if waits else reading_threads(), len(items))
     if threads <= 1:
         return [call(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:

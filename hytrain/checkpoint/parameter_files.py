@@ -20,7 +20,6 @@ from hytrain.checkpoint.gather import (
 )
 from hytrain.checkpoint.universal import STATES, STEP, CheckpointPaths, pack_tensor
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.kernels.host_memory import host_copy
 from hytrain.testing import faults
 
 
@@ -32,7 +31,7 @@ class ParameterFiles:
         contents: SaveContents,
         paths: CheckpointPaths,
         attempt: Callable[[Path, Callable[[], object]], None],
-        archive: Callable[[str, Callable[[], torch.Tensor]], None],
+        archive: Callable[[str, Callable[[], torch.Tensor], torch.dtype | None], None],
         files: FileWriters,
     ) -> None:
         """
@@ -40,8 +39,8 @@ class ParameterFiles:
             contents: what is saved.
             paths: of the checkpoint.
             attempt: writes to a path what a function returns; does not raise.
-            archive: writes what a function returns under a key in the model states' file, on rank
-                0; does not raise.
+            archive: writes what a function returns, rounded to a dtype, under a key in the model
+                states' file, on rank 0; does not raise.
             files: the threads in which both are called.
         """
         self._paths, self._attempt, self._archive, self._files = paths, attempt, archive, files
@@ -89,7 +88,7 @@ class ParameterFiles:
         held = place.dtype.itemsize * place.numel if collectives.rank == 0 else 0
 
         def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
-            part = partial(self._archive, key_of(place), lambda: tensor)
+            part = partial(self._archive, key_of(place), lambda: tensor, None)
             self._files.write([], part, held)
 
         self._files.hold(held)
@@ -107,15 +106,9 @@ class ParameterFiles:
             files.append(partial(attempt, paths.state(place.name, STEP), lambda: step))
         part = None
         if kind == STATES[0] and in_archive:
-            part = partial(self._archive, key_of(place), lambda: _rounded(tensor, place.dtype))
+            # As the training copy has it.
+            part = partial(self._archive, key_of(place), lambda: tensor, place.dtype)
         self._files.write(files, part, held)
-
-
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As the training copy has it."""
-    if tensor.dtype == dtype:
-        return tensor
-    return host_copy(tensor, dtype, purpose="a parameter's training copy")
 
 
 def most_bytes(places: Sequence[ParameterPlace]) -> int:

@@ -9,7 +9,7 @@ checked once more, as the disk may since have changed its mind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hytrain.checkpoint.checked_tensor import give_back_memory
 from hytrain.checkpoint.checks import (
     check_groups,
     check_keys,
@@ -29,7 +30,7 @@ from hytrain.checkpoint.checks import (
     stored_names,
 )
 from hytrain.checkpoint.file_checks import CheckpointFiles, Listing, check_files, list_files
-from hytrain.checkpoint.gather import ParameterPlace, list_parameters
+from hytrain.checkpoint.gather import ParameterPlace, Piece, list_parameters
 from hytrain.checkpoint.origins import (
     Origin,
     check_begun,
@@ -126,6 +127,8 @@ def read_checkpoint(
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
             "state is incomplete; load again before training"
         )
+    finally:
+        give_back_memory()
     raise_together(failure, kept.collectives)
     kept.publish_masters()
     if found.record is not None and kept.collectives.rank == 0:
@@ -164,16 +167,36 @@ def _inspect(
     request: LoadRequest,
 ) -> _Found:
     """Reads the small files and checks everything; a collective. Touches nothing."""
-    rank, world = kept.collectives.rank, kept.collectives.world_size
     listing = list_files(paths, kept.collectives)
     wanted = _wanted(paths, listing, places, request)
-    files = check_files(paths, listing, wanted, kept.collectives)
+    states = stored_names(listing.found)
+    # The look is Python's own work, which takes the cores little while the check has the disk.
+    found, failure = check_files(
+        paths,
+        listing,
+        wanted,
+        kept.collectives,
+        lambda files: _look(files, states, kept, module_tensors, places, request),
+    )
+    raise_together(failure, kept.collectives)
+    return found
+
+
+def _look(
+    files: CheckpointFiles,
+    states: Set[str],
+    kept: KeptState,
+    module_tensors: Callable[[], Mapping[str, Any]],
+    places: Sequence[ParameterPlace],
+    request: LoadRequest,
+) -> tuple[_Found, str | None]:
+    """What the files say, and why it does not fit."""
+    paths, rank = files.paths, kept.collectives.rank
     stored: dict[str, Any] = {}
     record: OptimizerRecord | None = None
     origins: list[Origin] = []
     failure: str | None = None
     try:
-        states = stored_names(listing.found)
         stored = dict(files.load(paths.model_states, request.wait))
         strict = request.strict
         checks = [check_keys(paths.model_states, stored, request.keys)]
@@ -189,17 +212,24 @@ def _inspect(
         origins = find_origins(places, states, module, current)
         if kept.pipeline.is_partly_committed:
             checks.append(check_begun(places, origins))
-        # Every state file is looked at once, by whichever rank's turn it is.
-        mine = [place for place in places[rank::world] if place.name in states]
-        checks.append(check_states(files, mine, request.kinds))
+        # Every state file is looked at once, by the rank that will read most of it.
+        mine = [place for place in places if place.name in states and _reader_of(place) == rank]
+        checks.append(check_states(files, mine, request.kinds, rank))
         failure = find_problems(checks)
     except CheckpointError as error:
         failure = str(error)
     except Exception as error:
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
-    raise_together(failure, kept.collectives)
-    return _Found(files, stored, record, origins)
+    return _Found(files, stored, record, origins), failure
+
+
+def _reader_of(place: ParameterPlace) -> int:
+    """The rank that has most of a parameter; the first one where there is nothing of it."""
+    return max(place.pieces, key=lambda piece: piece.end - piece.begin, default=_NOTHING).rank
+
+
+_NOTHING = Piece(0, 0, 0)
 
 
 def _wanted(

@@ -84,13 +84,26 @@ class SummingFile:
             raise ValueError(f"{self.name} is closed")
         return self._native
 
+    def end(self) -> None:
+        """Hands the last of it to the system, and its buffer to another file; may be synced still.
+
+        May be called twice.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._native is not None:
+            self._native.flush()
+            self._sums, self._native = _sums_of(self._native), None
+
     def sync(self) -> None:
         """Waits until what has been written is on the disk.
 
         Raises:
             OSError: it is not.
         """
-        self._file.flush()
+        if self._native is not None:
+            self._native.flush()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -99,10 +112,8 @@ class SummingFile:
         Raises:
             OSError: the last of it could not be written.
         """
-        if self._native is None:
-            return
         try:
-            self._native.flush()
+            self.end()
         finally:
             self.give_up()
 
@@ -110,7 +121,8 @@ class SummingFile:
         """Closes it as it is, where it is of no use any more; never raises."""
         if self._native is not None:
             self._sums, self._native = _sums_of(self._native), None
-            descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             with suppress(OSError):
                 os.close(descriptor)
 
@@ -180,18 +192,41 @@ def damaged_blocks(path: Path, sums: FileSums, begin: int, end: int) -> list[int
     Raises:
         OSError: it cannot be read.
     """
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    damaged: list[int] = []
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        for block in range(begin, end):
-            low, high = sums.bounds(block)
-            count = read_at(descriptor, low, buffer[: high - low])
-            if count != high - low or crc32(buffer[:count]) != sums.blocks[block]:
-                damaged.append(block)
+        low, high = sums.bounds(begin)[0], sums.bounds(end - 1)[1]
+        return _read(descriptor, sums, low, high, 0, threads=1)
     finally:
         os.close(descriptor)
-    return damaged
+
+
+def read_checked(
+    descriptor: int, sums: FileSums, offset: int, target: memoryview, *, threads: int
+) -> list[int]:
+    """Fills ``target`` with a file's bytes from ``offset`` on.
+
+    Args:
+        descriptor: of the file.
+        sums: the file's, when it was written; it had all of these bytes.
+        offset: in the file.
+        target: one byte at least.
+        threads: that read; none of them needs Python's lock.
+
+    Returns:
+        Blocks that are not what was written; ``target`` has some of their bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    end = offset + target.nbytes
+    return _read(descriptor, sums, offset, end, _address(target), threads=threads)
+
+
+def _read(
+    descriptor: int, sums: FileSums, begin: int, end: int, address: int, *, threads: int
+) -> list[int]:
+    blocks = sums.blocks[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)]
+    return _C.read_checked(descriptor, sums.num_bytes, begin, end, blocks, address, threads)
 
 
 def read_at(descriptor: int, offset: int, target: memoryview) -> int:

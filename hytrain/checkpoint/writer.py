@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -55,18 +56,36 @@ def write_file(path: Path, stored: object) -> FileSums:
     Raises:
         OSError: the file cannot be written; nothing is left behind.
     """
+    return _finish_file(path, begin_file(path, stored))
+
+
+def begin_file(path: Path, stored: object) -> SummingFile:
+    """Writes a file under its temporary name."""
     temporary = temporary_name(path)
     try:
-        with SummingFile(temporary) as file:
+        file = SummingFile(temporary)
+        try:
             if isinstance(stored, bytes):
                 file.write(stored)
             else:
                 write_objects(file, stored)
-            # Before it has its name, and beside other files: the disk has work from the start.
-            file.sync()
-        temporary.replace(path)
+            file.end()
+        except BaseException:
+            file.give_up()
+            raise
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _finish_file(path: Path, file: SummingFile) -> FileSums:
+    """Waits until it is on the disk, and gives it its name."""
+    try:
+        rename_file(file, path)
+    except BaseException:
+        file.give_up()
+        temporary_name(path).unlink(missing_ok=True)
         raise
     return file.sums
 
@@ -88,25 +107,61 @@ def rename_file(file: SummingFile, path: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
+_SYNCS = 8
+"""Threads that wait for the disk."""
+_UNSYNCED = 64
+"""Files that may be open to be synced."""
+
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 """A copy of it is beside the checkpoints."""
 
 
-@dataclass(slots=True)
 class Writes:
-    """This rank's writes; the first failure is kept, and nothing is written after it."""
+    """This rank's writes; the first failure is kept, and nothing is written after it.
 
-    failure: str | None = None
-    sums: dict[Path, FileSums] = field(default_factory=dict[Path, FileSums])
+    Whether a file has reached the disk is waited for by threads of their own, half of the time
+    that it takes: those that write go on with the next.
+    """
+
+    def __init__(self, failure: str | None = None) -> None:
+        """
+        Args:
+            failure: why nothing is to be written, if there is a reason.
+        """
+        self.failure = failure
+        self.sums: dict[Path, FileSums] = {}
+        self._syncs = ThreadPoolExecutor(_SYNCS, "hytrain-sync")
+        # Without a limit small files, which are written sooner than synced, take all descriptors.
+        self._may_wait = threading.Semaphore(_UNSYNCED)
 
     def attempt(self, path: Path, make: Callable[[], object]) -> None:
-        """Writes what ``make`` returns."""
+        """Writes what ``make`` returns; the file has its name when :meth:`finish` has returned."""
+        problem = f"{path} could not be written"
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.sums[path] = write_file(path, make())
+            file = begin_file(path, make())
+            self._may_wait.acquire()
+            self._syncs.submit(finish, file)
 
-        self.try_to(write, f"{path} could not be written", UNCHANGED)
+        def finish(file: SummingFile) -> None:
+            try:
+                # After a failure, too: what is of no use is not left open.
+                sums = _finish_file(path, file)
+                self.sums[path] = sums
+            except Exception as error:
+                self._note(problem, UNCHANGED, error)
+            finally:
+                self._may_wait.release()
+
+        self.try_to(write, problem, UNCHANGED)
+
+    def finish(self) -> None:
+        """Waits until all files are on the disk and have their names, or have failed to.
+
+        To be called before the folder is renamed or removed; nothing can be attempted after it.
+        """
+        self._syncs.shutdown(wait=True)
 
     def try_to(self, act: Callable[[], None], problem: str, outcome: str) -> None:
         """Calls ``act`` where nothing has failed before.
@@ -122,6 +177,10 @@ class Writes:
             act()
         except Exception as error:
             # A rank that raised here would leave the others waiting; it raises with them later.
+            self._note(problem, outcome, error)
+
+    def _note(self, problem: str, outcome: str, error: Exception) -> None:
+        if self.failure is None:
             self.failure = (
                 f"{problem} ({type(error).__name__}: {error}): free space or mend the folder and "
                 f"save again; {outcome}"
@@ -155,12 +214,14 @@ class ModelStatesFile:
         for key, tensor in states.objects.storages.items():
             self._archive.write_elements(key, tensor)
 
-    def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
-        """Writes a tensor's elements."""
+    def write(
+        self, key: str, make: Callable[[], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes a tensor's elements; see :meth:`ArchiveWriter.write_elements`."""
         archive = self._archive
         if archive is not None:
             self._writes.try_to(
-                lambda: archive.write_elements(key, make()), self._problem, UNCHANGED
+                lambda: archive.write_elements(key, make(), dtype), self._problem, UNCHANGED
             )
 
     def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
@@ -246,10 +307,34 @@ def write_contents(
     Raises:
         CheckpointError: see :func:`write_checkpoint`.
     """
-    is_first = collectives.rank == 0
     paths = CheckpointPaths(saving)
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
     writes = Writes(failure or _missing(saving))
+    try:
+        _write_files(
+            contents, paths, writes, frozen, collectives, device, source, delivered, threads
+        )
+    finally:
+        writes.finish()
+    writes.try_to(
+        lambda: sync_names(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
+    )
+    faults.point("save.synced")
+    _finish(target, saving, writes, collectives)
+
+
+def _write_files(
+    contents: SaveContents,
+    paths: CheckpointPaths,
+    writes: Writes,
+    frozen: Iterable[Mapping[int, torch.Tensor]],
+    collectives: ShardCollectives,
+    device: torch.device,
+    source: StateSource,
+    delivered: Callable[[Sequence[Delivery]], None],
+    threads: int,
+) -> None:
+    """Writes all but the manifest; arguments as above. A collective."""
     archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
     with FileWriters(threads, most_bytes(contents.places)) as files:
         parameters = ParameterFiles(contents, paths, writes.attempt, archive.write, files)
@@ -259,17 +344,12 @@ def write_contents(
         files.finish()
     for copies in frozen:
         archive.write_constants(copies)
-    if is_first:
+    if collectives.rank == 0:
         writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
         if contents.model_states is not None:
             metadata = contents.model_states.metadata
             writes.attempt(paths.folder / MODEL_STATES_OF_ZERO3, lambda: metadata)
     archive.finish()
-    writes.try_to(
-        lambda: sync_names(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
-    )
-    faults.point("save.synced")
-    _finish(target, saving, writes, collectives)
 
 
 def _finish(

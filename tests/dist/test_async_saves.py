@@ -118,7 +118,7 @@ def _fails_on_one(folder: Path) -> int:
     with engine_of(RUN) as engine, pytest.MonkeyPatch.context() as patch:
         train(engine, 0, 2)
         if rank == 1:
-            patch.setattr(writer, "write_file", _full)
+            patch.setattr(writer, "begin_file", _full)
         message = ""
         engine.save_checkpoint(folder)
         for step in range(2, 200):

@@ -207,22 +207,22 @@ def test_what_a_checkpoint_has_not_keeps_weights_and_moments(
 
 
 def _fail_on_rank_1(folder: Path) -> None:
-    write_file = writer.write_file
+    begin_file = writer.begin_file
 
     def fail(path: Path, stored: object) -> Any:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
-        return write_file(path, stored)
+        return begin_file(path, stored)
 
     with engine_of(Run()) as engine:
         train(engine, 0, 1)
         engine.save_checkpoint(folder, tag="good")
-        writer.write_file = fail
+        writer.begin_file = fail
         try:
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left"):
                 engine.save_checkpoint(folder, tag="bad")
         finally:
-            writer.write_file = write_file
+            writer.begin_file = begin_file
         assert (folder / "latest").read_text() == "good"
         saved = snapshot(engine)
         train(engine, 1, 2)
@@ -296,15 +296,15 @@ def test_every_flipped_bit_is_refused(run: Run, ranks: RankPools, tmp_path: Path
 
 def _write_shares(folder: Path) -> int:
     written: list[int] = []
-    write_file = writer.write_file
+    begin_file = writer.begin_file
 
     def count(path: Path, stored: object) -> Any:
-        sums = write_file(path, stored)
+        file = begin_file(path, stored)
         if path.parent.parent.name == "zero":
-            written.append(path.stat().st_size)
-        return sums
+            written.append(file.sums.num_bytes)
+        return file
 
-    writer.write_file = count
+    writer.begin_file = count
     blocks, exchange.BLOCK_ELEMENTS = exchange.BLOCK_ELEMENTS, 100
     try:
         with engine_of(Run(fractions=(0.9, 0.1), num_blocks=6)) as engine:
@@ -314,7 +314,7 @@ def _write_shares(folder: Path) -> int:
             engine.load_checkpoint(folder)
             assert_same(snapshot(engine), saved)
     finally:
-        writer.write_file = write_file
+        writer.begin_file = begin_file
         exchange.BLOCK_ELEMENTS = blocks
     return sum(written)
 

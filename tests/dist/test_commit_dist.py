@@ -24,12 +24,12 @@ def _save_then_die(folder: Path, rank: int, file: str) -> None:
     """The old snapshot and the new one are beside the checkpoint; rank ``rank`` dies at a file, or
     where it comes to a point that is named as in ``faults.point``.
     """
-    write_file = writer.write_file
+    begin_file = writer.begin_file
 
     def die(path: Path, stored: object) -> Any:
         if dist.get_rank() == rank and path.name == file and path.parts[-2] != "blocks.0.up.weight":
             os._exit(9)
-        return write_file(path, stored)
+        return begin_file(path, stored)
 
     with engine_of(RUN) as engine:
         for name, steps in (("old", 2), ("new", 4)):
@@ -41,7 +41,7 @@ def _save_then_die(folder: Path, rank: int, file: str) -> None:
             if name == "new" and file.startswith("save."):
                 os.environ[faults.KILL_VARIABLE] = f"{file}:1:{rank}"
             elif name == "new":
-                writer.write_file = die
+                writer.begin_file = die
             engine.save_checkpoint(folder / "saves", tag=TAG)
 
 
@@ -107,7 +107,7 @@ def _fail_everywhere(folder: Path) -> None:
         train(engine, 1, 2)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(writer, "write_file", _no_space)
+                patch.setattr(writer, "begin_file", _no_space)
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left.*unchanged"):
                 engine.save_checkpoint(folder, tag=TAG)
         for module, refuse in ((target, "begin_save"), (writer, "finish_save")):

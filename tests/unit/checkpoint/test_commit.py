@@ -73,12 +73,12 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     elif what == "file":
         patch.setattr(writer, "write_objects", _at_call(int(where), writer.write_objects, error))
     else:
-        write_file = writer.write_file
+        begin_file = writer.begin_file
 
         def write(path: Path, stored: object) -> Any:
             if path.name == what:
                 raise error
-            return write_file(path, stored)
+            return begin_file(path, stored)
 
         rename_file = writer.rename_file
 
@@ -87,7 +87,7 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
                 raise error
             rename_file(file, path)
 
-        patch.setattr(writer, "write_file", write)
+        patch.setattr(writer, "begin_file", write)
         patch.setattr(writer, "rename_file", rename)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,34 @@ def test_all_is_on_the_disk_before_the_tag_is(
     monkeypatch.setattr(writer, "finish_save", check)
     engine.save_checkpoint(tmp_path, tag=TAG)
     assert synced[-2:] == [str(tmp_path / "latest"), str(tmp_path)]
+
+
+def test_a_file_that_does_not_reach_the_disk_fails_the_save(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of their own wait for files, slow ones here: none is renamed or removed too early."""
+    engine.save_checkpoint(tmp_path, tag=TAG)
+    saved = snapshot(engine)
+    train(engine, 1, 2)
+    fsync, waited = os.fsync, list[str]()
+
+    def fail(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        waited.append(path)
+        time.sleep(0.03)
+        if f"{EXP_AVG.parent}/{EXP_AVG.stem}.tmp" in path:
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=r"exp_avg.pt could not.*Input/output.*unchanged"):
+        engine.save_checkpoint(tmp_path, tag=TAG)
+    assert len(waited) > 1
+    assert not any(Path(path).name == "latest" for path in waited)
+    monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {TAG}
+    engine.load_checkpoint(tmp_path)
+    assert_same(snapshot(engine), saved)
 
 
 def test_a_tag_that_does_not_reach_the_disk_stays_the_old_one(
