@@ -7,6 +7,7 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -33,7 +34,7 @@ from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
-from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing, room_text
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -97,6 +98,8 @@ class Writes:
     """This rank's writes; the first failure is kept, and nothing is written after it."""
 
     failure: str | None = None
+    room: Callable[[], str] = str
+    """What to say of the disk where it is full."""
     sums: dict[Path, FileSums] = field(default_factory=dict[Path, FileSums])
 
     def attempt(self, path: Path, make: Callable[[], object]) -> None:
@@ -122,8 +125,10 @@ class Writes:
             act()
         except Exception as error:
             # A rank that raised here would leave the others waiting; it raises with them later.
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            room = f"{self.room()}; " if is_full else ""
             self.failure = (
-                f"{problem} ({type(error).__name__}: {error}): free space or mend the folder and "
+                f"{problem} ({type(error).__name__}: {error}): {room}free space or mend the folder and "
                 f"save again; {outcome}"
             )
 
@@ -249,7 +254,7 @@ def write_contents(
     is_first = collectives.rank == 0
     paths = CheckpointPaths(saving)
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
-    writes = Writes(failure or _missing(saving))
+    writes = Writes(failure or _missing(saving), partial(room_text, saving, contents))
     archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
     with FileWriters(threads, most_bytes(contents.places)) as files:
         parameters = ParameterFiles(contents, paths, writes.attempt, archive.write, files)

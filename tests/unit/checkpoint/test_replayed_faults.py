@@ -302,7 +302,7 @@ def _fp16() -> Iterator[None]:
 @pytest.mark.usefixtures("_fp16")
 @pytest.mark.parametrize(("stage", "gpu_fraction"), LAYOUTS)
 def test_skipped_steps_are_not_counted(stage: int, gpu_fraction: float, tmp_path: Path) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/5289: the engine's count is not the optimizer's.
+    """https://github.com/deepspeedai/DeepSpeed/pull/5289: the engine counts them, Adam not.
 
     Of four steps two overflow; the checkpoint lies between an overflow and the next step.
     """
