@@ -128,8 +128,8 @@ class Writes:
             is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             room = f"{self.room()}; " if is_full else ""
             self.failure = (
-                f"{problem} ({type(error).__name__}: {error}): {room}free space or mend the folder and "
-                f"save again; {outcome}"
+                f"{problem} ({type(error).__name__}: {error}): {room}free space or mend the "
+                f"folder and save again; {outcome}"
             )
 
 
