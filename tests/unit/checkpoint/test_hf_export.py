@@ -1,10 +1,9 @@
-"""An exported checkpoint is what transformers' ``from_pretrained`` loads: the same logits, bitwise."""
+"""An exported checkpoint in transformers: ``from_pretrained`` gives the same logits, bitwise."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, process_group: None
-) -> Iterator[Saved]:
+) -> Saved:
     kind, tied, stage, bf16 = request.param
     folder = tmp_path_factory.mktemp("saved")
     model = _model(kind, tied=tied)
@@ -102,7 +101,7 @@ def saved(
         masters = {name: dict(kinds)["fp32"] for name, kinds in engine.fp32_state_dict().items()}
         # As transformers' Trainer does; the configuration is that of the model as it was built.
         _model(kind, tied=tied).config.save_pretrained(folder)
-    yield Saved(folder, kind, tied, bf16, logits, masters)
+    return Saved(folder, kind, tied, bf16, logits, masters)
 
 
 def _exported(saved: Saved, out: Path, *options: str) -> nn.Module:
