@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from hytrain.checkpoint import beside
 from hytrain.checkpoint.archive_writer import ArchiveWriter, write_objects
 from hytrain.checkpoint.commit import finish_save, give_up_save
 from hytrain.checkpoint.contents import (
@@ -88,9 +89,6 @@ def rename_file(file: SummingFile, path: Path) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
-"""A copy of it is beside the checkpoints."""
 
 
 @dataclass(slots=True)
@@ -329,7 +327,7 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
     faults.point("save.renamed")
     if not target.is_latest or writes.failure is not None:
         return
-    _put_script(target.save_dir)
+    _put_beside(target.save_dir)
     tag = target.tag
     # The first of them is the one that is read first: it changes last.
     for path in [target.save_dir / name for name in reversed(LATEST)]:
@@ -341,17 +339,18 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
         )
 
 
-def _put_script(save_dir: Path) -> None:
-    """The way out that users of DeepSpeed look for, in this version's form."""
-    path = save_dir / SCRIPT.name
+def _put_beside(save_dir: Path) -> None:
+    """Ways out and in that users of DeepSpeed look for, in this version's form."""
     try:
-        content = SCRIPT.read_bytes()
-        if not path.is_file() or path.read_bytes() != content:
-            write_file(path, content)
-            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        for name, content in beside.contents().items():
+            path = save_dir / name
+            if not path.is_file() or path.read_bytes() != content:
+                write_file(path, content)
+                if path.suffix == ".py":
+                    path.chmod(path.stat().st_mode | stat.S_IXUSR)
     except OSError as error:
-        # The checkpoint is whole without it.
-        logger.warning("%s could not be written: %s", path, error)
+        # The checkpoint is whole without them.
+        logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)
 
 
 def _write_latest(path: Path, tag: str) -> None:
