@@ -77,11 +77,11 @@ def _work(port: int, name: str, threads: int | None) -> None:
     engine.destroy()
 
 
-def _start(name: str, port: int) -> subprocess.Popen[bytes]:
+def _start(name: str, port: int, own_port: int) -> subprocess.Popen[bytes]:
     threads = name.removeprefix("by hand, ") if name.startswith("by hand") else ""
     arguments = [__file__, "--port", str(port), "--name", name, "--threads", threads or "0"]
     variables = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK")}
-    variables["MASTER_PORT"] = str(port + 1 + NAMES.index(name))
+    variables["MASTER_PORT"] = str(own_port)
     if name == "torchrun":
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
         arguments = [*launcher, "--master-port", variables["MASTER_PORT"], *arguments]
@@ -93,23 +93,20 @@ def _start(name: str, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, *arguments], env=variables)
 
 
-NAMES = ["plain", "plain again", "OMP_NUM_THREADS=1", "torchrun", "by hand, 1", "by hand, 2"]
-
-
-def _measure(turns: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
+def _measure(names: list[str], turns: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in names}
     with Listener(("127.0.0.1", 0)) as listener:
         port = int(listener.address[1])
         # One at a time: each chooses its threads by measuring.
         workers: dict[str, Connection] = {}
         processes: list[subprocess.Popen[bytes]] = []
-        for name in NAMES:
-            processes.append(_start(name, port))
+        for number, name in enumerate(names):
+            processes.append(_start(name, port, port + 1 + number))
             connection = listener.accept()
             workers[connection.recv()] = connection
         for turn in range(turns + 1):
             # Another order each time: who follows whom must not matter.
-            for name in random.Random(turn).sample(NAMES, len(NAMES)):
+            for name in random.Random(turn).sample(names, len(names)):
                 workers[name].send(True)
                 seconds = workers[name].recv()
                 if turn:
@@ -125,6 +122,7 @@ def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--by-hand", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
@@ -132,9 +130,11 @@ def main() -> None:
     if given.port:
         _work(given.port, given.name, given.threads or None)
         return
-    times = _measure(given.turns)
+    by_hand = [f"by hand, {count}" for count in given.by_hand]
+    ways = ["plain", "plain again", "OMP_NUM_THREADS=1", "torchrun"]
+    times = _measure([*ways, *by_hand], given.turns)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    best = min(medians["by hand, 1"], medians["by hand, 2"])
+    best = min(medians[name] for name in by_hand)
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4)
         print(
