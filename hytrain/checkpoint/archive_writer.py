@@ -157,8 +157,9 @@ class ArchiveWriter:
 
     def write_objects(self, content: bytes) -> None:
         """The pickle, see :class:`PickledObjects`; first of all."""
+        # No ".format_version": with it torch computes where storages begin (for the device "meta",
+        # as from_pretrained does) from the order and keys that torch.save gives them.
         self._write("data.pkl", memoryview(content))
-        self._write(".format_version", memoryview(b"1"))
         self._write("byteorder", memoryview(sys.byteorder.encode()))
 
     def write_elements(

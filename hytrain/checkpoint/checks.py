@@ -195,6 +195,13 @@ def check_module(
         return
     missing = sorted(set(current) - set(weights))
     extra = sorted(set(weights) - set(current))
+    if missing and extra and len(missing) == len(current):
+        # Without strictness it would load nothing, and the model's own weights would be trained.
+        yield (
+            f"{path} has none of the model's {len(current)} weights and buffers, such as "
+            f"'{missing[0]}': {_other_prefix(missing, extra)}"
+        )
+        return
     if strict and missing:
         yield (
             f"{path} has no {listed(missing)}: it is a checkpoint of another model or was saved "
@@ -215,6 +222,22 @@ def check_module(
                 f"{path}: '{name}' has shape {tuple(theirs.shape)} but the model's has "
                 f"{tuple(ours.shape)}: build the model that was saved"
             )
+
+
+def _other_prefix(missing: Sequence[str], extra: Sequence[str]) -> str:
+    """Why two sets of names have none in common (``extra`` is the checkpoint's), and what to do."""
+    for mine, others, whose in (
+        (missing, set(extra), "the checkpoint's"),
+        (extra, set(missing), "the model's"),
+    ):
+        ends = [name for name in others if name.endswith("." + mine[0])]
+        for prefix in (name.removesuffix(mine[0]) for name in ends):
+            if all(prefix + name in others for name in mine):
+                return (
+                    f"{whose} names are the same but all begin with '{prefix}', as a module has "
+                    "them that wraps the model: pass hytrain.initialize the one that was saved"
+                )
+    return f"it has {listed(extra)}; build the model that was saved"
 
 
 def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:

@@ -65,13 +65,35 @@ def begin_writing(
     return target.save_dir / str(from_first(begin, collectives))
 
 
-def _check_room(saving: Path, contents: SaveContents) -> None:
+def free_bytes(folder: Path) -> int:
+    """Space that is left in a folder's file system."""
+    return shutil.disk_usage(folder).free
+
+
+def room_text(saving: Path, contents: SaveContents) -> str:
+    """Of a message about a write that found no space: what is needed and what there is."""
+    try:
+        free = f"{free_bytes(saving) / 1e9:.3f} GB are free"
+    except OSError as error:
+        return f"how much is free is not known ({error})"
+    return (
+        f"the checkpoint takes {contents_bytes(contents) / 1e9:.3f} GB in all, and beside what is "
+        f"written of it {free}"
+    )
+
+
+def contents_bytes(contents: SaveContents) -> int:
+    """What all tensors of a checkpoint take."""
     size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
     if contents.model_states is not None:
         states = contents.model_states
         size += sum(constant.tensor.nbytes for constant in states.constants.values())
         size += sum(tensor.nbytes for tensor in states.objects.storages.values())
-    free = shutil.disk_usage(saving).free
+    return size
+
+
+def _check_room(saving: Path, contents: SaveContents) -> None:
+    size, free = contents_bytes(contents), free_bytes(saving)
     if free < _ROOM_FACTOR * size:
         raise CheckpointError(
             f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "

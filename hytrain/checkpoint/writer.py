@@ -7,6 +7,7 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from hytrain.checkpoint import beside
 from hytrain.checkpoint.archive_writer import ArchiveWriter, write_objects
 from hytrain.checkpoint.commit import finish_save, give_up_save
 from hytrain.checkpoint.contents import (
@@ -34,7 +36,7 @@ from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
-from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing, room_text
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -112,9 +114,6 @@ _SYNCS = 8
 _UNSYNCED = 64
 """Files that may be open to be synced."""
 
-SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
-"""A copy of it is beside the checkpoints."""
-
 
 class Writes:
     """This rank's writes; the first failure is kept, and nothing is written after it.
@@ -123,12 +122,14 @@ class Writes:
     that it takes: those that write go on with the next.
     """
 
-    def __init__(self, failure: str | None = None) -> None:
+    def __init__(self, failure: str | None = None, room: Callable[[], str] = str) -> None:
         """
         Args:
             failure: why nothing is to be written, if there is a reason.
+            room: what to say of the disk where it is full.
         """
         self.failure = failure
+        self._room = room
         self.sums: dict[Path, FileSums] = {}
         self._syncs = ThreadPoolExecutor(_SYNCS, "hytrain-sync")
         # Without a limit small files, which are written sooner than synced, take all descriptors.
@@ -181,9 +182,11 @@ class Writes:
 
     def _note(self, problem: str, outcome: str, error: Exception) -> None:
         if self.failure is None:
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            room = f"{self._room()}; " if is_full else ""
             self.failure = (
-                f"{problem} ({type(error).__name__}: {error}): free space or mend the folder and "
-                f"save again; {outcome}"
+                f"{problem} ({type(error).__name__}: {error}): {room}free space or mend the "
+                f"folder and save again; {outcome}"
             )
 
 
@@ -309,7 +312,7 @@ def write_contents(
     """
     paths = CheckpointPaths(saving)
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
-    writes = Writes(failure or _missing(saving))
+    writes = Writes(failure or _missing(saving), partial(room_text, saving, contents))
     try:
         _write_files(
             contents, paths, writes, frozen, collectives, device, source, delivered, threads
@@ -404,7 +407,7 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
     faults.point("save.renamed")
     if not target.is_latest or writes.failure is not None:
         return
-    _put_script(target.save_dir)
+    _put_beside(target.save_dir)
     tag = target.tag
     # The first of them is the one that is read first: it changes last.
     for path in [target.save_dir / name for name in reversed(LATEST)]:
@@ -416,17 +419,18 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
         )
 
 
-def _put_script(save_dir: Path) -> None:
-    """The way out that users of DeepSpeed look for, in this version's form."""
-    path = save_dir / SCRIPT.name
+def _put_beside(save_dir: Path) -> None:
+    """Ways out and in that users of DeepSpeed look for, in this version's form."""
     try:
-        content = SCRIPT.read_bytes()
-        if not path.is_file() or path.read_bytes() != content:
-            write_file(path, content)
-            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        for name, content in beside.contents().items():
+            path = save_dir / name
+            if not path.is_file() or path.read_bytes() != content:
+                write_file(path, content)
+                if path.suffix == ".py":
+                    path.chmod(path.stat().st_mode | stat.S_IXUSR)
     except OSError as error:
-        # The checkpoint is whole without it.
-        logger.warning("%s could not be written: %s", path, error)
+        # The checkpoint is whole without them.
+        logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)
 
 
 def _write_latest(path: Path, tag: str) -> None:

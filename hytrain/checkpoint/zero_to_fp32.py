@@ -2,7 +2,8 @@
 """Turns this folder's checkpoints into weights: `python zero_to_fp32.py . OUTPUT_DIR`.
 
 It is beside every checkpoint under the name that users of DeepSpeed know, takes the same arguments
-and calls `hytrain export`, which has more of them.
+and calls `hytrain export`, which has more of them. To resume in plain DeepSpeed nothing is to be
+converted: its JSON needs "checkpoint": {"load_universal": true}.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def convert(arguments: argparse.Namespace) -> None:
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     is_universal = CheckpointPaths(source).optimizer_state.is_file()
     if not is_universal or any(source.glob("*_optim_states.pt")):
-        convert_to_universal(arguments)
+        _convert(arguments)
         return
     print(f"{source} is universal already: nothing is to be converted")
     if target.resolve() == source.resolve():
@@ -41,6 +41,19 @@ def convert(arguments: argparse.Namespace) -> None:
             f"{source}, which is universal already, could not be put in {target} too "
             f"({type(error).__name__}: {error}): pass an --output_folder that is not there yet, or "
             f'load {source} as it is, with "load_universal": true'
+        ) from error
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    try:
+        convert_to_universal(arguments)
+    except AssertionError as error:
+        # It asks for what no engine of DeepSpeed's ZeRO saves by itself.
+        if "universal_checkpoint_info" not in str(error) or arguments.inject_missing_state:
+            raise
+        raise CheckpointError(
+            f"{arguments.input_folder} could not be converted ({error}): give ds_to_universal "
+            "--inject_missing_state, or load the checkpoint with hytrain as it is"
         ) from error
 
 

@@ -13,6 +13,7 @@ from harness import RankError, RankPool, RankPools
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import target, writer
+from hytrain.checkpoint.beside import NOTE
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -58,7 +59,7 @@ def _load_and_save(folder: Path, expected: str) -> set[str]:
         saved = snapshot(engine)
         engine.load_checkpoint(folder / "saves")
         assert_same(snapshot(engine), saved)
-    return {entry.name for entry in (folder / "saves").iterdir()} - {"zero_to_fp32.py"}
+    return {entry.name for entry in (folder / "saves").iterdir()} - {"zero_to_fp32.py", NOTE}
 
 
 def _full(*case: object) -> Any:
@@ -127,7 +128,7 @@ def _fail_everywhere(folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"on rank 1: the tag '' names no folder"):
             engine.save_checkpoint(folder, tag="" if rank else TAG)
         dist.barrier()
-        files = {TAG, "latest", "latest_universal", "zero_to_fp32.py"}
+        files = {TAG, "latest", "latest_universal", "zero_to_fp32.py", NOTE}
         assert {entry.name for entry in folder.iterdir()} == files
         engine.load_checkpoint(folder)
         assert_same(snapshot(engine), saved)
@@ -160,6 +161,7 @@ def test_hosts_may_know_the_folder_by_different_names(ranks: RankPools, tmp_path
         "latest",
         "latest_universal",
         "zero_to_fp32.py",
+        NOTE,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import sys
@@ -88,6 +89,7 @@ def export_weights(request: ExportRequest) -> list[str]:
         else:
             files = write_safetensors(model, request.out, request.max_shard_bytes)
         copied = _copy_beside(folder, request.out)
+        _say_dtype(request.out, model)
     except OSError as error:
         raise CheckpointError(
             f"{request.out} cannot be written ({type(error).__name__}: {error}): free space, or "
@@ -181,3 +183,20 @@ def _copy_beside(folder: Path, out: Path) -> list[str]:
             shutil.copyfile(source, out / name)
             copied.append(name)
     return copied
+
+
+def _say_dtype(out: Path, model: StoredModel) -> None:
+    """from_pretrained casts weights to the dtype that the configuration says, if it says one."""
+    path = out / CONFIG
+    kinds = {weight.dtype for weight in model.weights if weight.dtype.is_floating_point}
+    if not path.is_file() or len(kinds) != 1:
+        return
+    try:
+        config = json.loads(path.read_text())
+    except ValueError:
+        return  # whoever reads it will say so
+    name = str(kinds.pop()).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
+    if keys:
+        config |= dict.fromkeys(keys, name)
+        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -14,6 +14,7 @@ import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import writer
+from hytrain.checkpoint.beside import NOTE
 from hytrain.checkpoint.commit import begin_save, saved_tags
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
@@ -49,7 +50,7 @@ def _loaded(reader: Any, folder: Path) -> Snapshot:
 
 
 def _entries(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {SCRIPT}
+    return {path.name for path in folder.iterdir()} - {SCRIPT, NOTE}
 
 
 def _at_call(number: int, function: Callable[..., Any], error: BaseException) -> Any:

@@ -178,3 +178,21 @@ def test_one_that_cannot_be_converted_is_refused_with_advice(
         with pytest.raises(CheckpointError, match=r"could not be converted.*ds_to_universal"):
             engine.load_checkpoint(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} == before
+
+
+def test_a_conversion_that_misses_the_flag_names_it(tmp_path: Path) -> None:
+    """DeepSpeed's own message asks for a state that only some frameworks save."""
+    _save_and_convert(2, tmp_path)
+    with built(_Model(seed=1), make_config(bf16=False)):
+        pass  # from here on ds_to_universal is known to hytrain
+    arguments = argparse.Namespace(
+        input_folder=str(tmp_path / "global_step3"),
+        output_folder=str(tmp_path / "again"),
+        strict=True,
+        inject_missing_state=False,
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+    )
+    with pytest.raises(CheckpointError, match=r"universal_checkpoint_info.*--inject_missing_state"):
+        ds_to_universal.main(arguments)

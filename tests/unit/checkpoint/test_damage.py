@@ -15,6 +15,7 @@ from support.damage import damaged, flip, random_flips
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import writer
+from hytrain.checkpoint.beside import NOTE
 from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.sums import FileSums, sum_file
 from hytrain.checkpoint.universal import CheckpointPaths
@@ -324,7 +325,7 @@ def test_a_tag_that_does_not_reach_the_disk_stays_the_old_one(
     with pytest.raises(CheckpointError, match=r"Input/output error.*is unchanged"):
         engine.save_checkpoint(tmp_path, tag=TAG)
     monkeypatch.undo()
-    files = {TAG, "latest", "latest_universal", "zero_to_fp32.py"}
+    files = {TAG, "latest", "latest_universal", "zero_to_fp32.py", NOTE}
     assert {path.name for path in tmp_path.iterdir()} == files
     engine.load_checkpoint(tmp_path)
     assert_same(snapshot(engine), saved)

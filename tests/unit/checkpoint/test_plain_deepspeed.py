@@ -12,6 +12,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.engines import device
 from support.resume import GLOBAL_BATCH, WARMUP, Everything, Run, engine_of, snapshot, train
 
+from hytrain.checkpoint.beside import NOTE
+
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
@@ -62,3 +64,35 @@ def test_state_is_the_same_and_training_goes_on(
     rest = {name: saved.weights[name] for name in ("calls", "frozen.weight", "frozen.bias")}
     plain.module.load_state_dict({k: v.to(device()) for k, v in rest.items()}, strict=False)
     assert train(plain, 3, 6) == pytest.approx(losses, rel=1e-2 if bf16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "message"),
+    [(2, FileNotFoundError, "optim_states.pt"), (3, RuntimeError, "Missing key")],
+)
+def test_without_the_key_the_note_beside_it_has_what_to_do(
+    stage: int, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    """The error is plain DeepSpeed's own, which cannot name the key: the note quotes it."""
+    with engine_of(Run(bf16=False, stage=stage)) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path)
+    model = Everything()
+    config = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained, lr=7.0), config=config
+    )
+    with pytest.raises(kind, match=message):
+        plain.load_checkpoint(str(tmp_path))
+    plain.destroy()
+    note = (tmp_path / NOTE).read_text()
+    assert '"checkpoint": {"load_universal": true}' in note
+    assert kind.__name__ in note
+    assert message in note
+    script = (tmp_path / "zero_to_fp32.py").read_text()
+    assert '"checkpoint": {"load_universal": true}' in script

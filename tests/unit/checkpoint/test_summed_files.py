@@ -209,7 +209,6 @@ def test_an_archive_is_the_standard_librarys(tmp_path: Path) -> None:
         archive.write_objects(pickled.content)
         for name, content in (
             ("data.pkl", pickled.content),
-            (".format_version", b"1"),
             ("byteorder", sys.byteorder.encode()),
         ):
             expected.write(name, content)
@@ -237,6 +236,20 @@ def test_lengths_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     content = (tmp_path / "file.pt").read_bytes()
     assert content.count(struct.pack("<HHQQ", 1, 24, 1600, 1600)) == 4
     assert content.count(b"PK\6\6") == content.count(b"PK\6\7") == 1
+
+
+def test_tensors_without_memory_know_where_they_are(tmp_path: Path) -> None:
+    """A load to the device "meta", for which torch looks the storages' places up."""
+    file = tmp_path / "file.pt"
+    expected = {"one": torch.arange(5.0), "two": torch.arange(300)}
+    write_file(file, expected)
+    content = file.read_bytes()
+    for name, tensor in torch.load(file, map_location="meta").items():
+        assert tensor.is_meta
+        begin = tensor.untyped_storage()._checkpoint_offset
+        size = expected[name].nbytes
+        found = torch.frombuffer(bytearray(content[begin : begin + size]), dtype=tensor.dtype)
+        assert torch.equal(found, expected[name])
 
 
 def test_objects_are_torchs(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ from hytrain.errors import EngineClosedError
 pytestmark = pytest.mark.timeout(120)
 
 TESTS = Path(__file__).parents[2]
-PROMPT_SECONDS = 30.0
-"""Far below what anybody would wait for who waits in vain, also on a machine that is busy."""
+EXIT_SECONDS = 5.0
+"""What the end of a process may take beyond that of one which has torch alone."""
+ATTEMPTS = 4
+"""On a machine that is busy, of which the quickest counts."""
 
 
 def test_a_thread_counts_until_it_was_joined() -> None:
@@ -162,6 +164,10 @@ def _run_script(body: str, **variables: str) -> tuple[subprocess.CompletedProces
     """
     script = textwrap.dedent(script) + textwrap.dedent(body)
     script += "\nprint('END', time.time(), flush=True)\n"
+    return _run(script, **variables)
+
+
+def _run(script: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
     result = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -176,13 +182,51 @@ def _run_script(body: str, **variables: str) -> tuple[subprocess.CompletedProces
     return result, ended - float(marks[-1].split()[1])
 
 
+_TORCH_ALONE = """
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_num_threads(1)
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+print("END", time.time(), flush=True)
+"""
+
+
+def _assert_prompt(body: str, status: int = 0, **variables: str) -> None:
+    """A script with an engine ends as promptly as one without; the quickest of each counts."""
+    ours: list[float] = []
+    alone: list[float] = []
+    for _ in range(ATTEMPTS):
+        result, seconds = _run_script(body, **variables)
+        assert result.returncode == status, result.stderr
+        ours.append(seconds)
+        alone.append(_run(_TORCH_ALONE)[1])
+        if min(ours) < min(alone) + EXIT_SECONDS:
+            break
+    print(f"ends after {min(ours):.2f} s, torch alone after {min(alone):.2f} s")
+    assert min(ours) < min(alone) + EXIT_SECONDS, (ours, alone)
+
+
 def test_the_interpreter_ends_without_destroy() -> None:
     """In the middle of a step too, with copies on their way."""
-    result, seconds = _run_script(
-        'engine.backward(engine(**make_batch("mlp", 9)))', HYTRAIN_DELAYS="3:3000"
-    )
-    assert result.returncode == 0, result.stderr
-    assert seconds < PROMPT_SECONDS
+    _assert_prompt('engine.backward(engine(**make_batch("mlp", 9)))', HYTRAIN_DELAYS="3:3000")
+
+
+def test_the_interpreter_ends_with_a_save_that_is_being_written(tmp_path: Path) -> None:
+    """It waits for that, and for nothing else."""
+    body = f"""
+        from support.resume import Run, engine_of
+        context = engine_of(Run(asynchronous=True))  # kept: it would destroy the engine
+        engine = context.__enter__()
+        engine.save_checkpoint({str(tmp_path)!r})
+    """
+    _assert_prompt(body)
+    assert (tmp_path / "latest").is_file()
 
 
 def test_an_error_at_the_end_of_main_is_not_hidden() -> None:
@@ -190,9 +234,7 @@ def test_an_error_at_the_end_of_main_is_not_hidden() -> None:
         print('END', time.time(), flush=True)
         raise SystemExit(3)
     """
-    result, seconds = _run_script(body)
-    assert result.returncode == 3, result.stderr
-    assert seconds < PROMPT_SECONDS
+    _assert_prompt(body, status=3)
 
 
 def test_a_forked_child_ends_by_itself() -> None:
@@ -220,9 +262,7 @@ def test_a_forked_child_ends_by_itself() -> None:
         engine.synchronize()
         engine.destroy()
     """
-    result, seconds = _run_script(body)
-    assert result.returncode == 0, result.stderr
-    assert seconds < PROMPT_SECONDS
+    _assert_prompt(body)
 
 
 class Batches(Dataset[Any]):

@@ -1,0 +1,272 @@
+"""A file system that is really full: a small tmpfs, and files that may not grow (RLIMIT_FSIZE).
+
+Wherever space ends, the save says so, what was saved before is whole, nothing is left that takes
+space, training goes on bit for bit, and the next save works when there is room again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
+
+from hytrain.checkpoint import target
+from hytrain.checkpoint.universal import LATEST
+from hytrain.errors import CheckpointError
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
+
+DISK_BYTES = 24 << 20
+BLOCK = 4096
+WIDTH = 128  # a checkpoint of 3 MB, most of which is large tensors'
+ROOM = r"takes 0\.00[2-5] GB", r"0\.\d{3} GB (are )?free"
+"""What is needed and what there is, in every message about a disk that is full."""
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of 24 MiB of its own."""
+    folder = tmp_path_factory.mktemp("disk")
+    if shutil.which("mount") is None:
+        pytest.skip("a file system cannot be made full: there is no mount command")
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "hytrain-test", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"a file system cannot be made full: mounting needs root ({made.stderr!r})")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def folder(disk: Path) -> Iterator[Path]:
+    """Empty, and emptied afterwards."""
+    yield disk / "saves"
+    for path in disk.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _fill(disk: Path, leave: int) -> None:
+    """Takes all of the disk but so many bytes."""
+    (disk / "ballast").unlink(missing_ok=True)
+    with (disk / "ballast").open("wb") as file:
+        left = shutil.disk_usage(disk).free - leave
+        os.posix_fallocate(file.fileno(), 0, left // BLOCK * BLOCK)
+    assert shutil.disk_usage(disk).free <= leave + BLOCK
+
+
+def _make_room(disk: Path) -> None:
+    (disk / "ballast").unlink()
+
+
+def _used(disk: Path) -> int:
+    usage = shutil.disk_usage(disk)
+    return usage.total - usage.free
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def _save(engine: Any, folder: Path, tag: str) -> None:
+    """Saves and waits for it, if that is beside training."""
+    engine.save_checkpoint(folder, tag=tag)
+    engine.wait_for_checkpoint()
+
+
+class _Training:
+    """Two steps, a save, two more: what is to be refused, and what must not change for it."""
+
+    def __init__(self, engine: Any, folder: Path, reader: Any) -> None:
+        self.engine, self.folder, self.reader = engine, folder, reader
+        train(engine, 0, 2)
+        _save(engine, folder, "kept")
+        self.saved = snapshot(engine)
+        train(engine, 2, 4)
+        self.now = snapshot(engine)
+        self.files = _content(folder)
+
+    def refuse(self, tag: str, *matches: str) -> None:
+        """A save that fails, and harms nothing."""
+        before = _used(self.folder.parent)
+        with pytest.raises(CheckpointError) as raised:
+            _save(self.engine, self.folder, tag)
+        message = str(raised.value)
+        assert "is unchanged" in message
+        for match in matches:
+            assert re.search(match, message), message
+        assert _content(self.folder) == self.files
+        assert not list(self.folder.rglob("hytrain-*[0-9a-f]"))
+        assert _used(self.folder.parent) <= before
+
+    def end(self, expected: Snapshot) -> None:
+        """With room again: what was kept is whole, training goes on, and a save works."""
+        self.reader.load_checkpoint(self.folder)
+        assert_same(snapshot(self.reader), self.saved)
+        assert_same(snapshot(self.engine), self.now)
+        train(self.engine, 4, 5)
+        assert_same(snapshot(self.engine), expected)
+        _save(self.engine, self.folder, "kept")
+        self.reader.load_checkpoint(self.folder)
+        assert_same(snapshot(self.reader), expected)
+        assert not list(self.folder.glob("hytrain-*"))
+
+
+RUNS = [Run(width=WIDTH), Run(width=WIDTH, asynchronous=True)]
+
+
+@pytest.fixture(scope="module")
+def reader(process_group: None) -> Iterator[Any]:
+    with engine_of(Run(width=WIDTH).another()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(process_group: None) -> Snapshot:
+    """After five steps, with no save."""
+    with engine_of(RUNS[0]) as engine:
+        train(engine, 0, 5)
+        return snapshot(engine)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
+@pytest.mark.parametrize("tag", ["kept", "new"])
+def test_there_is_no_room(
+    run: Run, tag: str, disk: Path, folder: Path, reader: Any, expected: Snapshot
+) -> None:
+    """It is seen before anything is written."""
+    with engine_of(run) as engine:
+        training = _Training(engine, folder, reader)
+        for leave in (1 << 20, 0):
+            _fill(disk, leave)
+            training.refuse(tag, "GB free, and the checkpoint takes", *ROOM)
+        _make_room(disk)
+        training.end(expected)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
+def test_it_vanishes_while_files_are_written(
+    run: Run,
+    disk: Path,
+    folder: Path,
+    reader: Any,
+    expected: Snapshot,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen as free, and taken by somebody else: space ends in another file each time."""
+    with engine_of(run) as engine:
+        training = _Training(engine, folder, reader)
+        size = sum(len(content) for content in training.files.values())
+        with monkeypatch.context() as patch:
+            for part in range(9):
+                _fill(disk, part * size // 10)
+                patch.setattr(target, "free_bytes", _first_then_real(1 << 40))
+                training.refuse("kept", "No space left on device", *ROOM)
+        _make_room(disk)
+        training.end(expected)
+
+
+def _first_then_real(free: int) -> Any:
+    """What the check before writing sees is no longer true when a message is made."""
+    answers = iter([free])
+    return lambda path: next(answers, None) or shutil.disk_usage(path).free
+
+
+def _told(engine: Any, folder: Path, tag: str) -> str | None:
+    """What a save has failed with."""
+    try:
+        _save(engine, folder, tag)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _outcome(told: str | None, tag: str) -> str:
+    if told is None:
+        return "saved"
+    assert "No space left on device" in told
+    if f"the checkpoint is whole all the same: pass the tag '{tag}'" in told:
+        return "without latest"
+    assert "is unchanged" in told
+    return "refused"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
+def test_it_ends_with_the_last_of_the_files(
+    run: Run, disk: Path, folder: Path, reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From all but a few pages to enough: the manifest, "latest" and the renames come last."""
+    outcomes: list[str] = []
+    with engine_of(run) as engine:
+        training = _Training(engine, folder, reader)
+        pages = sum(-(-len(content) // BLOCK) for content in training.files.values())
+        for number in range(pages - 5, pages + 3):
+            tag = f"new{number}"
+            _fill(disk, number * BLOCK)
+            with monkeypatch.context() as patch:
+                patch.setattr(target, "free_bytes", _first_then_real(1 << 40))
+                told = _told(engine, folder, tag)
+            outcomes.append(_outcome(told, tag))
+            named = tag if outcomes[-1] == "saved" else "kept"
+            assert (folder / "latest").read_text() == named
+            assert (folder / tag).is_dir() is (outcomes[-1] != "refused")
+            assert not list(folder.glob("hytrain-*"))
+            reader.load_checkpoint(folder)
+            assert_same(snapshot(reader), training.saved if named == "kept" else training.now)
+            if outcomes[-1] != "refused":
+                reader.load_checkpoint(folder, tag=tag)
+                assert_same(snapshot(reader), training.now)
+            shutil.rmtree(folder / tag, ignore_errors=True)
+            for name in LATEST:
+                (folder / name).write_text("kept")
+    assert outcomes == sorted(outcomes, key=["refused", "without latest", "saved"].index)
+    assert {"refused", "saved"} <= set(outcomes)
+
+
+@contextmanager
+def _largest_file(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond: EFBIG, for who is not root, too."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
+@pytest.mark.parametrize("limit", [0, 3000, 100_000, 300_000])
+def test_files_may_not_grow(
+    run: Run, limit: int, tmp_path: Path, reader: Any, expected: Snapshot
+) -> None:
+    """Without rights to mount: small files can be written, large ones end in the midst."""
+    with engine_of(run) as engine:
+        training = _Training(engine, tmp_path / "saves", reader)
+        with _largest_file(limit), pytest.raises(CheckpointError, match="File too large") as raised:
+            _save(engine, training.folder, "kept")
+        assert "is unchanged" in str(raised.value)
+        assert _content(training.folder) == training.files
+        assert not list(training.folder.rglob("hytrain-*[0-9a-f]"))
+        training.end(expected)
