@@ -1,7 +1,7 @@
 // Whether modules are what they were: an asynchronous save asks in its call, of hundreds of them.
 //
-// What was seen stays in Python's lists and tuples, which its garbage collector sees through. All of
-// this is comparisons of addresses: an object of a list lives, and so does its address name it.
+// What was seen stays in Python's lists and tuples, which its garbage collector sees through. All
+// of this is comparisons of addresses: an object of a list lives, and so does its address name it.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -98,7 +98,6 @@ void bind_modules(py::module_& m) {
     m.def("same_entries", &same_entries, py::arg("dicts"), py::arg("sizes"), py::arg("entries"));
     m.def("same_types", &same_types, py::arg("objects"), py::arg("types"), py::arg("attributes"),
           py::arg("absent"));
-    m.def("same_attributes", &same_attributes, py::arg("objects"), py::arg("name"),
-          py::arg("had"));
+    m.def("same_attributes", &same_attributes, py::arg("objects"), py::arg("name"), py::arg("had"));
     m.def("same_sets", &same_sets, py::arg("sets"), py::arg("had"));
 }
