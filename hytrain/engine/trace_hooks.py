@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hytrain.model.backward_hooks import before_backward
 from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.recorder import Recorder
 
@@ -51,14 +52,14 @@ def _enter(
 def _leave(
     layer: int, recorder: Recorder
 ) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-    def enter_backward(_gradient: torch.Tensor) -> None:
+    def enter_backward(_gradient: object) -> None:
         recorder.enter_backward(layer)
 
     def hook(_module: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         if torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(enter_backward)
+                    before_backward(tensor, enter_backward)
         recorder.leave_layer(layer)
 
     return hook

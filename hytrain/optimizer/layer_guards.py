@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hytrain.model.backward_hooks import before_backward, computed
 from hytrain.model.discovery import is_container
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.optimizer.pass_guide import PassGuide
@@ -159,18 +160,18 @@ class LayerGuards:
         A module may return what its last submodule has returned. Backward then has to enter the
         outer one first: the inner one's weights must be there when the tensor's gradient goes on.
         """
-        computed = _computed(tensor)
-        needed = self._needed.get(computed)
+        output = computed(tensor)
+        needed = self._needed.get(output)
         if needed is not None:
             needed.insert(0, layers)
             return
-        self._needed[computed] = needed = [layers]
+        self._needed[output] = needed = [layers]
 
         def enter_backward(_gradient: object) -> None:
             for entered in needed:
                 self._owner.needed_in_backward(entered)
 
-        _before_gradient(tensor, enter_backward)
+        before_backward(tensor, enter_backward)
 
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()
@@ -191,7 +192,7 @@ class LayerGuards:
         if self._owner.gathers and torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    _before_gradient(tensor, self._backward_begins)
+                    before_backward(tensor, self._backward_begins)
         self._owner.end_forward()
 
     def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
@@ -224,25 +225,6 @@ class LayerGuards:
 
     def _backward_begins(self, _gradient: object) -> None:
         self._owner.backward_begins()
-
-
-def _computed(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is a view of, if that was computed; else itself."""
-    base = tensor._base
-    return tensor if base is None or base.grad_fn is None else base
-
-
-def _before_gradient(tensor: torch.Tensor, function: Callable[[object], None]) -> None:
-    """Calls it when the gradient of what computed the tensor is about to be computed.
-
-    A view is left out of its backward when it is written to: what a linear layer returns may be
-    one. The base's function is not.
-    """
-    node = _computed(tensor).grad_fn
-    if node is None:
-        tensor.register_hook(function)
-    else:
-        node.register_prehook(function)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

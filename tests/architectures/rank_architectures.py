@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -43,7 +44,7 @@ def same_steps(purpose: str, name: str, stage: int, manner: str) -> str | None:
             engine.step()
         state = engine.fp32_state_dict()
     if rank == 0:
-        _compare(state, _prepared(make_model(purpose, name), manner), purpose, world)
+        _compare(state, lambda: _prepared(make_model(purpose, name), manner), purpose, world)
     return None
 
 
@@ -51,6 +52,8 @@ def _prepared(model: nn.Module, manner: str) -> Any:
     if manner == "frozen":
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter.dim() < 2)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise NoTinyModelError("all of its parameters are matrices")
     if manner == "recomputed":
         try:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -67,27 +70,41 @@ def _loss(model: Any, purpose: str, number: int) -> torch.Tensor:
     return loss_of(model, make_batch(purpose, number))
 
 
-def _compare(state: dict[str, Any], model: nn.Module, purpose: str, world: int) -> None:
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+def _compare(state: dict[str, Any], make: Callable[[], Any], purpose: str, world: int) -> None:
+    before = {name: p.detach() for name, p in make().named_parameters()}
+    expected = _steps_of_torch(make(), purpose, world, noise=0.0)
+    nearly = _steps_of_torch(make(), purpose, world, noise=1e-7)
+    if expected.keys() != state.keys():
+        pytest.fail(f"not the same parameters: {sorted(expected.keys() ^ state.keys())}")
+    assert any(not torch.equal(value, before[name]) for name, value in expected.items())
+    # Some are so steep that torch's own steps come apart where gradients are rounded otherwise.
+    apart = max(
+        float((expected[x] - nearly[x]).abs().max()) for x in expected if expected[x].numel()
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            state[name]["fp32"],
+            value,
+            rtol=1e-4,
+            atol=max(2e-5, 4 * apart),
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
+
+
+def _steps_of_torch(
+    model: nn.Module, purpose: str, world: int, noise: float
+) -> dict[str, torch.Tensor]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), **ADAM)
+    drawn = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(world):
             (_loss(model, purpose, world * step + part) / world).backward()
-        for parameter in trained.values():
-            if parameter.grad is None:  # decay is for all that is trained
-                parameter.grad = torch.zeros_like(parameter)
+        for p in trained.values():
+            if p.grad is None:  # decay is for all that is trained
+                p.grad = torch.zeros_like(p)
+            p.grad *= 1 + noise * torch.randn(p.shape, generator=drawn)
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
-    if trained.keys() != state.keys():
-        pytest.fail(f"not the same parameters: {sorted(trained.keys() ^ state.keys())}")
-    assert any(not torch.equal(p, before[name]) for name, p in trained.items())
-    for name, parameter in trained.items():
-        torch.testing.assert_close(
-            state[name]["fp32"],
-            parameter.detach(),
-            rtol=1e-4,
-            atol=2e-5,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    return {name: p.detach() for name, p in trained.items()}

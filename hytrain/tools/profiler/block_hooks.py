@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hytrain.model.backward_hooks import before_backward
+
 Kind = Literal["begin", "enter", "leave", "loss", "gradient", "end"]
 Point = tuple[Kind, int]
 
@@ -75,10 +77,10 @@ class BlockHooks:
         return hook
 
     def _on_gradient(self, tensor: torch.Tensor, number: int) -> None:
-        def hook(_: torch.Tensor) -> None:
+        def hook(_: object) -> None:
             self.tell(("gradient", number))
 
-        tensor.register_hook(hook)
+        before_backward(tensor, hook)
 
 
 def ignore(point: Point) -> None:
