@@ -245,17 +245,20 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[int]:
     """Layers that no module's hooks can gather when they are used.
 
-    The root module itself owns some of their parameters, and nothing tells when it uses them. Or
-    they are tied into another layer's block: to gather them in it would be to give that layer up,
-    in whose computation they are used.
+    A module around other layers, as the root is, owns some of their parameters: between those
+    layers nothing tells when it uses them, nor in backward. Or they are tied into another layer's
+    block: to gather them in it would be to give that layer up, in whose computation they are used.
     """
-    owned = {id(p) for p in model.parameters(recurse=False)}
-    borrowed = {index for found in _borrowed(model, layers).values() for index in found}
-    return [
-        x.index
-        for x in layers
-        if x.index in borrowed or any(id(slot.parameter) in owned for slot in x.slots)
-    ]
+    found = {index for indices in _borrowed(model, layers).values() for index in indices}
+    layer_of, inside = _places(layers)
+    for module in model.modules():
+        own = {layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of}
+        if own and module not in inside:
+            within = {inside[part] for part in module.modules() if part in inside}
+            within |= {layer_of[id(p)] for p in module.parameters() if id(p) in layer_of}
+            if module is model or within - own:
+                found |= own
+    return [layer.index for layer in layers if layer.index in found]
 
 
 def _borrowed(model: nn.Module, layers: Sequence[LayerWeights]) -> dict[nn.Module, set[int]]:

@@ -118,12 +118,40 @@ class WithWrittenViews(Mlp):
         return x.pow(2).mean()
 
 
+class WithOuterScale(Mlp):
+    """A module around the blocks owns a weight that is read before them only, as Zaya's."""
+
+    class Encoder(nn.Module):
+        """Its multiplication needs the weight once more when all blocks' backward is over."""
+
+        def __init__(self, blocks: nn.ModuleList) -> None:
+            super().__init__()
+            self.embed = nn.Linear(HIDDEN, HIDDEN)
+            self.scale = nn.Parameter(torch.randn(HIDDEN))
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x) * self.scale
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = self.Encoder(self.blocks)
+        del self.blocks, self.embed
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(inputs)).pow(2).mean()
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scalar": WithScalar,
     "transposed": WithTransposed,
     "tied into a head": TiedIntoHead,
     "tied blocks": TiedBlocks,
     "outer parameters": WithOuterParameters,
+    "outer scale": WithOuterScale,
     "written views": WithWrittenViews,
 }
 
