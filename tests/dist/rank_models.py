@@ -103,13 +103,20 @@ class WithOuterParameters(Mlp):
 class WithWrittenViews(Mlp):
     """Writes to what modules return, which is a view, as masks of wav2vec2 are written."""
 
+    class Linear(nn.Linear):
+        """Of an input of three dimensions a linear layer's output is a view, as a rule."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)[None]
+
     def __init__(self) -> None:
         super().__init__()
         self.front = nn.Linear(HIDDEN, HIDDEN)
+        self.embed = self.Linear(HIDDEN, HIDDEN)
+        self.head = self.Linear(HIDDEN, HIDDEN)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(torch.tanh(self.front(inputs[None])))
-        assert x._is_view()
+        x = self.embed(torch.tanh(self.front(inputs)))
         x[..., 0] = 0.5
         for block in self.blocks:
             x = block(x)

@@ -59,7 +59,7 @@ def test_a_cache_is_turned_off_for_the_step_and_on_again() -> None:
     caches: list[Any] = []
     model = make_model("llama")
     model.model.layers[0].register_forward_pre_hook(
-        lambda _m, _a, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
+        lambda _m, _a, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True
     )
     config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
     with built(model, config) as engine:
