@@ -40,6 +40,10 @@ _ELEMENTS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Attributes that are another tensor with the same elements."""
 
 
+IN_BACKWARD = "used in backward"
+"""Instead of a function's name: autograd reads what it has saved."""
+
+
 class Reader(Protocol):
     """Who is told of a read, before it."""
 
@@ -111,6 +115,11 @@ class WatchedParameters:
         """Autograd saves one of them, or a view, for a backward."""
         if not self._readers:
             self._read("saved for backward", was_read=True)
+
+    def tell_used(self) -> None:
+        """A backward is about to use what autograd saved of one of them."""
+        if not self._readers:
+            self._read(IN_BACKWARD)
 
     def close(self) -> None:
         """Reads are not reported any more; they are what they were. May be called twice."""
@@ -219,8 +228,9 @@ def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn
 class SavedWeights:
     """Tells of weights that autograd saves outside of their modules, while a block runs.
 
-    So is told what an extension reads of a weight in a graph. What torch.compile has made runs as
-    it was written meanwhile: it would be compiled for this block, and again for all that follow. It
+    So is told what an extension reads of a weight in a graph; and, in the backward of what ran in
+    the block, of weights that it uses and no hook has brought: it would compute with memory that
+    has been given up. What torch.compile has made runs as it was written meanwhile: it would be compiled for this block, and again for all that follow. It
     costs some microseconds for every tensor that is saved: for a model's first pass.
 
     Autograd gives a function's backward a copy of what it saved under such hooks, and the object
@@ -234,7 +244,7 @@ class SavedWeights:
             watched: handle of a storage of weights -> the parameters that are views of it.
         """
         self._watched = watched
-        self._hooks = (self._pack, _unpack)
+        self._hooks = (self._pack, self._unpack)
         self._is_stopped = False
         self._stack = ExitStack()
 
@@ -258,20 +268,22 @@ class SavedWeights:
             self._is_stopped = True
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _Watched):
-            tensor.watch.tell_saved()
-            return tensor
-        try:
-            found = self._watched.get(storage_handle(tensor))
-        except (RuntimeError, NotImplementedError):  # sparse ones have none
-            found = None
-        if found is not None:
+        if (found := self._find(tensor)) is not None:
             found.tell_saved()
         return tensor
 
+    def _unpack(self, saved: torch.Tensor) -> torch.Tensor:
+        if (found := self._find(saved)) is not None:
+            found.tell_used()
+        return saved
 
-def _unpack(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+    def _find(self, tensor: torch.Tensor) -> WatchedParameters | None:
+        if isinstance(tensor, _Watched):  # while it is away it has no memory of the layer's
+            return tensor.watch
+        try:
+            return self._watched.get(storage_handle(tensor))
+        except (RuntimeError, NotImplementedError):  # sparse ones have none
+            return None
 
 
 def _top_hooks() -> Any:

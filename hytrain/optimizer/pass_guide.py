@@ -8,6 +8,7 @@ import torch
 
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
+from hytrain.model.weight_reads import IN_BACKWARD
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.pass_tracker import PassTracker
@@ -211,6 +212,14 @@ class PassGuide:
         if self._passes.is_in_graph:
             if is_live:
                 return
+            if name == IN_BACKWARD:
+                raise UnsupportedError(
+                    f"backward uses weights of layer '{layer.name}' that are not there: under "
+                    "ZeRO-3 they are gathered when it comes to what their module has returned, and "
+                    "that has not been told, as where a module writes its result into its input. "
+                    "Return a new tensor, or keep such weights whole by a larger "
+                    '"zero_optimization.stage3_param_persistence_threshold"'
+                )
             raise UnsupportedError(
                 f"weights of layer '{layer.name}' are read ({name}) in a backward in which they "
                 "are not used by a module: under ZeRO-3 a rank has its shards of them only. Read "

@@ -12,6 +12,8 @@ from support.engines import built, make_config
 from support.models import HIDDEN, Mlp, loss_of, make_batch, make_model
 from torch import nn
 
+from hytrain.errors import UnsupportedError
+
 STEPS = 3
 Backward = Callable[[Any, int], None]
 
@@ -152,6 +154,24 @@ class WithOuterScale(Mlp):
         return self.head(self.encoder(inputs)).pow(2).mean()
 
 
+class WithWritingBlocks(Mlp):
+    """Blocks write their results to what they are given, by weights that are not trained."""
+
+    class Block(nn.Module):
+        """Its output is its input: no hook tells that backward comes to it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(1 + 0.1 * torch.randn(HIDDEN), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(self.scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scalar": WithScalar,
     "transposed": WithTransposed,
@@ -176,6 +196,15 @@ def unusual_models(kind: str, stage: int) -> None:
         ((backward(model, 2 * step) + backward(model, 2 * step + 1)) / 2).backward()
 
     _same_steps(lambda seed: _seeded(KINDS[kind], seed), stage, ours, alone)
+
+
+def weights_that_backward_lacks() -> None:
+    """An error names the layer; without it backward would compute with memory given up."""
+    config = make_config(gpu_fraction=0.5, bf16=False, stage=3)
+    with built(_seeded(WithWritingBlocks, 0), config) as engine:
+        loss = engine(**make_batch("mlp", 0))
+        with pytest.raises(UnsupportedError, match=r"layer 'blocks\.2' that are not there"):
+            engine.backward(loss)
 
 
 def two_forwards(stage: int) -> None:

@@ -17,6 +17,10 @@ def test_unusual_models(ranks: RankPools, kind: str, stage: int) -> None:
     ranks(2).run(cases.unusual_models, kind, stage)
 
 
+def test_weights_that_backward_lacks(ranks: RankPools) -> None:
+    ranks(2).run(cases.weights_that_backward_lacks)
+
+
 @stages
 def test_two_forwards_and_one_backward(ranks: RankPools, stage: int) -> None:
     ranks(2).run(cases.two_forwards, stage)
