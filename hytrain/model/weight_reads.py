@@ -230,8 +230,9 @@ class SavedWeights:
 
     So is told what an extension reads of a weight in a graph; and, in the backward of what ran in
     the block, of weights that it uses and no hook has brought: it would compute with memory that
-    has been given up. What torch.compile has made runs as it was written meanwhile: it would be compiled for this block, and again for all that follow. It
-    costs some microseconds for every tensor that is saved: for a model's first pass.
+    has been given up. What torch.compile has made runs as it was written meanwhile: it would be
+    compiled for this block, and again for all that follow. It costs some microseconds for every
+    tensor that is saved: for a model's first pass.
 
     Autograd gives a function's backward a copy of what it saved under such hooks, and the object
     itself otherwise, with the attributes that users ask a parameter for. So where a user's function
