@@ -104,10 +104,10 @@ def test_a_trainings_load() -> None:
             source.fill_(number)
         with load:
             began = time.thread_time(), time.process_time()
-            busy = time.perf_counter() + 0.2
-            while time.perf_counter() < busy:
+            others, patience = 0.0, time.perf_counter() + 20.0  # of a busy machine
+            while others <= 0.05 and time.perf_counter() < patience:
                 time.sleep(0.01)
-            others = time.process_time() - began[1] - (time.thread_time() - began[0])
+                others = time.process_time() - began[1] - (time.thread_time() - began[0])
             assert others > 0.05, "nothing runs beside"
             assert load.beside(lambda: 7.0) == 7.0
             assert all(int(target.min()) == number for target, _ in load._ways)
