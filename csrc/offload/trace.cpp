@@ -1,5 +1,4 @@
 // The update worker's part of a trace. Without one, all of it is a test for a null pointer.
-#include <chrono>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -47,7 +46,7 @@ void UpdateWorker::wait_traced() {
             std::lock_guard<std::mutex> lock(mutex_);
             throw_if_failed();  // it polls no more
         }
-        std::this_thread::sleep_for(std::chrono::microseconds(200));
+        std::this_thread::sleep_for(kTracePoll);
     }
 }
 

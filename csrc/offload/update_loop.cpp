@@ -17,7 +17,6 @@ namespace {
 // would fix the order of the layers too early (with direct commit all slots are free).
 constexpr std::size_t kMaxActive = 8;
 constexpr std::size_t kMaxSpans = 1U << 16U;
-constexpr std::chrono::microseconds kTracePoll{200};
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }

@@ -77,25 +77,30 @@ class TiedBlocks(Mlp):
 
 
 class WithOuterParameters(Mlp):
-    """A module with parameters of its own returns what its last block has returned, as Hubert's."""
+    """A module with parameters of its own returns what its last block has returned, as Hubert's.
+
+    Where it reads one before its blocks only, as Zaya's, a multiplication needs that once more when
+    all blocks' backward is over.
+    """
 
     class Encoder(nn.Module):
-        """It reads one before and one between its blocks."""
+        """It reads one before and perhaps one between its blocks."""
 
-        def __init__(self, blocks: nn.ModuleList) -> None:
+        def __init__(self, blocks: nn.ModuleList, between: bool) -> None:
             super().__init__()
-            self.first, self.middle = (nn.Parameter(torch.randn(HIDDEN)) for _ in range(2))
+            self.first = nn.Parameter(torch.randn(HIDDEN))
+            self.middle = nn.Parameter(torch.randn(HIDDEN)) if between else None
             self.blocks = blocks
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x * self.first
             for index, block in enumerate(self.blocks):
-                x = block(x if index != 1 else x * self.middle)
+                x = block(x if index != 1 or self.middle is None else x * self.middle)
             return x
 
-    def __init__(self) -> None:
+    def __init__(self, between: bool = True) -> None:
         super().__init__()
-        self.encoder = self.Encoder(self.blocks)
+        self.encoder = self.Encoder(self.blocks, between)
         del self.blocks, self.head
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -127,33 +132,6 @@ class WithWrittenViews(Mlp):
         return x.pow(2).mean()
 
 
-class WithOuterScale(Mlp):
-    """A module around the blocks owns a weight that is read before them only, as Zaya's."""
-
-    class Encoder(nn.Module):
-        """Its multiplication needs the weight once more when all blocks' backward is over."""
-
-        def __init__(self, blocks: nn.ModuleList) -> None:
-            super().__init__()
-            self.embed = nn.Linear(HIDDEN, HIDDEN)
-            self.scale = nn.Parameter(torch.randn(HIDDEN))
-            self.blocks = blocks
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x) * self.scale
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = self.Encoder(self.blocks)
-        del self.blocks, self.embed
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(inputs)).pow(2).mean()
-
-
 class WithWritingBlocks(Mlp):
     """Blocks write their results to what they are given, by weights that are not trained."""
 
@@ -178,7 +156,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tied into a head": TiedIntoHead,
     "tied blocks": TiedBlocks,
     "outer parameters": WithOuterParameters,
-    "outer scale": WithOuterScale,
+    "outer scale": lambda: WithOuterParameters(between=False),
     "written views": WithWrittenViews,
 }
 

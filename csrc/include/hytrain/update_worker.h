@@ -415,6 +415,7 @@ class UpdateWorker {
     std::unique_ptr<SpanRing> ring_;         // made once, and kept: the worker may be writing to it
     std::atomic<SpanRing*> trace_{nullptr};  // the ring, while there is a trace
     std::atomic<bool> traces_threads_{false};
+    static constexpr std::chrono::microseconds kTracePoll{200};  // between two looks at copies
     std::atomic<int> traced_copies_{0};  // of outgoing_sent_, those sent while there was a trace
     std::mutex anchor_mutex_;
     EventHandle anchor_ = kNoEvent;

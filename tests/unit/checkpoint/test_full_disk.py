@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.file_limits import largest_file
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import target
@@ -243,19 +241,6 @@ def test_it_ends_with_the_last_of_the_files(
     assert {"refused", "saved"} <= set(outcomes)
 
 
-@contextmanager
-def _largest_file(num_bytes: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond: EFBIG, for who is not root, too."""
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
 @pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
 @pytest.mark.parametrize("limit", [0, 3000, 100_000, 300_000])
 def test_files_may_not_grow(
@@ -264,7 +249,7 @@ def test_files_may_not_grow(
     """Without rights to mount: small files can be written, large ones end in the midst."""
     with engine_of(run) as engine:
         training = _Training(engine, tmp_path / "saves", reader)
-        with _largest_file(limit), pytest.raises(CheckpointError, match="File too large") as raised:
+        with largest_file(limit), pytest.raises(CheckpointError, match="File too large") as raised:
             _save(engine, training.folder, "kept")
         assert "is unchanged" in str(raised.value)
         assert _content(training.folder) == training.files

@@ -7,19 +7,17 @@ import errno
 import io
 import os
 import random
-import resource
 import struct
 import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.file_limits import largest_file
 
 from hytrain import _C
 from hytrain.checkpoint import archive_writer
@@ -114,25 +112,11 @@ def test_without_direct_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _limited(num_bytes: int) -> Iterator[None]:
-    import signal
-
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
 @pytest.mark.parametrize("limit", [100, BUFFER, 2 * BUFFER + 5000])
 def test_what_does_not_fit_is_said(limit: int, tmp_path: Path) -> None:
     """At the limit a write is cut short, and the next one refused."""
     tensor = torch.zeros(3 * BUFFER, dtype=torch.uint8)
-    with _limited(limit), pytest.raises(OSError, match="File too large") as raised:
+    with largest_file(limit), pytest.raises(OSError, match="File too large") as raised:
         write_file(tmp_path / "a.pt", {"param": tensor})
     assert raised.value.errno == errno.EFBIG
     assert not list(tmp_path.iterdir())
@@ -143,7 +127,7 @@ def test_what_does_not_fit_is_said(limit: int, tmp_path: Path) -> None:
 def test_a_failed_end_is_said(tmp_path: Path) -> None:
     file = SummingFile(tmp_path / "file")
     file.write(b"x" * 200)
-    with _limited(100), pytest.raises(OSError, match="File too large"):
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
         file.close()
     file.close()
     with pytest.raises(ValueError, match="is closed"):
