@@ -102,8 +102,7 @@ class PlacementController:
         self._refused = RefusedNumbers()
         self._settled = 0
         self._warned = False
-        largest = max(layer.state_bytes for layer in self._bytes)
-        self._move_seconds = largest / _MOVE_BYTES_PER_SECOND
+        self._move_seconds = [layer.state_bytes / _MOVE_BYTES_PER_SECOND for layer in self._bytes]
         # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
         self._moves_a_step = max(1, -(-len(self._layers) // 8))
 
@@ -189,7 +188,8 @@ class PlacementController:
         self._solved_with, self._solved_at = (costs, allowed), step
         self._steps_version = self._steps.version
         here = self._solved_for = self.num_gpu_layers
-        tried_enough = launch_bound and allowed.allow(here) and not self._trials.are_left(step)
+        may_try = self._trials.are_left(step)
+        tried_enough = launch_bound and allowed.allow(here) and not may_try
         return solve(
             costs,
             self._settings.method,
@@ -199,6 +199,7 @@ class PlacementController:
             here=here,
             launch_bound=launch_bound,
             choices={here, *self._steps.known} if tried_enough else None,
+            may_try=may_try,
         )
 
     def _place_launch_bound(

@@ -26,8 +26,15 @@ WORTH_GAIN = 0.01
 _LAUNCH_BOUND_GAIN = 0.04
 """The same of a launch-bound step: what else the host does changes it by more."""
 
+_UNEXPLAINED = 0.03
+"""Share of the predicted step by which steps must be longer for another number to be tried, however
+they scatter."""
+
 SAVING_COST = 0.005
 """Share of the step that a move may cost to be made for GPU memory."""
+
+HORIZON_STEPS = 100
+"""Steps in which a move for speed must have paid for itself; few trainings are shorter."""
 
 _SURE = 2.0
 """Standard errors of a difference of steps that a gain must exceed to be believed."""
@@ -74,6 +81,7 @@ def solve(
     here: int = 0,
     launch_bound: bool = False,
     choices: Collection[int] | None = None,
+    may_try: bool = False,
 ) -> Solution:
     """The number of GPU layers.
 
@@ -92,6 +100,8 @@ def solve(
         launch_bound: the GPU waits for the host to launch its kernels: a move must win more, and
             measured steps count for more.
         choices: the numbers of GPU layers to choose from, where any of them fits; None: all.
+        may_try: where steps take longer than predicted, a number that has not been measured may be
+            moved to although steps scatter by more than it wins: what it wins is known then.
 
     Raises:
         PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
@@ -102,7 +112,7 @@ def solve(
         raise PlacementError(f"bounds of {bounds.num_layers} layers for {num_layers} layers")
     ratio = costs.alpha if alpha is None else alpha
     share = closed_form(costs.backward_seconds, costs.cpu_seconds, ratio)
-    predictions = predict(costs).candidates
+    plain = predictions = predict(costs).candidates
     noise, note = 0.0, ""
     if measured is not None and method == "pipeline":
         predictions = measured.correct(
@@ -125,6 +135,10 @@ def solve(
             choice = _fewest_near_best(chosen_from or allowed)
         if measured is not None:
             noise = _SURE * measured.error(here, choice)
+            unexplained = predictions[here].step_seconds - plain[here].step_seconds
+            is_unknown = measured.seconds(choice) is None
+            if may_try and is_unknown and unexplained > _UNEXPLAINED * plain[here].step_seconds:
+                noise = 0.0
         least_gain = _LAUNCH_BOUND_GAIN if launch_bound else WORTH_GAIN
         noise = max(noise, least_gain * predictions[here].step_seconds)
     else:
@@ -221,8 +235,8 @@ def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> 
 def worth_moving(
     solution: Solution,
     current_gpu_layers: int,
-    move_seconds_per_layer: float,
-    horizon_steps: int = 50,
+    move_seconds: Sequence[float],
+    horizon_steps: int = HORIZON_STEPS,
 ) -> bool:
     """Whether to move from the current number of GPU layers to the solution's.
 
@@ -233,7 +247,7 @@ def worth_moving(
     Args:
         solution: of a solver.
         current_gpu_layers: as it is.
-        move_seconds_per_layer: for how long the move of one layer stalls training, an estimate.
+        move_seconds: for how long the move of each of the L layers stalls training, an estimate.
         horizon_steps: steps in which a move must have paid for itself.
 
     Raises:
@@ -249,7 +263,8 @@ def worth_moving(
         return False
     current = solution.predictions[current_gpu_layers].step_seconds
     gain = current - solution.predicted_seconds
-    pays = gain * horizon_steps > abs(freed) * move_seconds_per_layer
+    moved = sorted((current_gpu_layers, solution.gpu_layers))
+    pays = gain * horizon_steps > sum(move_seconds[slice(*moved)])
     if gain > max(WORTH_GAIN * current, solution.noise_seconds) and pays:
         return True
     return freed >= solution.bounds.notable_layers and -gain <= SAVING_COST * current
