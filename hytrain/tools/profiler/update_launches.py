@@ -13,6 +13,7 @@ where: plans have it in the gap at a step's end.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -257,8 +258,12 @@ def _all_of(
             bare.append(BarePasses(case, device, kind))
         yield trained, bare
     finally:
-        for each in (*trained, *bare):
-            each.close()
+        while trained:
+            trained.pop().close()
+        while bare:
+            bare.pop().close()
+        # An optimizer's parts refer to each other: what they have on the device goes with them.
+        gc.collect()
 
 
 def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches | None:
