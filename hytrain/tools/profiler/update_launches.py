@@ -285,7 +285,7 @@ def measured_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches
         launches = [steps.num_launches for steps in trained]
     extra = [
         HostSeconds(with_updates.passes - alone.passes, with_updates.step)
-        for with_updates, alone in zip(found[: len(trained)], found[len(trained) :], strict=True)
+        for with_updates, alone in zip(found[: len(CASES)], found[len(CASES) :], strict=True)
     ]
     return terms_of(extra, launches)
 
