@@ -71,10 +71,8 @@ def with_threads(found: ProfileFile, threads: int) -> ProfileFile:
     (host,) = found.hosts
     rows = host.updates
     counts = [row.threads for row in rows]
-    rate, beside = (
-        float(np.interp(threads, counts, [value(row) for row in rows]))
-        for value in (lambda row: row.rate, lambda row: row.in_training or row.rate)
-    )
+    rate = float(np.interp(threads, counts, [row.rate for row in rows]))
+    beside = float(np.interp(threads, counts, [row.in_training or row.rate for row in rows]))
     # A straight line that is level: the planner goes on along it to the number of cores.
     level = [UpdateRate(threads=n, rate=rate, in_training=beside) for n in (1, host.cores + 1)]
     changed = host.model_copy(update={"updates": tuple(level)})
