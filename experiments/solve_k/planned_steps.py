@@ -5,9 +5,10 @@
 
 A workload is profiled as `hytrain profile` does it, for some seconds and its own batch only. Then a
 fresh engine trains it with no, half and all layers on the GPU, some steps of each in turns, and the
-same numbers are predicted as `hytrain plan` predicts them. Hosts drift: what is left between both
-is the drift of half a minute as well. After every workload DIR/planned_steps.json is rewritten and
-the table so far is printed.
+same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps have:
+a plan takes the best number, which training finds only later, by trials. Hosts drift: what is left
+between both is the drift of half a minute as well. After every workload DIR/planned_steps.json is
+rewritten and the table so far is printed.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import argparse
 import os
 import statistics
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 
 from experiments.common.processes import end, free_port
 from experiments.common.records import Json, write_json
 from experiments.common.tables import markdown
 from experiments.solve_k.regime_cells import SHAPES, Cell, Contest, llama
-from hytrain.formats.profile_file import ProfileFile
+from hytrain.formats.profile_file import ProfileFile, UpdateRate
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -63,6 +66,19 @@ def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
     return profile_ranks(subject, where, options)
 
 
+def with_threads(found: ProfileFile, threads: int) -> ProfileFile:
+    """The profile of a host that updates with so many threads, whatever it has."""
+    (host,) = found.hosts
+    rows = host.updates
+    counts = [row.threads for row in rows]
+    rate = float(np.interp(threads, counts, [row.rate for row in rows]))
+    beside = float(np.interp(threads, counts, [row.in_training or row.rate for row in rows]))
+    # A straight line that is level: the planner goes on along it to the number of cores.
+    level = [UpdateRate(threads=n, rate=rate, in_training=beside) for n in (1, host.cores + 1)]
+    changed = host.model_copy(update={"updates": tuple(level)})
+    return found.model_copy(update={"hosts": (changed,)})
+
+
 def predict(found: ProfileFile, cell: Cell, part: float) -> float:
     """Seconds of a step with a part of the layers on the GPU."""
     options = PlanOptions(
@@ -80,21 +96,55 @@ def predict(found: ProfileFile, cell: Cell, part: float) -> float:
     return StepSimulator(problem, [work], [share], even=True).seconds()
 
 
-def measure(cell: Cell, device: str, rounds: int) -> dict[float, float]:
-    """Median seconds of steps with these parts of the layers on the GPU."""
+@dataclass(frozen=True)
+class Measured:
+    """Of a fresh engine.
+
+    Attributes:
+        seconds: of a step, the median, by the part of the layers on the GPU.
+        costs: what it was made of, by the same, as the engine has measured it.
+        threads: of updates on the CPU.
+    """
+
+    seconds: dict[float, float]
+    costs: dict[float, Json]
+    threads: int
+
+
+def measure(cell: Cell, device: str, rounds: int) -> Measured:
+    """Steps with these parts of the layers on the GPU."""
     contest = Contest(cell, device)
     contest.start_engine()
-    tuned = contest.engine.optimizer.placement.tuned_threads
-    if tuned is not None:
-        tuned.end()
+    placement = contest.engine.optimizer.placement
+    if placement.tuned_threads is not None:
+        placement.tuned_threads.end()
     contest.train(4)
     seen: dict[float, list[float]] = {part: [] for part in _PARTS}
+    costs: dict[float, Json] = {}
     for turn in range(rounds):
         for part in _PARTS if turn % 2 else reversed(_PARTS):
             contest.engine.set_gpu_fraction(part)
             seen[part] += contest.train(9)[4:]
+            found = placement.costs()
+            if found is not None:
+                costs[part] = asdict(found)
+    threads = placement.threads.num_threads
     contest.close()
-    return {part: statistics.median(times) for part, times in seen.items()}
+    return Measured(
+        {part: statistics.median(times) for part, times in seen.items()}, costs, threads
+    )
+
+
+def worker_line(found: ProfileFile, measured: Measured) -> str:
+    """What the update worker reached with nothing on the GPU, beside the profile's rate."""
+    (host,) = with_threads(found, measured.threads).hosts
+    rates = [f"{(host.updates[0].in_training or 0.0) / 1e9:.2f} by the profile"]
+    if 0.0 in measured.costs:
+        layers = measured.costs[0.0]["layers"]
+        size = sum(layer["parameters"] for layer in layers)
+        for kind in ("cpu_update", "cpu_commit", "cpu_preview"):
+            rates.append(f"{kind} {size / sum(layer[kind] for layer in layers) / 1e9:.2f}")
+    return f"{measured.threads} threads update, G parameters/s: {', '.join(rates)}"
 
 
 def main() -> None:
@@ -119,15 +169,19 @@ def main() -> None:
         found = profile(cell, arguments.device, arguments.seconds)
         print(profile_table(found), flush=True)
         measured = measure(cell, arguments.device, arguments.rounds)
-        predicted = {part: predict(found, cell, part) for part in _PARTS}
+        print(worker_line(found, measured), flush=True)
+        threaded = with_threads(found, measured.threads)
+        predicted = {part: predict(threaded, cell, part) for part in _PARTS}
         for part in _PARTS:
-            pair = (predicted[part], measured[part])
+            pair = (predicted[part], measured.seconds[part])
             times = [f"{1e3 * seconds:.1f}" for seconds in pair]
             rows.append([text, f"{part:.0%}", *times, f"{pair[0] / pair[1]:.3f}"])
         record["workloads"][text] = {
             "profile": found.model_dump(mode="json"),
             "predicted": predicted,
-            "measured": measured,
+            "measured": measured.seconds,
+            "threads": measured.threads,
+            "costs": measured.costs,
         }
         write_json(arguments.out / "planned_steps.json", record)
         print(markdown(HEADER, rows), flush=True)

@@ -26,6 +26,7 @@ from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
+from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
 from hytrain.optimizer.layer_guards import unguarded_layers
@@ -69,6 +70,7 @@ def build_optimizer(
     settings: BuildSettings,
     collectives: ShardCollectives,
     engine: EngineView,
+    group_limits: GroupLimits = LIMITS,
 ) -> HyTrainZeroOptimizer:
     """Takes over a model's trained parameters and their optimizer state.
 
@@ -79,6 +81,7 @@ def build_optimizer(
         settings: see :class:`BuildSettings`.
         collectives: the ranks that share the state.
         engine: what the optimizer asks of the engine.
+        group_limits: by which layers share launches of updates on the device.
 
     Raises:
         ConfigError: the section does not fit the model or the job.
@@ -111,7 +114,15 @@ def build_optimizer(
         weights = build_weights(model, cut, settings.weights, collectives)
         try:
             return _build_on(
-                weights, model, basic_optimizer, reader, config, settings, collectives, engine
+                weights,
+                model,
+                basic_optimizer,
+                reader,
+                config,
+                settings,
+                collectives,
+                engine,
+                group_limits,
             )
         except BaseException:
             weights.close()  # no other object refers to them
@@ -127,6 +138,7 @@ def _build_on(
     settings: BuildSettings,
     collectives: ShardCollectives,
     engine: EngineView,
+    group_limits: GroupLimits,
 ) -> HyTrainZeroOptimizer:
     """Places and allocates the state of weights that are in place, and what updates it."""
     states = weights.states
@@ -151,7 +163,7 @@ def _build_on(
         cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
     try:
         norm = GradientNorm(len(states), streams.device, settings.clip, collectives.all_reduce)
-        pipeline = UpdatePipeline(states, cpu, norm, streams, collectives)
+        pipeline = UpdatePipeline(states, cpu, norm, streams, collectives, group_limits)
         passes = WeightPasses(
             pipeline,
             weights.layers,

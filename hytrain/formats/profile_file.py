@@ -138,7 +138,8 @@ class CopyRates(Record):
 
 
 class UpdateLaunches(Record):
-    """Of the host, in milliseconds: to launch a step's updates, on one rank, nothing beside it.
+    """Of the host, in milliseconds: what training adds to the model's own launches, on one rank,
+    nothing beside it.
 
     Where the device has more to do than the host these hide; in a launch-bound step they add up.
     """
@@ -150,10 +151,19 @@ class UpdateLaunches(Record):
     """Each launch there; small neighbours share one."""
 
     gpu_layer_ms: float = Field(ge=0.0)
-    """Each layer that is updated there, from the hand-over of its gradient to the next forward."""
+    """Each layer that is updated there, to launch that."""
 
     cpu_layer_ms: float = Field(ge=0.0)
-    """Each layer that is updated on the CPU, likewise, without waits for that."""
+    """Each layer that is updated on the CPU: its hooks, the hand-over of its gradient, the next
+    forward's wait for its weights so far as they are there."""
+
+    passes_ms: float = Field(ge=0.0, default=0.0)
+    """Each step, in its passes, whatever is updated where; 0 in profiles that did not measure it
+    (before November 24, 2026, 17:00 UTC, as with :attr:`gpu_layer_passes_ms`)."""
+
+    gpu_layer_passes_ms: float = Field(ge=0.0, default=0.0)
+    """Each layer that is updated on the GPU, in the passes: its hooks, the hand-over of its
+    gradient."""
 
 
 class DeviceProfile(Record):

@@ -29,13 +29,15 @@ def require_positive(what: str, **values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateLaunchTimes:
-    """What updates take of a host that launches them, in milliseconds.
+    """What training adds to a host's launches of the model itself, in milliseconds.
 
     Attributes:
-        gpu_step_ms: once, where any layer is updated on the GPU.
+        gpu_step_ms: behind backward, once, where any layer is updated on the GPU.
         launch_ms: each launch there.
         gpu_layer_ms: each layer that is updated there.
-        cpu_layer_ms: each that is updated on the CPU.
+        cpu_layer_ms: in the passes, each layer that is updated on the CPU.
+        passes_ms: in the passes, once.
+        gpu_layer_passes_ms: in the passes, each layer that is updated on the GPU.
         shares: whether neighbours share launches; where they do not, each layer has its own.
     """
 
@@ -43,6 +45,8 @@ class UpdateLaunchTimes:
     launch_ms: float = 0.0
     gpu_layer_ms: float = 0.0
     cpu_layer_ms: float = 0.0
+    passes_ms: float = 0.0
+    gpu_layer_passes_ms: float = 0.0
     shares: bool = True
 
     def on_gpu(self, sizes: Sequence[int]) -> list[float]:
@@ -54,6 +58,10 @@ class UpdateLaunchTimes:
             layers = (number + 1) * self.gpu_layer_ms
             found.append(self.gpu_step_ms + launches * self.launch_ms + layers)
         return found
+
+    def in_passes(self, on_gpu: int, on_cpu: int) -> float:
+        """Of a step's passes, with so many layers on either side."""
+        return self.passes_ms + on_gpu * self.gpu_layer_passes_ms + on_cpu * self.cpu_layer_ms
 
 
 @dataclass(frozen=True, slots=True)

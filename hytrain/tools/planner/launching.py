@@ -3,9 +3,9 @@
 A GPU that is ahead of its host waits for launches: the step is *launch-bound*, and what delays
 launching delays the step. Two things do. Threads that update on the CPU take cores and memory
 bandwidth from the launching thread: beside them launching takes ``slowdown`` times
-as long. And updates are the host's work, too: those on the GPU are launched behind backward, when
-nothing is queued that could hide them, small neighbours together; gradients of the others are
-handed over in backward, and forward waits for each layer.
+as long. And training is the host's work, too: hooks tell of every layer in forward and backward,
+and hand its gradient over; updates on the GPU are launched behind backward, when nothing is queued
+that could hide them, small neighbours together; for the others forward waits layer by layer.
 
 Where the GPU has more to do than the host, launching hides behind it and adds nothing but the gap
 at a step's end: the next forward's kernels are launched when the host has seen the decision.
@@ -28,11 +28,12 @@ class UpdateLaunchSeconds:
 
     Attributes:
         on_gpu: to launch the updates there.
-        on_cpu: to hand the gradients of the other layers over, and to wait for their weights.
+        in_passes: what training adds to the launches of the passes: hooks of all layers, gradients
+            that are handed over, waits for weights from the CPU.
     """
 
     on_gpu: tuple[float, ...]
-    on_cpu: tuple[float, ...]
+    in_passes: tuple[float, ...]
 
     @staticmethod
     def of(times: UpdateLaunchTimes, model: Model, fraction: float) -> UpdateLaunchSeconds:
@@ -43,7 +44,7 @@ class UpdateLaunchSeconds:
         numbers = [round(k * len(sizes) / model.num_layers) for k in range(model.num_layers + 1)]
         return UpdateLaunchSeconds(
             tuple(on_gpu[number] / 1e3 for number in numbers),
-            tuple((len(sizes) - number) * times.cpu_layer_ms / 1e3 for number in numbers),
+            tuple(times.in_passes(number, len(sizes) - number) / 1e3 for number in numbers),
         )
 
 
@@ -95,11 +96,11 @@ class StepLaunches:
 
         Args:
             busy: seconds.
-            gpu_layers: that are updated on the GPU; the others are handed over in the passes.
+            gpu_layers: that are updated on the GPU.
         """
         passes = self.passes
         if self.updates is not None:
-            passes += self.updates.on_cpu[gpu_layers]
+            passes += self.updates.in_passes[gpu_layers]
         delayed = passes + (1.0 - 1.0 / self.slowdown) * busy
         return min(self.slowdown * passes, delayed)
 

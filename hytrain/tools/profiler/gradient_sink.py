@@ -81,6 +81,11 @@ class GradientSink:
         layers = self._collector.layers
         return 2 * sum(layer.copier is not None for layer in layers) > len(layers)
 
+    def begin_pass(self) -> None:
+        """Backward is about to run: announced, as engine.backward() does it, layers whose
+        parameters have one gradient each soon have one hook, and not one a parameter."""
+        self._collector.begin(early=True)
+
     def end_pass(self) -> None:
         """Backward is over: gradients of layers with unused parameters go too."""
         self._collector.complete(consume=True)

@@ -79,6 +79,12 @@ class LayerBench:
         """Whether most layers' gradients come with the squares that their norm is made of."""
         return self._sink.sums_squares
 
+    @property
+    def block_tensors(self) -> int:
+        """Trained parameters of a block, as tensors; where blocks differ, of the middle one."""
+        blocks = [layer for layer in self._model.layers if layer.block is not None]
+        return statistics.median_high(len(block.parameters) for block in blocks)
+
     def allocated(self) -> int:
         """Bytes allocated now."""
         return self._meter().allocated()
@@ -152,6 +158,7 @@ class LayerBench:
         tell(BEGIN)
         loss = self._model.loss(batch)
         tell(LOSS)
+        self._sink.begin_pass()
         loss.backward()
         tell(END)
         self._sink.end_pass()

@@ -76,6 +76,7 @@ class LayerProfile:
         idle_bytes: what the allocator holds without model and batch (workspaces).
         launch_slowdown: of launching, beside updates on the CPU; None where it was not measured.
         sums_squares: whether gradients come with the squares that their norm is made of.
+        block_tensors: trained parameters of a block, as tensors.
     """
 
     layer: tuple[LayerSample, ...]
@@ -84,6 +85,7 @@ class LayerProfile:
     idle_bytes: int
     launch_slowdown: float | None = None
     sums_squares: bool = False
+    block_tensors: int = 1
 
 
 def profile_layer(
@@ -182,6 +184,7 @@ class _Sizes:
             boundary_bytes=self._bench.boundary_bytes,
             idle_bytes=max(0, idle),
             sums_squares=self._bench.sums_squares,
+            block_tensors=self._bench.block_tensors,
         )
 
     def _measure_if_it_fits(self, size: int, seconds: float) -> Row | None:

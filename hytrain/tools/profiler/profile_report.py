@@ -105,8 +105,10 @@ def _launch_lines(device: DeviceProfile) -> list[str]:
     updates = device.update_launches
     if updates is not None:
         lines += [
-            f"  launching updates on the GPU: {updates.gpu_step_ms:.3f} ms a step, "
-            f"{updates.launch_ms:.3f} a launch, {updates.gpu_layer_ms:.3f} a layer;",
-            f"  a layer that the CPU updates: {updates.cpu_layer_ms:.3f} ms",
+            f"  training adds to the passes {updates.passes_ms:.3f} ms a step, "
+            f"{updates.gpu_layer_passes_ms:.3f} a layer that the GPU updates, "
+            f"{updates.cpu_layer_ms:.3f} one",
+            f"  that the CPU does; launching updates on the GPU takes {updates.gpu_step_ms:.3f} ms "
+            f"a step, {updates.launch_ms:.3f} a launch, {updates.gpu_layer_ms:.3f} a layer",
         ]
     return lines

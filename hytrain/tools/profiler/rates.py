@@ -24,6 +24,7 @@ from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import Rounding, native_moments
 from hytrain.model.moment_format import MomentFormat
 from hytrain.model.partition import align_up
+from hytrain.offload.threads import candidates
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler.ranks import Ranks
 
@@ -177,7 +178,7 @@ class CpuRates:
 def thread_counts(cores: int) -> list[int]:
     """Counts to try with so many cores of a rank: doublings, and what training tries."""
     doublings = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
-    return sorted({*doublings, max(1, cores * 3 // 4), max(1, cores - 1), cores})
+    return sorted({*doublings, *candidates(cores), cores})
 
 
 def cpu_rates(

@@ -248,7 +248,13 @@ def _measure(
         elements=options.cpu_elements,
         moments=options.moments,
     )
-    kind = UpdatedKind(subject.dtype, options.moments, sums_squares=layer.sums_squares)
+    progress.show(0.85, "launches of training")
+    kind = UpdatedKind(
+        subject.dtype,
+        options.moments,
+        sums_squares=layer.sums_squares,
+        parameters=layer.block_tensors,
+    )
     launching = ranks.together(lambda: update_launches(device, kind))
     return _Measured(layer, 1.0 / update, copies, cpu, adding, launching)
 

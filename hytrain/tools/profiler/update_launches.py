@@ -1,16 +1,22 @@
-"""What a step's updates take of the host that launches them, in training's own code.
+"""What training takes of the host that launches it, beyond the model's own passes.
 
-Small layers go through a pipeline as training has one, from gradients that are handed over to
-weights that forward has waited for; of the device and of the update threads they ask next to
-nothing. Some are on the GPU and some on the CPU, some share launches and some do not: what
-differs between such steps is what a layer, or a launch, takes.
+Models of small blocks are trained by the optimizer, the hooks and the pipeline that an engine has,
+beside equal models whose gradients are taken over as the profile's passes do it: of the device
+and of the update threads they ask next to nothing. What the trained ones take longer is
+training's. Some have their layers on the GPU and some on the CPU, some share launches and some do
+not: what differs between such steps is what a layer, or a launch, takes.
+
+Left out is what DeepSpeed's own engine does around the optimizer, once a step: without the job's
+process group there is none. Nor is what all steps take behind their decision, whatever is updated
+where: plans have it in the gap at a step's end.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,27 +25,30 @@ import torch
 from torch import nn
 
 from hytrain.comm.collectives import ShardCollectives
+from hytrain.config import HyTrainConfig, OffloadConfig
+from hytrain.engine.build_optimizer import BuildSettings, build_optimizer
+from hytrain.engine.build_weights import WeightSettings
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import UpdateLaunches
-from hytrain.kernels.clipping import ClipSettings, GradientNorm
-from hytrain.kernels.cpu_adam import AdamHyper
-from hytrain.kernels.gradient_copy import num_partials
-from hytrain.model.discovery import LayerParameters
-from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import lay_out
-from hytrain.model.moment_format import MomentFormat
-from hytrain.model.storage import ResidentStorage
-from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
+from hytrain.hardware.host_share import HostShare
+from hytrain.kernels.clipping import ClipSettings
+from hytrain.model.backward_hooks import before_backward
+from hytrain.model.discovery import find_layers
 from hytrain.offload.device_update import batches
-from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.offload.streams import Streams
 from hytrain.offload.update_groups import LIMITS, GroupLimits
+from hytrain.optimizer.engine_view import EngineView
+from hytrain.optimizer.layer_guards import LayerGuards
+from hytrain.optimizer.pass_guide import PassGuide
+from hytrain.tools.profiler.gradient_sink import GradientSink
 
-_ELEMENTS = 1 << 12
-_STEPS = 15
-_WARM = 3
+_WIDTH = 64
+"""Elements of a parameter."""
+_CYCLE = 4
+"""Steps that count as one: in training every fourth has marks."""
+_CYCLES = 3
+_WARM = 12
+"""Steps before: kernels are compiled, the allocator is filled, and all steps have marks."""
 _TURNS = 3
-_HYPER = (AdamHyper(lr=1e-3),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,11 @@ class UpdatedLayers:
     on_gpu: int
     on_cpu: int
     limits: GroupLimits = LIMITS
+
+    @property
+    def number(self) -> int:
+        """Of all layers."""
+        return self.on_gpu + self.on_cpu
 
 
 CASES = (
@@ -75,109 +89,181 @@ class UpdatedKind:
     Attributes:
         dtype: of gradients and training copy.
         moments: how they are kept.
-        sums_squares: gradients come with the squares that their norm is made of.
+        sums_squares: gradients come with the squares that their norm is made of. So do those of
+            small layers only if they have one parameter, which they have then.
+        parameters: tensors of a layer.
     """
 
     dtype: torch.dtype
     moments: MomentsName = FP32
     sums_squares: bool = False
+    parameters: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeconds:
+    """Of the host, for a step.
+
+    Attributes:
+        passes: in forward and backward.
+        step: in step().
+    """
+
+    passes: float
+    step: float = 0.0
 
 
 class _OneRank(ShardCollectives):
     """No others, and no process group."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.watch = self.trace = None
+        self.group = None
+        self.rank, self.world_size, self.is_nccl = 0, 1, False
+        self.watch = self.trace = self._gate = None
 
 
-class UpdateSteps:
-    """Steps of nothing but updates."""
+class _Block(nn.Module):
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(_WIDTH) for _ in range(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+class _Blocks(nn.Module):
+    def __init__(self, number: int, parameters: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(parameters) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def _model(layers: UpdatedLayers, device: torch.device, kind: UpdatedKind) -> _Blocks:
+    parameters = 1 if kind.sums_squares else kind.parameters
+    return _Blocks(layers.number, parameters).to(device, kind.dtype)
+
+
+class BarePasses:
+    """Passes of a model that nobody trains, gradients taken over as in a profile's."""
+
+    def __init__(self, layers: UpdatedLayers, device: torch.device, kind: UpdatedKind) -> None:
+        """Hooks stay on the model until :meth:`close`."""
+        self._model = _model(layers, device, kind)
+        self._input = torch.ones(_WIDTH, dtype=kind.dtype, device=device)
+        found = find_layers(self._model, list(self._model.parameters()))
+        self._sink = GradientSink(found, device)
+
+    def step(self) -> HostSeconds:
+        """Makes one."""
+        begin = time.perf_counter()
+        loss = self._model(self._input)
+        self._sink.begin_pass()
+        loss.backward()
+        self._sink.end_pass()
+        return HostSeconds(time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._sink.close()
+
+
+class TrainedSteps:
+    """Steps of a model of small layers, by an engine's optimizer and hooks."""
 
     def __init__(self, layers: UpdatedLayers, device: torch.device, kind: UpdatedKind) -> None:
         """Starts an update worker; :meth:`close` ends it."""
-        self.layers = [
-            _layer(state, "gpu" if number < layers.on_gpu else "cpu", device, kind.moments)
-            for number, state in enumerate(_states(layers, device, kind.dtype))
-        ]
-        streams = Streams(device)
-        cpu = CpuUpdater(self.layers, streams, CpuSettings(1, _ELEMENTS))
-        norm = GradientNorm(len(self.layers), device, ClipSettings(1.0, True), lambda _: None)
-        self.pipeline = UpdatePipeline(
-            self.layers, cpu, norm, streams, _OneRank(), group_limits=layers.limits
+        model = self._model = _model(layers, device, kind)
+        self._input = torch.ones(_WIDTH, dtype=kind.dtype, device=device)
+        config = HyTrainConfig(
+            gpu_fraction=layers.on_gpu / layers.number,
+            moments=kind.moments,
+            offload=OffloadConfig(cpu_threads=1),
         )
-        on_gpu = self.layers[: layers.on_gpu]
+        settings = BuildSettings(
+            stage=2,
+            weights=WeightSettings(device),
+            clip=ClipSettings(1.0, True),
+            mean=True,
+            host=HostShare(ranks=1, cores=1, pool_ranks={}),
+        )
+        self.optimizer = build_optimizer(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            config,
+            settings,
+            _OneRank(),
+            EngineView(lambda: True, lambda: True, lambda: None),
+            layers.limits,
+        )
+        self._guards = LayerGuards(model, PassGuide(self.optimizer.passes, self.optimizer.kept))
+        self.optimizer.weights.when_closed(self._guards.close)
+        on_gpu = self.optimizer.layer_states[: layers.on_gpu]
         self.num_launches = len(batches(on_gpu, layers.limits))
-        self._gradients = [
-            torch.full((layer.shard_size,), 1e-4, dtype=kind.dtype, device=device)
-            for layer in self.layers
-        ]
-        squares = torch.full((num_partials(_ELEMENTS, device),), 1e-6, dtype=torch.float64)
-        self._squares = squares.to(device) if kind.sums_squares else None
 
-    def step(self) -> float:
+    def step(self) -> HostSeconds:
         """Makes one; returns what it took of the host, as where it has launches to wait for.
 
-        What it waits for the device, or for the update threads, is left out: there is nothing to
-        do for them.
+        What it waits for the device, or for the update threads, is left out: there is next to
+        nothing to do for them.
         """
-        pipeline = self.pipeline
+        optimizer = self.optimizer
         begin = time.perf_counter()
-        pipeline.begin_step(1.0, _HYPER)
-        for layer, gradient in zip(reversed(self.layers), reversed(self._gradients), strict=True):
-            pipeline.send(layer, gradient, self._squares)
-        seconds = time.perf_counter() - begin
+        optimizer.passes.begin_forward(enters_model=False)
+        optimizer.clear_backward_seen_flag()
+        with self._guards.watching():
+            loss = self._model(self._input)
+        before_backward(loss, self._enter_backward)
+        optimizer.scale_if_loss(loss).backward()
+        optimizer.backward_epilogue()
+        optimizer.exit_backward()
+        passes = time.perf_counter() - begin
+        pipeline = optimizer.pipeline
         pipeline.streams.synchronize()
         begin = time.perf_counter()
-        pipeline.launch_outcome()
-        pipeline.finish_step(_HYPER, in_line=pipeline.may_update_in_line)
-        seconds += time.perf_counter() - begin
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - begin
         pipeline.cpu.wait_all()
         pipeline.streams.synchronize()
-        begin = time.perf_counter()
-        for layer in self.layers:
-            if not layer.update.waited:
-                pipeline.wait(layer)
-        return seconds + time.perf_counter() - begin
+        return HostSeconds(passes, seconds)
+
+    def _enter_backward(self, _gradient: object) -> None:
+        """As DeepSpeed's engine has the gradient of its output tell of it."""
+        self.optimizer.backward_prologue()
+        self.optimizer.enter_backward()
 
     def close(self) -> None:
         """Ends the worker and frees the memory."""
-        self.pipeline.close()
+        self.optimizer.destroy()
 
 
-def _states(
-    layers: UpdatedLayers, device: torch.device, dtype: torch.dtype
-) -> Generator[LayerState]:
-    found: list[LayerParameters] = []
-    for number in range(layers.on_gpu + layers.on_cpu):
-        parameter = nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device=device))
-        found.append(LayerParameters(f"layers.{number}", [("weight", parameter)]))
-    group_of = {id(parameter): 0 for each in found for _, parameter in each.parameters}
-    for layout in lay_out(found, group_of, 1):
-        storage = ResidentStorage(layout, device)
-        yield LayerState(layout, storage, 0, layout.size, [layout.size], "gpu", dtype)
-
-
-def _layer(
-    state: LayerState, placement: str, device: torch.device, moments: MomentsName
-) -> LayerState:
-    state.placement = "gpu" if placement == "gpu" else "cpu"
-    state.moments = MomentFormat(moments)
-    where = device if placement == "gpu" else torch.device("cpu")
-    state.set_state(torch.zeros(state.state_bytes, dtype=torch.uint8, device=where))
-    return state
+_Steps = TrainedSteps | BarePasses
 
 
 @contextmanager
-def _all_of(device: torch.device, kind: UpdatedKind) -> Generator[list[UpdateSteps]]:
-    made: list[UpdateSteps] = []
+def _all_of(
+    device: torch.device, kind: UpdatedKind
+) -> Generator[tuple[list[TrainedSteps], list[BarePasses]]]:
+    trained: list[TrainedSteps] = []
+    bare: list[BarePasses] = []
     try:
         for case in CASES:
-            made.append(UpdateSteps(case, device, kind))
-        yield made
+            trained.append(TrainedSteps(case, device, kind))
+            bare.append(BarePasses(case, device, kind))
+        yield trained, bare
     finally:
-        for each in made:
-            each.close()
+        while trained:
+            trained.pop().close()
+        while bare:
+            bare.pop().close()
+        # An optimizer's parts refer to each other: what they have on the device goes with them.
+        gc.collect()
 
 
 def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches | None:
@@ -189,33 +275,73 @@ def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches |
 
 def measured_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches:
     """As :func:`update_launches`, on any device: without a GPU with the updates themselves."""
-    with _all_of(device, kind) as cases:
-        for steps in cases:
-            for _ in range(_WARM):  # compiles kernels, fills the allocator
-                steps.step()
-        seconds: list[list[float]] = [[] for _ in cases]
-        for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
-            for steps, found in zip(cases, seconds, strict=True):
-                found += [steps.step() for _ in range(_STEPS)]
-        launches = [steps.num_launches for steps in cases]
-    return terms_of([statistics.median(found) for found in seconds], launches)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with _all_of(device, kind) as (trained, bare):
+        found = _medians([*trained, *bare], wait)
+        launches = [steps.num_launches for steps in trained]
+    extra = [
+        HostSeconds(with_updates.passes - alone.passes, with_updates.step)
+        for with_updates, alone in zip(found[: len(CASES)], found[len(CASES) :], strict=True)
+    ]
+    return terms_of(extra, launches)
 
 
-def terms_of(seconds: Sequence[float], launches: Sequence[int]) -> UpdateLaunches:
+def _medians(cases: Sequence[_Steps], wait: Callable[[], None]) -> list[HostSeconds]:
+    """Of each case's cycles; ``wait`` waits for the device."""
+    cycles: list[list[list[HostSeconds]]] = [[] for _ in cases]
+
+    def make(steps: _Steps, number: int) -> list[HostSeconds]:
+        made: list[HostSeconds] = []
+        for _ in range(number):
+            wait()
+            made.append(steps.step())
+        return made
+
+    for steps in cases:
+        make(steps, _WARM)
+    for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
+        for steps, seen in zip(cases, cycles, strict=True):
+            seen += [make(steps, _CYCLE) for _ in range(_CYCLES)]
+    return [
+        HostSeconds(
+            statistics.median(statistics.mean(one.passes for one in cycle) for cycle in seen),
+            statistics.median(statistics.mean(one.step for one in cycle) for cycle in seen),
+        )
+        for seen in cycles
+    ]
+
+
+def terms_of(extra: Sequence[HostSeconds], launches: Sequence[int]) -> UpdateLaunches:
     """What one of each takes, so that the cases take what they took.
 
     Args:
-        seconds: of a step of each case.
+        extra: of a step of each case: in the passes beyond those of the model alone, and in step().
         launches: that each made. Where all layers have one of their own, as with rounded moments,
             what a layer takes and what its launch does are not told apart: only their sum counts.
     """
+    rows = [(1.0, float(case.on_gpu), float(case.on_cpu)) for case in CASES]
+    a_pass, pass_gpu, pass_cpu = _solve(rows, [each.passes for each in extra])
     rows = [
         (1.0, float(case.on_gpu > 0), float(number), float(case.on_gpu), float(case.on_cpu))
         for case, number in zip(CASES, launches, strict=True)
     ]
+    _, any_gpu, launch, gpu_layer, cpu_layer = _solve(rows, [each.step for each in extra])
+    return UpdateLaunches(
+        gpu_step_ms=any_gpu,
+        launch_ms=launch,
+        gpu_layer_ms=gpu_layer,
+        cpu_layer_ms=pass_cpu + cpu_layer,
+        passes_ms=a_pass,
+        gpu_layer_passes_ms=pass_gpu,
+    )
+
+
+def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Milliseconds of each column."""
     solved = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0].tolist()
     # A term of some microseconds may come out below nothing.
-    _, any_gpu, launch, gpu_layer, cpu_layer = (1e3 * max(0.0, each) for each in solved)
-    return UpdateLaunches(
-        gpu_step_ms=any_gpu, launch_ms=launch, gpu_layer_ms=gpu_layer, cpu_layer_ms=cpu_layer
-    )
+    return [1e3 * max(0.0, each) for each in solved]

@@ -220,6 +220,11 @@ def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
     longer = step(1.0, updates=once) - step(1.0, updates=some)
     assert longer == pytest.approx(5e-4 * layers)
     assert step(1.0, updates=some, **free) == pytest.approx(step(1.0, updates=none, **free))
+    # What the passes have of it takes longer however long updates on the GPU take.
+    hooks = UpdateLaunchTimes(passes_ms=1.0, gpu_layer_passes_ms=0.5)
+    longer = step(1.0, updates=hooks) - step(1.0, updates=none)
+    assert longer == pytest.approx(1e-3 + 5e-4 * layers)
+    assert step(1.0, updates=hooks, **free) == pytest.approx(step(1.0, updates=none, **free))
     # Of a layer that the CPU updates, backward and forward have it; the worker waits less then.
     handed = UpdateLaunchTimes(cpu_layer_ms=0.5)
     assert step(1.0, updates=handed) == step(1.0, updates=none)
@@ -231,7 +236,7 @@ def test_what_launching_takes_beside_updates() -> None:
     launches = StepLaunches(passes=2.0, slowdown=2.0, updates=updates, end=0.0)
     assert launches.passes_beside(0.0, 0) == 2.2
     assert launches.passes_beside(1.0, 1) == 2.6
-    launches = replace(launches, updates=replace(updates, on_cpu=(0.0, 0.0, 0.0)))
+    launches = replace(launches, updates=replace(updates, in_passes=(0.0, 0.0, 0.0)))
     assert launches.passes_beside(0.0) == 2.0
     assert launches.passes_beside(1.0) == 2.5  # for one second half of it is launched
     assert launches.passes_beside(9.0) == 4.0  # all of it beside updates
@@ -261,7 +266,11 @@ def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
     model = Model("m", 4, 8 << 20, outside=(6 << 20, 0))  # 6 Mi, then four of half a Mi
     found = UpdateLaunchSeconds.of(times, model, 1.0)
     assert found.on_gpu == pytest.approx((0.0, 0.111, 0.112, 0.114, 0.115))
-    assert found.on_cpu == pytest.approx((0.010, 0.008, 0.006, 0.002, 0.0))
+    assert found.in_passes == pytest.approx((0.010, 0.008, 0.006, 0.002, 0.0))
+    hooks = replace(times, passes_ms=50.0, gpu_layer_passes_ms=1.0)
+    found = UpdateLaunchSeconds.of(hooks, model, 1.0)
+    assert found.in_passes == pytest.approx((0.060, 0.059, 0.058, 0.056, 0.055))
+    assert found.on_gpu[-1] == pytest.approx(0.115)
     alone = UpdateLaunchSeconds.of(replace(times, shares=False), model, 1.0)
     assert alone.on_gpu == pytest.approx((0.0, 0.111, 0.122, 0.144, 0.155))
     # Of 24 Mi in all the first two layers are too many for the first launch, unless ranks share.
@@ -278,3 +287,17 @@ def test_an_older_profile_counts_a_launch_for_each_layer() -> None:
     launches = problem_of("0.37B/4x512/16").cluster.ranks[0][1].launches
     assert launches is not None
     assert launches.updates.on_gpu([1] * 26)[-1] == pytest.approx(26 * device.update_launch_ms)
+
+
+def test_a_profile_without_what_the_passes_take_counts_updates_alone() -> None:
+    made = profile_of(CELLS["0.37B/4x512/16"])
+    (device,) = made.devices
+    older = {"gpu_step_ms": 0.1, "launch_ms": 0.02, "gpu_layer_ms": 0.01, "cpu_layer_ms": 0.05}
+    record = json.loads(made.model_copy(update={"devices": (device,)}).model_dump_json())
+    record["devices"][0]["update_launches"] = older
+    read = ProfileFile.model_validate_json(json.dumps(record))
+    options = PlanOptions(batch=1, gpu_reserve=lambda total: 0, host_reserve=lambda total: 0)
+    launches = problem_from(read, options).cluster.ranks[0][1].launches
+    assert launches is not None
+    assert launches.updates.in_passes(10, 4) == pytest.approx(4 * 0.05)
+    assert launches.updates.on_gpu([1])[-1] == pytest.approx(0.13)

@@ -84,7 +84,9 @@ class Whole:
             return self._copy.make_batch(size)
 
     def _pass(self, batch: Any) -> None:
-        self._copy.loss(batch).backward()
+        loss = self._copy.loss(batch)
+        self._sink.begin_pass()
+        loss.backward()
         self._sink.end_pass()
 
     def peak(self, size: int) -> int:

@@ -22,7 +22,7 @@ ALONE = Ranks(alone=True)
 
 @pytest.mark.parametrize(
     ("cores", "counts"),
-    [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (16, [1, 2, 4, 8, 12, 15, 16])],
+    [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (16, [1, 2, 4, 8, 10, 12, 15, 16])],
 )
 def test_thread_counts_go_up_to_the_cores(cores: int, counts: list[int]) -> None:
     assert rates.thread_counts(cores) == counts

@@ -1,4 +1,4 @@
-"""What a profile measures of updates' launches is what a step of training makes of them."""
+"""What a profile measures of training's launches is what an engine's step makes of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from hytrain.formats.profile_file import UpdateLaunches
 from hytrain.kernels.clipping import GradientNorm
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.offload.cpu_updater import CpuUpdater
+from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.pass_guide import PassGuide
+from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.manager import PlacementManager
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
@@ -28,9 +31,10 @@ from hytrain.tools.planner.problem import Model
 from hytrain.tools.profiler import update_launches
 from hytrain.tools.profiler.update_launches import (
     CASES,
+    HostSeconds,
+    TrainedSteps,
     UpdatedKind,
     UpdatedLayers,
-    UpdateSteps,
     terms_of,
 )
 
@@ -41,16 +45,25 @@ CPU = torch.device("cpu")
 SENT, UPDATED, WAITED = "UpdatePipeline.send", "LayerUpdate.apply", "UpdatePipeline.wait"
 
 
+class Matrices(nn.Module):
+    """A block, whose forward is called as a whole."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in self.all:
+            x = matrix(x)
+        return x
+
+
 class Deep(nn.Module):
     """Blocks of some matrices each, behind them a large one that is no block."""
 
     def __init__(self, blocks: int, matrices: int = 1) -> None:
         super().__init__()
-
-        def block() -> nn.Module:
-            return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(matrices)))
-
-        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Matrices(matrices) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, HEAD, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -62,15 +75,17 @@ class Deep(nn.Module):
 
 @contextmanager
 def counted() -> Generator[Counter[str]]:
-    """Calls of what launches, and of all that updates are made of, each by its name."""
+    """Calls of the package's functions, each by its name, on this thread and on autograd's."""
     found: Counter[str] = Counter()
     root = Path(hytrain.__path__[0])
-    folders = tuple(str(root / name) for name in ("offload", "kernels", "model/layer_"))
+    package, tools = str(root), str(root / "tools")
 
     def count(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(folders):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(package) and not name.startswith(tools):
             found[frame.f_code.co_qualname] += 1
 
+    # On a CPU backward runs on the thread that asks for it.
     sys.setprofile(count)
     try:
         yield found
@@ -79,7 +94,7 @@ def counted() -> Generator[Counter[str]]:
 
 
 def of_training(blocks: int, fraction: float, matrices: int = 1) -> Counter[str]:
-    """Calls of some steps of an engine in which nothing is measured."""
+    """Calls of some steps of an engine."""
 
     def step(engine: Any) -> None:
         engine.backward(engine(torch.ones(1, WIDTH)))
@@ -98,10 +113,9 @@ def of_training(blocks: int, fraction: float, matrices: int = 1) -> Counter[str]
     return found
 
 
-def of_profile(on_gpu: int, on_cpu: int, sums_squares: bool) -> Counter[str]:
-    steps = UpdateSteps(
-        UpdatedLayers(on_gpu, on_cpu), CPU, UpdatedKind(torch.bfloat16, sums_squares=sums_squares)
-    )
+def of_profile(on_gpu: int, on_cpu: int, matrices: int) -> Counter[str]:
+    kind = UpdatedKind(torch.bfloat16, sums_squares=matrices == 1, parameters=matrices)
+    steps = TrainedSteps(UpdatedLayers(on_gpu, on_cpu), CPU, kind)
     for _ in range(2):
         steps.step()
     with counted() as found:
@@ -152,7 +166,7 @@ def test_a_layer_of_a_profiled_step_launches_what_one_of_a_training_step_does(
 
     def profiled(blocks: int) -> Counter[str]:
         on_gpu = round(fraction * (blocks + 1))
-        return of_profile(on_gpu, blocks + 1 - on_gpu, matrices == 1)
+        return of_profile(on_gpu, blocks + 1 - on_gpu, matrices)
 
     trained = a_block(lambda blocks: of_training(blocks, fraction, matrices))
     assert trained == a_block(profiled)
@@ -163,6 +177,62 @@ def test_a_layer_of_a_profiled_step_launches_what_one_of_a_training_step_does(
         assert {name: found[name] for name in COUNTED} == {
             name: profiled(few)[name] for name in COUNTED
         }
+
+
+POLLED = {
+    "CostEstimator._add",
+    "CostEstimator._close",
+    "CpuUpdater.is_fetched",
+    "CpuUpdater.release_fetched",
+    "LayerUpdate.release_gradient",
+}
+"""Called as often as the worker, on its thread, is found to have come along."""
+
+
+@pytest.mark.usefixtures("_in_line", "process_group")
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
+    fraction: float, matrices: int
+) -> None:
+    """Hooks of forward and backward, and every function below them: as often for each block."""
+    few, many = 5, 13
+
+    def a_block(calls: Callable[[int], Counter[str]]) -> dict[str, int]:
+        less, more = calls(few), calls(many)
+        names = more.keys() - POLLED
+        return {name: more[name] - less[name] for name in names if more[name] != less[name]}
+
+    def profiled(blocks: int) -> Counter[str]:
+        on_gpu = round(fraction * (blocks + 1))
+        return of_profile(on_gpu, blocks + 1 - on_gpu, matrices)
+
+    trained = a_block(lambda blocks: of_training(blocks, fraction, matrices))
+    assert trained == a_block(profiled)
+    assert trained["PassTracker.consume"] == STEPS * (many - few)
+    assert trained["PassGuide.enter_forward"] == STEPS * (many - few)
+
+
+AROUND = (
+    "HyTrainEngine.",
+    "HyTrainZeroOptimizer.overlapping_partition_gradients_reduce_epilogue",
+    "BatchTraining.samples",
+    "ShardCollectives.reporting_failures",
+    "Tracing.",
+    "engine_view.",
+    "refuse_coalescing",
+    "report_step",
+    "running_tracer",
+)
+"""What HyTrainEngine's own methods are, and what they ask before and behind a step."""
+
+
+@pytest.mark.usefixtures("_in_line", "process_group")
+def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
+    """Of what a step calls once, or some times: only what stands around the optimizer is not."""
+    trained, profiled = of_training(5, 1.0), of_profile(6, 0, 1)
+    missing = {name for name in trained if not profiled[name]}
+    assert {name for name in missing if not name.startswith(AROUND)} == set()
 
 
 @pytest.mark.usefixtures("_in_line", "process_group")
@@ -183,16 +253,30 @@ def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
 
     assert 1e3 * seconds(launch_ms=1.0).on_gpu[k] == pytest.approx(each_step("GroupedAdam.launch"))
     assert 1e3 * seconds(gpu_layer_ms=1.0).on_gpu[k] == pytest.approx(each_step(UPDATED))
-    assert 1e3 * seconds(cpu_layer_ms=1.0).on_cpu[k] == pytest.approx(each_step("CpuUpdater.send"))
+    assert 1e3 * seconds(cpu_layer_ms=1.0).in_passes[k] == pytest.approx(
+        each_step("CpuUpdater.send")
+    )
     assert 1e3 * seconds(gpu_step_ms=1.0).on_gpu[k] == pytest.approx(each_step("DeviceUpdate.run"))
 
 
-TERMS = UpdateLaunches(gpu_step_ms=0.3, launch_ms=0.05, gpu_layer_ms=0.02, cpu_layer_ms=0.1)
+TERMS = UpdateLaunches(
+    gpu_step_ms=0.3,
+    launch_ms=0.05,
+    gpu_layer_ms=0.02,
+    cpu_layer_ms=0.25,
+    passes_ms=0.7,
+    gpu_layer_passes_ms=0.12,
+)
 
 
-def _seconds(launches: list[int]) -> list[float]:
+def _seconds(launches: list[int]) -> list[HostSeconds]:
     return [
-        2e-3 + 3e-4 * (case.on_gpu > 0) + 5e-5 * number + 2e-5 * case.on_gpu + 1e-4 * case.on_cpu
+        HostSeconds(
+            7e-4 + 1.2e-4 * case.on_gpu + 1.5e-4 * case.on_cpu,
+            2e-3
+            + (3e-4 * (case.on_gpu > 0) + 5e-5 * number)
+            + (2e-5 * case.on_gpu + 1e-4 * case.on_cpu),
+        )
         for case, number in zip(CASES, launches, strict=True)
     ]
 
@@ -208,7 +292,8 @@ def test_where_each_layer_has_a_launch_of_its_own_their_sum_is_known() -> None:
     launches = [case.on_gpu for case in CASES]
     found = terms_of(_seconds(launches), launches)
     assert found.launch_ms + found.gpu_layer_ms == pytest.approx(0.07)
-    assert found.cpu_layer_ms == pytest.approx(0.1)
+    assert found.cpu_layer_ms == pytest.approx(0.25)
+    assert found.gpu_layer_passes_ms == pytest.approx(0.12)
 
 
 _clock = SimpleNamespace(now=0.0)
@@ -236,12 +321,20 @@ def test_what_is_measured_is_where_it_is_spent(
         (GradientNorm, "launch_decision", lambda *_: 7),
         (GradientNorm, "measure", lambda _self, layers, _gradients: 2 + len(layers)),
         (CpuUpdater, "send", lambda *_: 5),
+        (PlacementManager, "begin_backward", lambda *_: 6),
+        (PassGuide, "enter_forward", lambda *_: 3),
+        (PassTracker, "consume", lambda *_: 1),
+        # Of the passes that a profile has measured: not once more.
+        (LayerGradient, "take_all", lambda *_: 50),
     )
     for owner, name, calls in slow:
         monkeypatch.setattr(owner, name, _slow(getattr(owner, name), calls))
-    found = update_launches.measured_launches(CPU, UpdatedKind(torch.bfloat16, moments))
+    kind = UpdatedKind(torch.bfloat16, moments, parameters=3)
+    found = update_launches.measured_launches(CPU, kind)
+    assert found.passes_ms == pytest.approx(6, abs=1e-6)
+    assert found.gpu_layer_passes_ms == pytest.approx(3 + 1, abs=1e-6)
     # A CPU-placed layer's norm is taken by itself, those of all others together.
-    assert found.cpu_layer_ms == pytest.approx(5 + 3, abs=1e-6)
+    assert found.cpu_layer_ms == pytest.approx(5 + 3 + 3 + 1, abs=1e-6)
     assert found.gpu_step_ms == pytest.approx(2, abs=1e-6)
     if moments == "fp32":
         assert found.launch_ms == pytest.approx(10, abs=1e-6)
