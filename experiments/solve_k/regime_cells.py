@@ -147,7 +147,7 @@ def make_model(cell: Cell, device: str) -> Any:
 
 
 class Contest:
-    """An engine and its rival, and seconds of their steps, each waited for."""
+    """An engine and its rival, and seconds of their steps."""
 
     def __init__(self, cell: Cell, device: str) -> None:
         import torch
@@ -160,6 +160,7 @@ class Contest:
         self.engine: Any = None
         self._rival_model: Any = None
         self._rival: Any = None
+        self._waits = True
 
     @property
     def rival_fits(self) -> bool:
@@ -212,6 +213,18 @@ class Contest:
 
         return self._timed(steps, step, seconds)
 
+    def queued(self, run: Callable[[], object]) -> float:
+        """Seconds of a run of steps of which only the last is waited for, as in training."""
+        self._wait()
+        self._waits = False
+        try:
+            begin = time.perf_counter()
+            run()
+            self._wait()
+            return time.perf_counter() - begin
+        finally:
+            self._waits = True
+
     def close(self) -> None:
         """Frees all of it."""
         self.engine.destroy()
@@ -220,13 +233,17 @@ class Contest:
     def _timed(
         self, steps: int, step: Callable[[], object], seconds: float = math.inf
     ) -> list[float]:
-        import torch
-
         times: list[float] = []
         while len(times) < steps and sum(times) < seconds:
             begin = time.perf_counter()
             step()
-            if self._device == "cuda":
-                torch.cuda.synchronize()
+            if self._waits:
+                self._wait()
             times.append(time.perf_counter() - begin)
         return times
+
+    def _wait(self) -> None:
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.synchronize()

@@ -182,21 +182,26 @@ class _Sweep:
 
 
 def _beside_rival(contest: Contest, turns: int) -> Json:
-    """The engine, the rival and bare passes in turns: medians, and medians of the turns' ratios."""
+    """The engine, the rival and bare passes in turns: medians, and medians of the turns' ratios.
+
+    Of steps that are each waited for, and ("queued") of windows whose end alone is, as in training.
+    """
     runs = {"hytrain": contest.train, "all_gpu": contest.all_gpu, "compute": contest.compute}
     for run in runs.values():
         run(4)  # the rival's first steps allocate, and compile
-    seen: dict[str, list[float]] = {name: [] for name in runs}
+    waited: dict[str, list[float]] = {name: [] for name in runs}
+    queued: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns):
         for name in list(runs) if turn % 2 == 0 else reversed(list(runs)):
-            seen[name].append(statistics.median(runs[name](7)[2:]))
-    ratios = {
-        f"hytrain_over_{name}": statistics.median(
-            own / other for own, other in zip(seen["hytrain"], seen[name], strict=True)
-        )
-        for name in ("all_gpu", "compute")
-    }
-    return {name: statistics.median(times) for name, times in seen.items()} | ratios
+            waited[name].append(statistics.median(runs[name](7)[2:]))
+            queued[name].append(contest.queued(lambda name=name: runs[name](9)) / 9)
+    found: Json = {}
+    for prefix, seen in (("", waited), ("queued_", queued)):
+        found |= {f"{prefix}{name}": statistics.median(times) for name, times in seen.items()}
+        for name in ("all_gpu", "compute"):
+            pairs = zip(seen["hytrain"], seen[name], strict=True)
+            found[f"{prefix}hytrain_over_{name}"] = statistics.median(a / b for a, b in pairs)
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -57,8 +57,8 @@ def _measure(cells: dict[str, Cell], arguments: argparse.Namespace) -> Iterator[
 
 
 HEADER = (
-    "cell", "fwd+bwd", "AdamW", "hytrain", "over AdamW", "over fwd+bwd", "k 0", "best fixed",
-    "solved", "over best", "late moves", "took s",
+    "cell", "fwd+bwd", "AdamW", "hytrain", "over AdamW", "over fwd+bwd", "queued: over AdamW",
+    "queued: over fwd+bwd", "k 0", "best fixed", "solved", "over best", "late moves", "took s",
 )  # fmt: skip
 
 
@@ -79,6 +79,8 @@ def _row(text: str, cell: Json) -> list[str]:
         of("hytrain", 1e3, 1),
         of("hytrain_over_all_gpu", 1.0, 3),
         of("hytrain_over_compute", 1.0, 3),
+        of("queued_hytrain_over_all_gpu", 1.0, 3),
+        of("queued_hytrain_over_compute", 1.0, 3),
         f"{1e3 * cell['fixed']['0']:.1f}" if "0" in cell["fixed"] else "-",
         f"{1e3 * cell['fixed'][str(best)]:.1f} ({best} of {layers})",
         f"{cell['solved']}",

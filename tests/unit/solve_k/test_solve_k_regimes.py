@@ -57,4 +57,6 @@ def test_two_cells_of_one_process(tmp_path: Path) -> None:
     assert beside["hytrain_over_all_gpu"] > 0 < beside["hytrain_over_compute"]
     assert cell["compute"] == beside["compute"]
     row = next(line for line in done.stdout.splitlines() if line.startswith("| toy/2x16/1 |"))
-    assert f"{beside['hytrain_over_all_gpu']:.3f}" in row
+    for prefix in ("", "queued_"):
+        assert f"{beside[f'{prefix}hytrain_over_all_gpu']:.3f}" in row
+        assert f"{beside[f'{prefix}hytrain_over_compute']:.3f}" in row
