@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.engines import built, device, environment, join_process_group, make_config
 from support.processes import fresh_environment
 
 from hytrain.errors import MemoryBudgetError
@@ -260,3 +262,50 @@ def test_a_limit_of_the_process_refuses_the_build(which: str, k: str) -> None:
     assert "nothing was allocated" in lines[0]
     if k != "solve":
         assert "the address space (ulimit -v) of process" in lines[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("phase", ["save", "load", "evaluation"])
+def test_gradients_in_flight_on_the_gpu(phase: str, stage: int, tmp_path: Path) -> None:
+    """38 M parameters: 72 MiB of gradients, of which the delayed update has fetched few."""
+    join_process_group()
+    x = torch.ones(1, 1536, dtype=torch.bfloat16, device=device())
+    layers = [torch.nn.Linear(1536, 1536, bias=False, dtype=torch.bfloat16) for _ in range(16)]
+    # cuBLAS's workspaces, 32 MiB each, are there before the engine is.
+    torch.nn.Linear(1536, 1536, bias=False, dtype=x.dtype, device=x.device)(x).sum().backward()
+    config = make_config(
+        stage=stage, offload={"chunk_elements": 2**20}, hytrain={"layers": {"class": "Linear"}}
+    )
+    with (
+        environment("HYTRAIN_DELAYS", "1:20000"),
+        built(torch.nn.Sequential(*layers), config) as engine,
+    ):
+
+        def evaluate() -> None:
+            engine.eval()
+            with torch.no_grad():
+                engine(x)
+
+        def step() -> None:
+            engine.backward(engine(x).float().sum())
+            engine.step()
+
+        step()
+        engine.save_checkpoint(str(tmp_path), tag="one")
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        {
+            "save": lambda: engine.save_checkpoint(str(tmp_path), tag="two"),
+            "load": lambda: engine.load_checkpoint(str(tmp_path), tag="one"),
+            "evaluation": evaluate,
+        }[phase]()
+        torch.cuda.synchronize()
+        said = engine.memory_peaks()[phase]
+        assert said.gpu is not None
+        bare = engine.memory_peaks()["build"].gpu
+        peak = torch.cuda.max_memory_allocated()
+        assert peak <= 1.03 * (said.gpu + said.in_flight)
+        assert peak > 1.1 * bare  # or nothing was in flight
