@@ -264,6 +264,25 @@ def test_a_limit_of_the_process_refuses_the_build(which: str, k: str) -> None:
         assert "the address space (ulimit -v) of process" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "itemsize"),
+    [
+        ({}, 0),
+        ({"accumulation": 2}, 2),
+        ({"accumulation": 2, "data_types": {"grad_accum_dtype": "fp32"}}, 4),
+        ({"accumulation": 2, "hytrain": {"accumulation": "layer_major"}}, 0),
+    ],
+)
+def test_the_engine_says_what_its_model_keeps(changes: dict[str, Any], itemsize: int) -> None:
+    join_process_group()
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model[1].requires_grad_(False)
+    with built(model, make_config(**changes)) as engine:
+        terms = engine.optimizer.placement._terms(0)
+        assert terms.kept_gradients == itemsize * 2 * 64 * 64
+        assert terms.largest_frozen == 2 * 64 * 64
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("stage", [2, 3])
