@@ -22,8 +22,8 @@ CALIBRATION_BYTES = 16 << 24
 """That measuring the CPU's update takes, for some milliseconds, before any state is there."""
 _ROUNDED_BYTES = 2
 """Bytes an element of a moment that is kept in fewer, between the device and its fp32 values."""
-_WRITERS_BYTES = 9 * 2 * _MIB
-"""Stacks, heaps and buffers of the threads that write a checkpoint: a huge page each."""
+_THREADS_BYTES = 9 * 2 * _MIB
+"""Stacks, heaps and buffers of the threads that write or check a checkpoint: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
         ),
         # Frozen weights are written when all else is.
         "save": PhasePeak(
-            on_host + max(copied, terms.largest_frozen) + _WRITERS_BYTES,
+            on_host + max(copied, terms.largest_frozen) + _THREADS_BYTES,
             pinned,
             base + max(gathered, left),
         ),
@@ -117,14 +117,15 @@ def _of_one_memory(terms: ContractTerms) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
     state = state_bytes(terms.layers)
     left = gradient_bytes(terms.layers[terms.gpu_layers :])
-    gathered = max(_gathered(terms), left)
+    gathered = _gathered(terms)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.
     ahead = sum(terms.gradients) + max(terms.gradients)
     host = {
         "build": max(state, CALIBRATION_BYTES),
         "step": state + ahead,
-        "save": state + gathered + _WRITERS_BYTES,
-        "load": state + gathered,
+        "save": state + max(gathered, left) + _THREADS_BYTES,
+        # Files are checked before gradients are forgotten.
+        "load": state + max(gathered, left + _THREADS_BYTES),
         "evaluation": state + left,
     }
     pinned = terms.pinned_bytes + terms.home_bytes

@@ -176,7 +176,7 @@ def test_each_phase_has_what_it_takes() -> None:
     on_cpu = predict_peaks(_terms(gpu_base=None))
     state, left = 4 * 12 * 1000, 3 * 2 * 1000
     assert on_cpu["evaluation"].host == state + left
-    assert on_cpu["load"].host == state + left
+    assert on_cpu["load"].host == state + left + 18 * MIB
     assert on_cpu["save"].host == state + left + 18 * MIB
     assert on_cpu["step"].host == state + 5 * 2000
     assert {(peak.gpu, peak.in_flight) for peak in on_cpu.values()} == {(None, 0)}
