@@ -28,9 +28,9 @@ def _contract(cases: Json) -> str:
             said = contract["said"][phase]
             gpu = "-"
             if said["gpu"] is not None:
-                gpu = _share(
-                    peak["gpu_bytes"], said["gpu"] + (contract["activations"].get(phase) or 0)
-                )
+                # One goes as the other comes.
+                beside = max(contract["activations"].get(phase) or 0, said.get("in_flight", 0))
+                gpu = _share(peak["gpu_bytes"], said["gpu"] + beside)
             pinned = "-"
             if said["pinned"] and peak["gpu_bytes"] is not None:
                 pinned = _share(peak["pinned_bytes"], said["pinned"])

@@ -181,30 +181,33 @@ def gather_states(
 
 
 def whole_on_host(
-    state: torch.Tensor, place: ParameterPlace, hold: Callable[[int], None]
+    place: ParameterPlace, kind: str, source: StateSource, hold: Callable[[int], None]
 ) -> tuple[torch.Tensor, int]:
     """A state tensor of a parameter that is all this rank's: not copied, if it can be written so.
 
     Args:
-        state: 1-D, as :meth:`ParameterPlace.read` returns it.
         place: the parameter.
-        hold: called with the bytes of a copy.
+        kind: one of :data:`STATES`.
+        source: where it is.
+        hold: called with the bytes of a copy, before that is made.
 
     Returns:
         fp32, the parameter's shape, on the host, to be read only, a storage of its own; and the
         bytes that were held for it.
     """
-    is_view = state.device.type == "cpu" and state.untyped_storage().nbytes() > state.nbytes
-    held = 0 if is_view else state.nbytes
-    hold(held)
-    # Not the view itself: who saves one saves all of the layer.
-    if is_view:
-        whole = torch.from_numpy(state.detach().numpy())
-    elif state.device.type == "cpu":
-        whole = state
-    else:
-        whole = host_copy(state, state.dtype, purpose=f"a state of parameter '{place.name}'")
-    return whole.view(place.shape), held
+    piece, num_bytes = Piece(0, 0, place.numel), 4 * place.numel
+    if kind != STATES[0] and place.layer.moments.is_rounded:
+        hold(num_bytes)  # reading it makes a tensor
+        return source(place, kind, piece).view(place.shape), num_bytes
+    state = source(place, kind, piece)
+    if state.device.type == "cpu" and state.untyped_storage().nbytes() > state.nbytes:
+        hold(0)
+        # Not the view itself: who saves one saves all of the layer.
+        return torch.from_numpy(state.detach().numpy()).view(place.shape), 0
+    hold(num_bytes)
+    if state.device.type != "cpu":
+        state = host_copy(state, state.dtype, purpose=f"a state of parameter '{place.name}'")
+    return state.view(place.shape), num_bytes
 
 
 def gather_round(

@@ -13,7 +13,6 @@ from hytrain.checkpoint.file_writers import FileWriters
 from hytrain.checkpoint.gather import (
     Delivery,
     ParameterPlace,
-    Piece,
     StateSource,
     gather_round,
     whole_on_host,
@@ -59,10 +58,7 @@ class ParameterFiles:
         if collectives.world_size == 1:
             for delivery in deliveries:
                 for kind in STATES:
-                    place = delivery.place
-                    state = source(place, kind, Piece(0, 0, place.numel))
-                    whole, held = whole_on_host(state, place, self._files.hold)
-                    self._write(place, kind, whole, in_archive=True, held=held)
+                    self._write_own(delivery.place, kind, source)
             return
         rank = collectives.rank
         mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
@@ -77,6 +73,12 @@ class ParameterFiles:
         for delivery in deliveries:
             if delivery.destination != 0:
                 self._send_copy(delivery.place, collectives, device, source)
+
+    def _write_own(self, place: ParameterPlace, kind: str, source: StateSource) -> None:
+        """Writes what one rank has all of."""
+        # In a function of its own: a copy that a loop still refers to is there beside the next.
+        whole, held = whole_on_host(place, kind, source, self._files.hold)
+        self._write(place, kind, whole, in_archive=True, held=held)
 
     def _send_copy(
         self,

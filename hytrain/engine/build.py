@@ -73,6 +73,7 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         host=host,
         communication_dtype=_communication_dtype(internals._config),
         scaler=_scaler(internals),
+        micro_batches=int(internals.gradient_accumulation_steps()),
     )
 
 

@@ -51,6 +51,7 @@ class BuildSettings:
         refuse_unused: see :class:`StepSettings`.
         communication_dtype: what gradients are reduced in; None: in what they are accumulated.
         scaler: moves the loss scale; None: there is none.
+        micro_batches: of a step.
     """
 
     stage: Literal[1, 2, 3]
@@ -61,6 +62,7 @@ class BuildSettings:
     refuse_unused: bool = False
     communication_dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
+    micro_batches: int = 1
 
 
 def build_optimizer(
@@ -146,7 +148,15 @@ def _build_on(
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
-    plan = plan_placement(weights, config, settings.host, cpu_settings, collectives, streams.device)
+    plan = plan_placement(
+        weights,
+        config,
+        settings.host,
+        cpu_settings,
+        collectives,
+        streams.device,
+        kept_gradients=_kept_gradients(weights, config, settings, collectives.world_size),
+    )
     threads = place_threads(
         settings.host,
         config.offload.cpu_threads,
@@ -187,6 +197,19 @@ def _build_on(
     except BaseException:
         cpu.close()  # no engine will: its thread and its pinned memory would stay
         raise
+
+
+def _kept_gradients(
+    weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
+) -> int:
+    """Bytes of gradients that a step keeps from one micro-batch to the next."""
+    if settings.micro_batches == 1 or config.accumulation == "layer_major":
+        return 0
+    is_reduced = settings.stage >= 2 and world_size > 1
+    return sum(
+        (state.shard_size if is_reduced else state.layout.size) * state.gradient_dtype.itemsize
+        for state in weights.states
+    )
 
 
 def _step_settings(

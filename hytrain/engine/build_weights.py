@@ -103,13 +103,15 @@ def build_weights(
             assert isinstance(storage, ShardedStorage)
             frozen = ShardedWeights(storage, layer.frozen.sizes)
         layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
+    others = [parameter for parameter in model.parameters() if id(parameter) not in placed]
     if gathers is not None:
-        for parameter in model.parameters():
-            if id(parameter) not in placed:
-                _bring([parameter], settings.device, collectives)
+        for parameter in others:
+            _bring([parameter], settings.device, collectives)
         model.to(settings.device)  # buffers
     states = [layer.trained for layer in layers if layer.trained is not None]
-    return BuiltWeights(states, layers, home, live_bytes(cut, gathers))
+    return BuiltWeights(
+        states, layers, home, live_bytes(cut, gathers), max((x.nbytes for x in others), default=0)
+    )
 
 
 def _make_storage(

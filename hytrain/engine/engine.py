@@ -512,8 +512,9 @@ class HyTrainEngine(DeepSpeedEngine):
         Bytes of pageable and pinned host memory and of the GPU's, with the layers where they are
         now, beside what the process had before. It was checked against the limits of control
         groups and of the process before anything was taken. Activations are the model's, and not
-        in it. Memory for the copies of asynchronous saves is, as far as the host has had room for
-        it; their copies on the GPU, for a while and of what it has left, are not.
+        in it; where gradients that wait for the CPU's update take more, ``in_flight``, those count.
+        Memory for the copies of asynchronous saves is, as far as the host has had room for it;
+        their copies on the GPU, for a while and of what it has left, are not.
         """
         peaks = self.open_optimizer().placement.memory_peaks()
         copies = 0 if self._saver is None else self._saver.copy_bytes

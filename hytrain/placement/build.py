@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -65,6 +66,8 @@ def plan_placement(
     cpu: CpuSettings,
     collectives: ShardCollectives,
     device: torch.device,
+    *,
+    kept_gradients: int = 0,
 ) -> PlacementPlan:
     """Decides, before any optimizer state is allocated, where it goes.
 
@@ -79,6 +82,7 @@ def plan_placement(
         cpu: how the CPU update will run.
         collectives: the ranks.
         device: where layers are computed.
+        kept_gradients: see :class:`ContractTerms`.
 
     Raises:
         MemoryBudgetError: the state of some rank fits in no split of GPU and host or, with a fixed
@@ -105,7 +109,22 @@ def plan_placement(
         staging_bytes=staging_bytes(states, cpu),
     )
     limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
-    terms = _contract_terms(weights, layer_bytes, memory, cpu, collectives.world_size, device)
+    shared = partial(
+        ContractTerms,
+        layers=layer_bytes,
+        home_bytes=0 if weights.home is None else weights.home.num_bytes,
+        largest_parameter=max(slot.numel for layer in weights.layers for slot in layer.slots),
+        gradients=_gradients(weights),
+        gpu_base=memory.gpu_base if device.type == "cuda" else None,
+        num_ranks=collectives.world_size,
+        kept_gradients=kept_gradients,
+        largest_frozen=weights.largest_frozen,
+    )
+
+    def terms(gpu_layers: int) -> ContractTerms:
+        pinned = pinned_bytes(states, cpu, gpu_layers)
+        return shared(gpu_layers=gpu_layers, pinned_bytes=pinned)
+
     refusal = _refusal(config, layer_bytes, limits, memory, terms)
     unfit = torch.tensor([float(refusal is not None)], device=device)
     # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
@@ -143,30 +162,9 @@ def plan_placement(
     return PlacementPlan(num_gpu, layer_bytes, memory, decision, terms)
 
 
-def _contract_terms(
-    weights: BuiltWeights,
-    layers: Sequence[LayerBytes],
-    memory: MemorySettings,
-    cpu: CpuSettings,
-    num_ranks: int,
-    device: torch.device,
-) -> Callable[[int], ContractTerms]:
-    slots = [slot for layer in weights.layers for slot in layer.slots]
-    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
-
-    def terms(gpu_layers: int) -> ContractTerms:
-        return ContractTerms(
-            layers=layers,
-            gpu_layers=gpu_layers,
-            pinned_bytes=pinned_bytes(weights.states, cpu, gpu_layers),
-            home_bytes=0 if weights.home is None else weights.home.num_bytes,
-            largest_parameter=max(slot.numel for slot in slots),
-            gradients=gradients,
-            gpu_base=memory.gpu_base if device.type == "cuda" else None,
-            num_ranks=num_ranks,
-        )
-
-    return terms
+def _gradients(weights: BuiltWeights) -> list[int]:
+    """Bytes of each layer's gradient as one rank computes it."""
+    return [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
 
 
 def _shares(host: HostShare) -> dict[str, int]:
@@ -259,7 +257,7 @@ def _known_gpu_bytes(weights: BuiltWeights, num_ranks: int, device: torch.device
     if device.type != "cuda":
         return 0
     known = torch.cuda.memory_allocated(device) + weights.live_bytes
-    gradients = [state.layout.size * state.gradient_dtype.itemsize for state in weights.states]
+    gradients = _gradients(weights)
     if any(layer.sharded for layer in weights.layers):
         known += 2 * max(gradients)  # one is reduced while the next one comes
     elif num_ranks > 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hytrain.errors import MemoryBudgetError
-from hytrain.formats.moment_kinds import MASTER_BYTES
+from hytrain.formats.moment_kinds import FP32, MASTER_BYTES
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import gradient_bytes, state_bytes
@@ -21,9 +21,9 @@ _GIB = 1024**3
 CALIBRATION_BYTES = 16 << 24
 """That measuring the CPU's update takes, for some milliseconds, before any state is there."""
 _ROUNDED_BYTES = 2
-"""Bytes an element of the largest parameter, beside the parameter: its rounded copy."""
-_WRITERS_BYTES = 9 * 2 * _MIB
-"""Stacks, heaps and buffers of the threads that write a checkpoint: a huge page each."""
+"""Bytes an element of a moment that is kept in fewer, between the device and its fp32 values."""
+_THREADS_BYTES = 9 * 2 * _MIB
+"""Stacks, heaps and buffers of the threads that write or check a checkpoint: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,15 @@ class PhasePeak:
         host: pageable host memory, in bytes.
         pinned: pinned host memory, in bytes.
         gpu: device memory; None where the device is the CPU, whose memory is the host's.
+        in_flight: device memory of gradients that wait for the CPU's update and go as the phase's
+            activations come, or come as those go: beside ``gpu`` it takes the larger of the two.
+            0 where there are none, or where ``gpu`` has them (``host`` on a CPU).
     """
 
     host: int
     pinned: int
     gpu: int | None
+    in_flight: int = 0
 
     @property
     def resident(self) -> int:
@@ -60,6 +64,8 @@ class ContractTerms:
         gpu_base: device memory that is known to be needed beside state; None: the device is the
             CPU.
         num_ranks: ranks that share the state.
+        kept_gradients: bytes of gradients that are kept from one micro-batch to the next.
+        largest_frozen: bytes of the largest parameter that is not trained, and whole on each rank.
     """
 
     layers: Sequence[LayerBytes]
@@ -70,6 +76,8 @@ class ContractTerms:
     gradients: Sequence[int]
     gpu_base: int | None
     num_ranks: int
+    kept_gradients: int = 0
+    largest_frozen: int = 0
 
 
 _KEY = "hytrain.gpu_fraction"
@@ -77,37 +85,61 @@ PHASES = ("build", "step", "save", "load", "evaluation")
 
 
 def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
-    """The peaks of :data:`PHASES`."""
-    away, here = terms.layers[: terms.gpu_layers], terms.layers[terms.gpu_layers :]
-    on_host, on_device = state_bytes(here), state_bytes(away)
-    pinned = terms.pinned_bytes + terms.home_bytes
+    """The peaks of :data:`PHASES`, each of which may begin as soon as a step has returned."""
     if terms.gpu_base is None:
-        # One memory: what would be the device's is the host's.
-        on_host, on_device = on_host + on_device, 0
-    base = terms.gpu_base or 0
-    largest = MASTER_BYTES * terms.largest_parameter
-    # Whole parameters come together from the ranks' pieces, which are there as well.
-    gathered = largest * (2 if terms.num_ranks > 1 else 1)
-    # A backward may be that far ahead of the update; autograd's own of one layer is copied.
-    flying = sum(terms.gradients) + max(terms.gradients)
-    host = {
-        "build": max(on_host, CALIBRATION_BYTES),
-        "step": on_host + (flying if terms.gpu_base is None else 0),
-        "save": on_host + gathered + _ROUNDED_BYTES * terms.largest_parameter + _WRITERS_BYTES,
-        "load": on_host + gathered,
-        "evaluation": on_host,
-    }
-    gpu = {
-        "build": base + on_device,
-        "step": base + on_device + gradient_bytes(away),
-        "save": base + on_device + gathered,
-        "load": base + on_device + gathered,
-        "evaluation": base + on_device,
-    }
+        return _of_one_memory(terms)
+    away, here = terms.layers[: terms.gpu_layers], terms.layers[terms.gpu_layers :]
+    base, on_host = terms.gpu_base + state_bytes(away), state_bytes(here)
+    gathered, left = _gathered(terms), gradient_bytes(here)
+    rounded = any(layer.moments != FP32 for layer in away)
+    copied = gathered + _ROUNDED_BYTES * terms.largest_parameter * rounded
+    ahead = left + max(terms.gradients) if here else 0
+    kept = terms.kept_gradients
+    pinned = terms.pinned_bytes + terms.home_bytes
     return {
-        phase: PhasePeak(host[phase], pinned, None if terms.gpu_base is None else gpu[phase])
-        for phase in PHASES
+        "build": PhasePeak(max(on_host, CALIBRATION_BYTES), pinned, base),
+        # Where gradients are kept from one micro-batch to the next, those in flight are among them.
+        "step": PhasePeak(
+            on_host, pinned, base + max(gradient_bytes(away), kept), 0 if kept else ahead
+        ),
+        # Frozen weights are written when all else is.
+        "save": PhasePeak(
+            on_host + max(copied, terms.largest_frozen) + _THREADS_BYTES,
+            pinned,
+            base + max(gathered, left),
+        ),
+        "load": PhasePeak(on_host + copied, pinned, base + max(gathered, left)),
+        "evaluation": PhasePeak(on_host, pinned, base, left),
     }
+
+
+def _of_one_memory(terms: ContractTerms) -> dict[str, PhasePeak]:
+    """On a CPU: what would be the device's is the host's."""
+    state = state_bytes(terms.layers)
+    left = gradient_bytes(terms.layers[terms.gpu_layers :])
+    gathered = _gathered(terms)
+    # A backward may be that far ahead of the update; autograd's own of one layer is copied.
+    ahead = sum(terms.gradients) + max(terms.gradients)
+    host = {
+        "build": max(state, CALIBRATION_BYTES),
+        "step": state + ahead,
+        "save": state + max(gathered, left) + _THREADS_BYTES,
+        # Files are checked before gradients are forgotten.
+        "load": state + max(gathered, left + _THREADS_BYTES),
+        "evaluation": state + left,
+    }
+    pinned = terms.pinned_bytes + terms.home_bytes
+    return {phase: PhasePeak(host[phase], pinned, None) for phase in PHASES}
+
+
+def _gathered(terms: ContractTerms) -> int:
+    """What a save or load has of a parameter at a time.
+
+    It comes when the update has fetched all gradients, and these have been let go: one or the other
+    is there.
+    """
+    # Whole parameters come together from the ranks' pieces, which are there as well.
+    return MASTER_BYTES * terms.largest_parameter * (2 if terms.num_ranks > 1 else 1)
 
 
 def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:

@@ -121,12 +121,15 @@ class BuiltWeights:
         layers: all weights, in forward order.
         home: host memory of shards that are kept there; closed with the layers.
         live_bytes: of gathered layers at the peak of a step.
+        largest_frozen: bytes of the largest parameter that is not trained, of those that are whole
+            on every rank.
     """
 
     states: list[LayerState]
     layers: list[LayerWeights]
     home: Arena | None
     live_bytes: int
+    largest_frozen: int
 
     def close(self) -> None:
         """Gives memory back, where nothing is built on them; sharded weights are lost with it.
