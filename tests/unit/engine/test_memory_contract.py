@@ -92,7 +92,7 @@ _MEASURE = f"""
             one_step()
             cpu = engine.optimizer.pipeline.cpu
             cpu.release_fetched()
-            assert len(cpu.unfetched) >= 0.8 * len(cpu.layers)
+            assert len(cpu.unfetched) >= 0.5 * len(cpu.layers)
         measured[name] = peak_of(action) - before
     said = {{name: (peak.host, peak.pinned) for name, peak in engine.memory_peaks().items()}}
     context.__exit__(None, None, None)
@@ -120,7 +120,7 @@ def _check(tmp_path: Path, stage: int, k: float, *, follows_step: bool, **variab
         print(f"{name}: {growth / MIB:.0f} MiB, said {sum(said[name]) / MIB:.0f}")
     for name, growth in measured.items():
         # How many gradients are in flight depends on who is faster; all else is known.
-        least = 0.85 if name == "step" or not follows_step else 0.95
+        least = 0.85 if name == "step" or not follows_step else 0.9
         assert least * sum(said[name]) <= growth <= 1.03 * sum(said[name]), name
 
 
