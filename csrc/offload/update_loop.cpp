@@ -13,9 +13,14 @@ namespace hytrain {
 
 namespace {
 
-// Fetches are issued this many chunks ahead: enough to hide a copy behind the kernel. Further ahead
-// would fix the order of the layers too early (with direct commit all slots are free).
+// Fetches are issued this many chunks ahead, of two jobs: enough to hide a copy behind the kernel.
+// Further ahead would fix the order of the layers too early (with direct commit all slots are
+// free): small layers, of a chunk each, would be done in the order in which their gradients came,
+// the lowest last, and forward would wait for them.
 constexpr std::size_t kMaxActive = 8;
+constexpr std::ptrdiff_t kMaxJobs = 2;
+// Jobs of fewer elements than that together are over sooner than the next one's copy.
+constexpr std::size_t kLeastAhead = 1U << 20U;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
@@ -121,10 +126,22 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
     return picked;
 }
 
+// Whether the next job may be picked later, and the order of the layers stays open until then.
+bool UpdateWorker::is_far_ahead() const {
+    const auto is_last = [](const Work& work) { return work.last; };
+    if (std::count_if(active_.begin(), active_.end(), is_last) < kMaxJobs) return false;
+    std::size_t ahead = 0;  // behind the first chunk, during which the others' copies are made
+    for (auto work = active_.begin() + 1; work != active_.end(); ++work) {
+        ahead += layers_[static_cast<std::size_t>(work->job->layer)].chunks[work->chunk].n;
+    }
+    return ahead >= kLeastAhead;
+}
+
 // Queues the next chunk's copy to the host, if a slot is free. False: nothing more to issue now.
 bool UpdateWorker::issue_next() {
     if (active_.size() >= kMaxActive) return false;
     if (!fetching_) {
+        if (is_far_ahead()) return false;
         fetching_ = pick_job();
         fetching_chunk_ = 0;
         if (!fetching_) return false;

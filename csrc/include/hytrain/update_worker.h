@@ -329,6 +329,7 @@ class UpdateWorker {
     void in_blocks(const Layer& layer, const Chunk& chunk, Function pass);
     bool is_ready(const Job& job);
     static int& count(Layer& layer, Pass pass);
+    bool is_far_ahead() const;
     bool issue_next();
     void process(const Work& work);
     bool has_job();

@@ -89,10 +89,14 @@ _MEASURE = f"""
         ("load", lambda: engine.load_checkpoint(folder, tag="one")), ("evaluation", evaluate),
     ):
         if follows_step and name != "step":
-            one_step()
-            cpu = engine.optimizer.pipeline.cpu
-            cpu.release_fetched()
-            assert len(cpu.unfetched) >= 0.5 * len(cpu.layers)
+            for _ in range(20):  # on a busy machine the worker may be the faster one
+                one_step()
+                cpu = engine.optimizer.pipeline.cpu
+                cpu.release_fetched()
+                if len(cpu.unfetched) >= 0.5 * len(cpu.layers):
+                    break
+            else:
+                raise AssertionError("no step returned before its updates had fetched half")
         measured[name] = peak_of(action) - before
     said = {{name: (peak.host, peak.pinned) for name, peak in engine.memory_peaks().items()}}
     context.__exit__(None, None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
+import time
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -40,20 +41,21 @@ class Layer:
 class Bench:
     """A worker on the host with its layers."""
 
-    def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
+    def __init__(self, sizes: list[int], seed: int, max_delay_us: int, chunk: int = CHUNK) -> None:
+        self.chunk = chunk
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.worker = _C.UpdateWorker.on_host(2, seed, max_delay_us)
-        num_chunks = sum(-(-size // CHUNK) for size in sizes)
-        self.arena = Arena(256 * 1024 + num_chunks * CHUNK * 8, CPU)
+        num_chunks = sum(-(-size // chunk) for size in sizes)
+        self.arena = Arena(256 * 1024 + num_chunks * chunk * 8, CPU)
         slots = num_chunks + 3
-        number = self.worker.add_slot_class(CHUNK * 2)
+        number = self.worker.add_slot_class(chunk * 2)
         # In two parts: memory that comes later is as good.
         for count in (slots - 2, 2):
-            base = self.arena.take(count * CHUNK * 2)
-            self.worker.add_slots(number, base, CHUNK * 2, count)
-        base = self.arena.take(3 * CHUNK * 2)
-        self.worker.add_slots(self.worker.outgoing, base, CHUNK * 2, 3)
+            base = self.arena.take(count * chunk * 2)
+            self.worker.add_slots(number, base, chunk * 2, count)
+        base = self.arena.take(3 * chunk * 2)
+        self.worker.add_slots(self.worker.outgoing, base, chunk * 2, 3)
         self.layers = [self._layer(index, size) for index, size in enumerate(sizes)]
         self.worker.start()
 
@@ -66,14 +68,14 @@ class Bench:
         layer = Layer(index, size, p, m, v, weights, (p.clone(), m.clone(), v.clone()))
         chunks = [
             _C.Chunk(
-                n=min(CHUNK, size - at),
+                n=min(self.chunk, size - at),
                 shard_offset=at,
                 weights=weights.data_ptr() + 2 * at,
                 weights_dtype=_C.DType.bfloat16,
                 group=0,
                 slot_class=0,
             )
-            for at in range(0, size, CHUNK)
+            for at in range(0, size, self.chunk)
         ]
         state = _C.StateArrays(p.data_ptr(), m.data_ptr(), v.data_ptr())
         norm = self.arena.take(8)
@@ -256,7 +258,8 @@ class MovingBench(Bench):
 class ShrinkingBench(Bench):
     """A worker whose slots are given back while it works; their memory is another's then."""
 
-    def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
+    def __init__(self, sizes: list[int], seed: int, max_delay_us: int, chunk: int = CHUNK) -> None:
+        self.chunk = chunk
         super().__init__(sizes, seed, max_delay_us)
         self.slots = sum(-(-size // CHUNK) for size in sizes) + 3
         first = self.arena.address
@@ -448,3 +451,42 @@ def test_statistics_count_each_pass() -> None:
     assert all(span.begin_ns + span.kernel_ns <= span.end_ns for span in spans)
     assert bench.worker.take_statistics().elements == 0
     bench.close()
+
+
+def test_the_order_of_layers_stays_open_until_they_are_begun() -> None:
+    """Gradients of lower layers come while the worker is behind: they go before those that have
+    waited longer, but for the two whose copies have been begun. Forward needs them first."""
+    size = 1 << 21
+    bench = Bench([size] * 10, 0, 0, chunk=size)
+    gradient = bench.normal(size).bfloat16()
+    hyper = AdamHyper(lr=1e-3)
+
+    def send(layers: range) -> int:
+        for index in layers:
+            record = _C.StepRecord(1.0, [hyper.native()])
+            bench.worker.submit_update(index, gradient.data_ptr(), 0, 0, record, False)
+        return time.monotonic_ns()
+
+    try:
+        for _ in range(200):
+            bench.worker.begin_step(math.inf)
+            came = send(range(9, 3, -1))
+            spans: list[_C.JobSpan] = []
+            while not spans:  # the first layer's
+                spans += bench.worker.take_spans()
+            rest = send(range(3, -1, -1))
+            bench.worker.wait_all()
+            spans += bench.worker.take_spans()
+            bench.worker.finalize(_C.StepRecord(1.0, [hyper.native()]))
+            for index in range(10):
+                bench.worker.submit(index, _C.Pass.commit)
+            bench.worker.wait_all()
+            bench.worker.take_spans()
+            # What had to be there before the worker looked for it, on a busy machine too.
+            if came < spans[0].end_ns and rest < spans[1].end_ns:
+                order = [span.layer for span in spans]
+                assert {0, 1, 2, 3} <= set(order[:7]), order
+                return
+        pytest.fail("the lower layers' gradients always came too late")
+    finally:
+        bench.close()
