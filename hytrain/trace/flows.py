@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -102,15 +103,21 @@ def flow_events(
 
 
 def _stops(way: Way, backwards: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """Spans that the arrow goes through and where; it binds to the span that is there then."""
+    """Spans that the arrow goes through and where, in time; it binds to the span there then."""
+    at_ns = -math.inf
     ends = [span for span in backwards if way.final and span.begin_ns <= way.final.at_ns]
     if ends:
-        yield ends[-1], ends[-1].begin_ns + 0.999 * (ends[-1].end_ns - ends[-1].begin_ns)
+        at_ns = ends[-1].begin_ns + 0.999 * (ends[-1].end_ns - ends[-1].begin_ns)
+        yield ends[-1], at_ns
     for lane in _WAY:
-        first = next((span for span in way.spans if span.lane.startswith(lane)), None)
+        # Of a way that began before the recording, a chunk's copy back can be there without its
+        # update: the arrow would go back in time from a later chunk's update to it.
+        later = (s for s in way.spans if s.lane.startswith(lane) and s.begin_ns >= at_ns)
+        first = next(later, None)
         if first is not None:
-            yield first, first.begin_ns
-    if way.forward is not None:
+            at_ns = first.begin_ns
+            yield first, at_ns
+    if way.forward is not None and way.forward.begin_ns >= at_ns:
         yield way.forward, way.forward.begin_ns
 
 

@@ -17,7 +17,7 @@ from hytrain.formats import trace_file as names
 from hytrain.trace import clock as clock_module
 from hytrain.trace.clock import TraceClock
 from hytrain.trace.counters import CounterSampler, Sample, growth_between, rates_of
-from hytrain.trace.flows import pending_gradients, ways
+from hytrain.trace.flows import flow_events, pending_gradients, ways
 from hytrain.trace.kernels import with_kernels
 from hytrain.trace.recorder import Final, Recorder, Span
 from hytrain.trace.user_code import user_line, watch_user_code
@@ -192,6 +192,18 @@ def test_a_layer_that_is_updated_twice_waits_until_its_first_update() -> None:
     finals = [Final(1, 0, 5e3), Final(1, 1, 8e3)]
     changes = pending_gradients(ways(spans, finals))
     assert [(s.at_ns / 1e3, s.value) for s in changes] == [(5, 1), (8, 2), (30, 1), (45, 0)]
+
+
+def test_arrows_of_a_way_that_began_before_the_recording_go_forward_in_time() -> None:
+    """Chunk 0 was updated before it began, and is copied back in it; chunk 1 is there whole."""
+    spans = [
+        span(names.H2D, 5, 9, layer=0, step=1, chunk=0),
+        span(names.CPU_ADAM, 6, 12, layer=0, step=1, chunk=1),
+        span(names.H2D, 12, 15, layer=0, step=1, chunk=1),
+        span(names.GPU_COMPUTE, 20, 25, layer=0, step=2, **{"pass": "forward"}),
+    ]
+    arrow = list(flow_events(ways(spans, []), spans, lambda _span: (0, 1)))
+    assert [(event["ph"], event["ts"]) for event in arrow] == [("s", 6), ("t", 12), ("f", 20)]
 
 
 def test_a_recorder_drops_what_is_too_much() -> None:
