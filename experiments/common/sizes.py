@@ -54,6 +54,8 @@ LARGE = {
     # The published setting: Llama 2 cut to 30 layers.
     "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40, vocab=32000),
     "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48, vocab=32000),
+    # The blocks of Llama 65B; 0.8 B parameters each.
+    "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64, vocab=32000),
 }
 
 MODELS = (*SIZES, *LARGE)

@@ -268,6 +268,7 @@ class Bench:
             "update_seconds": statistics.mean(row["update_seconds"] for row in rows),
             "exposed_seconds": statistics.mean(row["exposed_seconds"] for row in rows),
             "host_rss_bytes": timing.host_rss_bytes,
+            "first_loss": timing.losses[0],
             "loss": timing.losses[-1],
             "decisions_meanwhile": len(self.placed.decisions()) - decided,
             "costs": None if costs is None else costs.to_json(),

@@ -2,7 +2,7 @@
 
 Options: `gpu_fraction`; `direct` (true: no overflow check, so that without clipping the update is
 committed at once, with nothing to preview); `section`: further keys of the "hytrain" section;
-`streamed` (true: ZeRO-3, weights in host memory).
+`stage` (2); `streamed` (true: ZeRO-3, weights in host memory).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def config_of(job: Job) -> Json:
     if options.get("direct", False):
         config["bf16"]["check_grad_overflow"] = False
     config["zero_optimization"] = {
-        "stage": 2,
+        "stage": options.get("stage", 2),
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
     if options.get("streamed", False):
