@@ -108,12 +108,17 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Event:
-    """Something between or inside steps that all ranks do; see `events.py`."""
+    """Something between or inside steps that all ranks do; see `Player._do_<kind>`.
+
+    Attributes:
+        states: what leaves the device; None: all that can.
+    """
 
     kind: str
     number: int = 0
     value: float = 0.0
     build: Build | None = None
+    states: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return self.kind
@@ -160,6 +165,8 @@ class Case:
         follows: this is such a job.
         moments: "hytrain.moments".
         precision: of a case that is not in bf16, see `precision.py`.
+        async_saves: "hytrain.checkpoint.async".
+        traced: "hytrain.trace.steps"; None: no trace.
     """
 
     seed: int
@@ -183,6 +190,8 @@ class Case:
     follows: bool = False
     moments: str = "fp32"
     precision: str = ""
+    async_saves: bool = False
+    traced: tuple[int, int] | None = None
 
     @property
     def checks_overflow(self) -> bool:

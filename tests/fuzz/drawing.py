@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.cases import Build, Case, Event, ModelSpec, OptimizerSpec, Pairs, Step
+from fuzz.phases import with_phases
 from fuzz.precision import PRECISIONS
 from fuzz.refusals import REFUSALS, Refusal
 
@@ -15,6 +16,11 @@ Micros = tuple[tuple[int, ...], ...]
 
 def draw(seed: int, ranks: int | None = None) -> Case:
     """The case of a seed, the same everywhere; ``ranks``: instead of what it draws."""
+    case = _draw(seed, ranks)
+    return case if case.refusal is not None else with_phases(case)
+
+
+def _draw(seed: int, ranks: int | None) -> Case:
     rng = random.Random(f"hytrain {seed}")
     drawn_ranks = rng.choice((1, 1, 2, 2, 2, 3))
     ranks = ranks or drawn_ranks

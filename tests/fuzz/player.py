@@ -19,7 +19,13 @@ from torch import nn
 from fuzz import precision
 from fuzz.cases import Build, Case, Event, OptimizerSpec, Step
 from fuzz.models import FuzzModel, UserError, make_inputs
-from hytrain.errors import AbortedBackwardError, HyTrainError, UnsupportedError
+from hytrain.errors import (
+    AbortedBackwardError,
+    HyTrainError,
+    StatesOffloadedError,
+    UnsupportedError,
+)
+from hytrain.formats.trace_file import read_trace
 from hytrain.model.layer_state import LayerState
 
 
@@ -103,6 +109,8 @@ def config_of(case: Case, build: Build, rank: int) -> dict[str, Any]:
     section: dict[str, Any] = {"gpu_fraction": build.gpu[rank], **dict(build.section)}
     section["offload"] = dict(build.offload)
     section["moments"] = case.moments
+    if case.async_saves:
+        section["checkpoint"] = {"async": True}
     if build.fractions is not None:
         section["shard_fractions"] = list(build.fractions)
     config: dict[str, Any] = {
@@ -207,6 +215,9 @@ class Player:
                 self.engine.save_checkpoint(str(self.folder), tag="end")
             for step in self.trace.steps:
                 step.settle()
+        # The engine is closed: whatever was begun is in its file, and in the format's order.
+        for path in self.folder.glob(f"trace*/trace_rank{self.rank}.json"):
+            read_trace(path)
         return self.trace
 
     def note(self, what: str, value: Any) -> None:
@@ -218,6 +229,11 @@ class Player:
     def _build(self, build: Build, seed: int) -> None:
         self.build = build
         config = config_of(self.case, build, self.rank)
+        if self.case.traced is not None:
+            # Of an engine after the first one, too: its trace is another file.
+            folder = self.folder / f"trace{len(self.trace.layouts)}"
+            trace = {"dir": str(folder), "steps": list(self.case.traced)}
+            config["hytrain"]["trace"] = trace
         with self._construction(build, config):
             model = FuzzModel(self.case.model, seed)
         model.anchor().register_hook(self._strike)
@@ -468,6 +484,19 @@ class Player:
 
     def _do_sync(self, _event: Event) -> None:
         self.engine.synchronize()
+
+    def _do_away(self, event: Event) -> None:
+        """States leave the device, perhaps one after another, and what needs them is refused."""
+        states = None if event.states is None else list(event.states)
+        pins, blocks = bool(event.number % 2), bool(event.number % 3)
+        self.engine.offload_states(states, pin_memory=pins, non_blocking=not blocks)
+        if event.number % 5 == 0:
+            self.engine.offload_states(pin_memory=pins)
+        if event.number % 5 == 0 or states is None:
+            with contextlib.suppress(StatesOffloadedError):
+                self.engine(**batch_of(self.case, 800, self.rank, 0, None))
+                raise AssertionError("a forward without its weights was accepted")
+        self.engine.reload_states(non_blocking=not blocks)
 
     def _do_collective(self, event: Event) -> None:
         """The user's own."""

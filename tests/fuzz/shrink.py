@@ -36,6 +36,8 @@ CASE = {
     "bf16": False,
     "moments": "fp32",
     "precision": "",
+    "async_saves": False,
+    "traced": None,
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
 STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}
