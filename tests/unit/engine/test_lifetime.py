@@ -26,7 +26,7 @@ import hytrain
 from hytrain.engine.engine import HyTrainEngine
 from hytrain.errors import EngineClosedError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 TESTS = Path(__file__).parents[2]
 EXIT_SECONDS = 5.0
@@ -172,7 +172,7 @@ def _run(script: str, **variables: str) -> tuple[subprocess.CompletedProcess[str
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=fresh_environment(**variables),
         check=False,
     )
@@ -247,7 +247,7 @@ def test_a_forked_child_ends_by_itself() -> None:
             del engine, model
             gc.collect()
             os._exit(0)  # not sys.exit: gloo's own group does not survive that
-        deadline = time.time() + 20
+        deadline = time.time() + 60
         while time.time() < deadline:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
