@@ -28,7 +28,7 @@ TESTS = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
 
-from launchers import free_port  # noqa: E402
+from support.ports import free_port  # noqa: E402
 from support.processes import fresh_environment  # noqa: E402
 
 START_SECONDS = 120.0
