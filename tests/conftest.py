@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
+
+# No limit on how long an example takes: what a busy machine does to it is no defect. The same
+# examples each time, so that a change fails by what it changed; others: CONTRIBUTING.md.
+_UNHURRIED: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("random", **_UNHURRIED)
+hypothesis.settings.register_profile("same", derandomize=True, database=None, **_UNHURRIED)
+hypothesis.settings.load_profile("same")
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:

@@ -113,14 +113,10 @@ class Traced {
         }
     }
 
-    // The last copies have completed, and the worker notes them when it has nothing else to do, or
-    // never, where the trace has been stopped.
-    static void let_the_worker_note() {
-        std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    }
-
     std::vector<Span> take() {
-        let_the_worker_note();
+        bench_.worker().wait_traced();
+        // For what nothing waits for: it would note more although no trace is on.
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
         std::vector<Span> spans;
         check(bench_.worker().take_trace(spans) == 0, "spans were lost");
         return spans;
@@ -156,7 +152,7 @@ void the_worker_traces_passes_and_copies() {
     const auto start = std::chrono::steady_clock::now().time_since_epoch();
     traced.bench().worker().start_trace(1024, false);
     traced.step(2, 0.5F);  // another scale: previewed once more
-    Traced::let_the_worker_note();
+    traced.bench().worker().wait_traced();
     traced.bench().worker().stop_trace();
     traced.step(3, 1.0F);
     std::vector<Span> spans = traced.take();

@@ -230,7 +230,12 @@ class RankPool:
         return (f"rank {number} failed:\n{failure}" if failure else ""), result
 
     def _describe_hang(self, timeout: float, finished: set[int]) -> str:
-        time.sleep(1.5)  # the ranks write their stacks when their own time is up
+        # The ranks write their stacks when their own time is up, which is a bit later.
+        left = [rank for number, rank in enumerate(self._ranks) if number not in finished]
+        until = time.monotonic() + 20.0
+        while not all(_read(rank.stacks) for rank in left) and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.5)  # to the end
         parts = [f"the time of {timeout:g} s is up; finished ranks: {sorted(finished)}"]
         for number, rank in enumerate(self._ranks):
             if number not in finished:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.ports import free_port
 from support.processes import fresh_environment
 
 SECONDS = 200
 """Most of a launch."""
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(slots: Sequence[int], folder: Path, *arguments: str) -> None:

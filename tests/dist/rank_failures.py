@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from rank_training import backward, config_for
 from support.engines import built
 from support.models import HIDDEN, make_batch, make_model
@@ -73,7 +74,18 @@ def _others_raise(engine: Any, match: str, kind: type[RuntimeError]) -> str:
     with pytest.raises(kind, match=match) as raised:
         train()
     assert time.monotonic() - begin < SECONDS
+    _tell_raised()
     return str(raised.value)
+
+
+def _tell_raised() -> None:
+    """The rank that has failed may go now."""
+    c10d._get_default_store().set("raised", "1")
+
+
+def _until_raised() -> None:
+    """This rank lives on and never comes back, until the other one has raised."""
+    c10d._get_default_store().wait(["raised"], timedelta(seconds=SECONDS + 5.0))
 
 
 def fails_in_backward(failing: int, step: int) -> str | None:
@@ -97,7 +109,7 @@ def fails_in_backward(failing: int, step: int) -> str | None:
         armed[0] = True
         with pytest.raises(ValueError, match="injected"):
             backward(engine, step)
-        time.sleep(3 * watch.PATIENCE_SECONDS)  # it lives on and never comes back
+        _until_raised()
     return None
 
 
@@ -168,23 +180,29 @@ def slow_ranks_are_waited_for() -> None:
 def one_rank_evaluates(alone: int) -> list[str]:
     """After a step one rank uses the weights, and the other only comes back later."""
     impatient()
-    watch.WARN_SECONDS = 1.5
     said: list[str] = []
+    store = c10d._get_default_store()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
+            store.set("said", "1")
 
     watch.logger.addHandler(Listener(logging.WARNING))
     with built(make_model("mlp"), config_for(SHARDS)) as engine:
         for number in range(2):
             backward(engine, number)
             engine.step()
-            if number == 1 and dist.get_rank() == alone:
-                with torch.no_grad():
-                    engine(**make_batch("mlp", 0))
-            elif number == 1:
-                time.sleep(4 * watch.WARN_SECONDS)
+        usual, watch.WARN_SECONDS = watch.WARN_SECONDS, 1.5
+        if dist.get_rank() == alone:
+            with torch.no_grad():
+                engine(**make_batch("mlp", 0))
+        else:
+            end = time.monotonic() + SECONDS
+            while not store.check(["said"]) and time.monotonic() < end:
+                time.sleep(0.1)
+            time.sleep(2 * watch.WARN_SECONDS)  # it is said once
+        watch.WARN_SECONDS = usual
         backward(engine, 2)
         engine.step()
         assert engine.global_steps == 3
@@ -242,11 +260,12 @@ def data_ends_on_one_rank(short: int) -> str | None:
         if dist.get_rank() == short:
             with pytest.raises(StopIteration):
                 engine.train_batch(batches, num_valid=lambda _: 1)
-            time.sleep(3 * watch.PATIENCE_SECONDS)
+            _until_raised()
             return None
         with pytest.raises(RankFailedError, match="StopIteration") as raised:
             engine.train_batch(batches, num_valid=lambda _: 1)
         assert time.monotonic() - begin < SECONDS
+        _tell_raised()
         return str(raised.value)
 
 
@@ -279,11 +298,12 @@ def layers_in_another_order_later(failing: int, sizes: tuple[int, ...]) -> str |
         if rank == failing:
             with pytest.raises(UnsupportedError, match="on their way through the layers"):
                 step()
-            time.sleep(3 * watch.PATIENCE_SECONDS)
+            _until_raised()
             return None
         with pytest.raises(RankFailedError, match="micro_batch_major") as raised:
             step()
         assert time.monotonic() - begin < SECONDS
+        _tell_raised()
         return str(raised.value)
 
 
@@ -301,7 +321,7 @@ def build_fails_on_one_rank(failing: int) -> str | None:
             patch.setattr(build, "_allocate_state", refuse)
             with pytest.raises(MemoryError), built(make_model("mlp"), config_for(SHARDS)):
                 pass
-            time.sleep(3 * watch.PATIENCE_SECONDS)
+            _until_raised()
             return None
         with built(make_model("mlp"), config_for(SHARDS)) as engine:
             engine(**make_batch("mlp", 0))

@@ -16,7 +16,7 @@ from hytrain.comm import stream_gate
 from hytrain.comm.stream_gate import SharedFlags, StreamGate, open_gate
 
 COLLECTIVES = 60
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class HostStream:
@@ -238,9 +238,11 @@ def one_device_cannot(how: str) -> list[int]:
         raise RuntimeError(f"{address} = {value}: not supported")
 
     stream = HostGateStream()
+    seconds = SECONDS
     if dist.get_rank() == 1:
         stream.set = refuse if how == "refuses" else lambda address, value: None
-    with mock.patch.object(stream_gate, "_CLOSING_SECONDS", 0.2):
+        seconds = 0.2
+    with mock.patch.object(stream_gate, "_CLOSING_SECONDS", seconds):
         gate = open_gate(dist.get_rank(), dist.get_world_size(), None, lambda: stream)
     return _closed(gate)
 

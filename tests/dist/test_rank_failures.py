@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import rank_failures as cases
 from harness import RankError, RankPool
+from support.ports import free_port
 from support.processes import fresh_environment
 
 pytestmark = pytest.mark.timeout(240)
@@ -96,11 +96,13 @@ def test_all_ranks_that_fail_alike_go_on_and_slow_ones_are_waited_for() -> None:
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("exit", 3, marks=full)])
 def test_a_script_that_ends(tmp_path: Path, how: str, code: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": path}
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "PYTHONPATH": path,
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(TESTS / "dist" / "rank_failures.py"), str(tmp_path), how],

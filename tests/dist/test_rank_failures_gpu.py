@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from test_two_gpus import enter_rank, free_port
+from support.ports import free_port
+from test_two_gpus import enter_rank
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,18 +13,18 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.mark.parametrize("kind", cases.MODELS)
 def test_as_stage_2(ranks: RankPools, kind: str) -> None:
-    ranks(2).run(cases.as_stage_2, kind, "each", 1, timeout=60)
+    ranks(2).run(cases.as_stage_2, kind, "each", 1)
 
 
 @pytest.mark.parametrize("kind", ["penalty", "product-later", "short", "pairs", "block-later"])
 def test_with_deepspeeds_keys_and_accumulation(ranks: RankPools, kind: str) -> None:
-    ranks(2).run(cases.as_stage_2, kind, "kept", 2, timeout=60)
+    ranks(2).run(cases.as_stage_2, kind, "kept", 2)
 
 
 @pytest.mark.parametrize("gathers", ["each", "kept"])
 @pytest.mark.parametrize("kind", ["penalty", "transposed", "block"])
 def test_passes_that_go_past_the_engine(ranks: RankPools, kind: str, gathers: str) -> None:
-    ranks(2).run(partial(cases.as_stage_2, past=True), kind, gathers, 1, timeout=60)
+    ranks(2).run(partial(cases.as_stage_2, past=True), kind, gathers, 1)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -51,19 +51,19 @@ def test_outside_of_passes(ranks: RankPools) -> None:
 @pytest.mark.parametrize("what", cases.AFTER_STEP)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_after_a_step(ranks: RankPools, what: str, stage: int) -> None:
-    ranks(2).run(cases.read_after_step, what, stage, False, timeout=60)
+    ranks(2).run(cases.read_after_step, what, stage, False)
 
 
 @pytest.mark.parametrize("what", cases.AFTER_STEP)
 def test_weights_that_stay_on_every_rank(ranks: RankPools, what: str) -> None:
-    ranks(2).run(cases.read_after_step, what, 3, True, timeout=60)
+    ranks(2).run(cases.read_after_step, what, 3, True)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_alone_reads_after_a_step(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.one_rank_reads, stage, timeout=60)
+    ranks(2).run(cases.one_rank_reads, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_after_the_engine_has_gone(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.kept_after_destroy, stage, timeout=60)
+    ranks(2).run(cases.kept_after_destroy, stage)

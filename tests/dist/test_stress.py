@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankError, RankPool
-from launchers import REPOSITORY, free_port
+from launchers import REPOSITORY
 from stressed_training import live
+from support.ports import free_port
 from support.processes import fresh_environment
 from support.resume import assert_same
 

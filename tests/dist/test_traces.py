@@ -71,7 +71,7 @@ def test_clocks_of_two_hosts(ranks: RankPools, shift: float) -> None:
     (at_first, _), (offset, round_trip) = ranks(2).run(cases.offset_of_another_host, shift)
     assert at_first == 0.0
     assert offset == pytest.approx(-shift, abs=round_trip)
-    assert round_trip < 0.1
+    assert round_trip < 1.0
 
 
 def test_clocks_of_one_host(ranks: RankPools) -> None:

@@ -6,7 +6,6 @@ Runs in processes of its own, because the ranks of the other tests in this folde
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from support.ports import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,12 +22,6 @@ pytestmark = [
 ]
 
 SHARDS = ((0.5, 0.5), (0.7, 0.3))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def enter_rank(rank: int, port: int) -> None:

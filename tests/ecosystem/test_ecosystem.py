@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ports import free_port
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
@@ -45,9 +45,7 @@ CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
 def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: str) -> Any:
     """What a training found, in processes of its own."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     environment = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1",

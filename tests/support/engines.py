@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from support.ports import free_port
 
 
 def device() -> torch.device:
@@ -36,7 +37,7 @@ def join_process_group() -> None:
     compatible_ops["deepspeed_shm_comm"] = False
     backend = get_accelerator().communication_backend_name()
     for attempts_left in reversed(range(5)):
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
         try:
             comm.init_distributed(backend, verbose=False)
         except dist.DistNetworkError:
@@ -45,12 +46,6 @@ def join_process_group() -> None:
                 raise
         else:
             break
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # For models of 100 million parameters: 1024 elements at once, which make every toy layer several

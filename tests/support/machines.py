@@ -205,10 +205,12 @@ class Training:
         if controller.is_due(self.step) and controller.num_measured >= ENOUGH_SAMPLES:
             costs = self.machine.costs(here)
             wrong = 1 + self.drift + self.random.gauss(0.0, self.machine.noise / 2)  # of a median
-            layers = tuple(
-                replace(c, forward=wrong * c.forward, backward=wrong * c.backward)
-                for c in costs.layers
-            )
+            # Mostly one object stands for all layers: it is changed once.
+            changed = {
+                id(c): replace(c, forward=wrong * c.forward, backward=wrong * c.backward)
+                for c in {id(c): c for c in costs.layers}.values()
+            }
+            layers = tuple(changed[id(c)] for c in costs.layers)
             controller.consider(
                 self.step,
                 replace(costs, layers=layers),

@@ -190,9 +190,9 @@ class Ranks:
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """All ranks' values."""
         self._posted[rank] = value
-        self._barrier.wait(30)
+        self._barrier.wait(100)
         found = list(self._posted)
-        self._barrier.wait(30)
+        self._barrier.wait(100)
         return found
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:

@@ -20,16 +20,16 @@ from support.processes import fresh_environment
 
 
 def run_script(
-    script: Path, *argv: str, timeout: float = 120.0
+    script: Path, *argv: str, timeout: float = 120.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """As ``python SCRIPT ARGV...``, on the CPU with one thread.
+    """As ``python SCRIPT ARGV...``, on the CPU with one thread, and with ``variables``.
 
     Raises:
         subprocess.TimeoutExpired: it had not ended after ``timeout`` seconds, and was killed.
     """
     with tempfile.TemporaryDirectory() as name:
         outputs = [Path(name) / "stdout", Path(name) / "stderr"]
-        environment = fresh_environment(OMP_NUM_THREADS="1")
+        environment = fresh_environment(OMP_NUM_THREADS="1", **variables)
         process = process_context().Process(
             target=_become, args=(str(script), argv, environment, [str(path) for path in outputs])
         )

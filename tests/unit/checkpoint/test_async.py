@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,7 +221,6 @@ def test_what_changes_state_waits_for_the_copy(
         engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
         assert gate.reached.wait(30)
         threading.Timer(0.7, gate.open.set).start()
-        begun = time.monotonic()
         if what == "train":
             train(engine, 2, 5)
         elif what == "load":
@@ -239,7 +237,7 @@ def test_what_changes_state_waits_for_the_copy(
         else:
             train(engine, 2, 3)
             engine.fp32_state_dict()
-        assert time.monotonic() - begun > 0.5
+        assert gate.open.is_set()
         engine.wait_for_checkpoint()
     _assert_same_files(tmp_path / "async/global_step2", tmp_path / "sync/global_step2")
 

@@ -44,7 +44,7 @@ def test_batches_end_when_they_are_written() -> None:
     gate, ended = threading.Event(), list[int]()
 
     def wait() -> None:
-        assert gate.wait(30)
+        assert gate.wait(60)
 
     with FileWriters(2, 0) as files:
         files.write([wait], None, 0)

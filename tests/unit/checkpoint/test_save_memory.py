@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.engines import OFFLOAD_AT_SCALE
-from support.processes import fresh_environment
+from support.scripts import run_script
 
 TESTS = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -38,13 +36,9 @@ with built(torch.nn.Sequential(*layers), config) as engine:
 
 def _grown(tmp_path: Path, *arguments: object) -> float:
     """MiB."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path), *map(str, arguments)],
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = tmp_path / "measure.py"
+    script.write_text(_MEASURE)
+    ended = run_script(script, str(tmp_path), *map(str, arguments))
     assert ended.returncode == 0, ended.stderr[-3000:]
     return int(ended.stdout.split()[-1]) / MIB
 

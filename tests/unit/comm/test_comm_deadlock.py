@@ -100,8 +100,7 @@ class Doing:
         self.thread.start()
 
     def wait(self) -> None:
-        while not self.go.wait(0.5):
-            pass
+        self.go.wait()
 
 
 @pytest.fixture
@@ -115,16 +114,16 @@ def doing() -> Iterator[Doing]:
 def test_a_thread_stands_at_a_line_of_the_script(doing: Doing) -> None:
     assert doing.thread.ident is not None
     sampler = ThreadSampler(doing.thread.ident)
-    time.sleep(0.1)
-    first = sampler.look()
-    assert first is not None
-    assert first.call is None
-    assert first.place.startswith(__file__)
-    assert first.place.endswith("in wait")
-    time.sleep(0.3)
+    deadline = time.monotonic() + 30
     later = sampler.look()
+    while later is not None and later.seconds < 0.3 and time.monotonic() < deadline:
+        time.sleep(0.05)  # it may be on its way there
+        later = sampler.look()
     assert later is not None
     assert later.seconds >= 0.3
+    assert later.call is None
+    assert later.place.startswith(__file__)
+    assert later.place.endswith("in wait")
     assert Standing.unpacked(asdict(later)) == later
 
 

@@ -15,7 +15,7 @@ import pytest
 from hytrain.comm import peers
 from hytrain.comm.peers import Address, Peers, Wire, neighbours_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Rank:
@@ -42,7 +42,7 @@ class Rank:
         self.peers.close()
 
 
-def within(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def within(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -165,7 +165,7 @@ def test_strangers_are_not_listened_to(pair: tuple[Rank, Rank]) -> None:
     ):
         with socket.create_connection(("127.0.0.1", first.address.port)) as stranger:
             stranger.sendall(line)
-            stranger.settimeout(10)
+            stranger.settimeout(30)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b"", "closed, with nothing said"
     assert not first.heard
@@ -174,12 +174,12 @@ def test_strangers_are_not_listened_to(pair: tuple[Rank, Rank]) -> None:
 def test_another_service_at_the_address_is_not_taken_for_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 0.3)
     first, second = Rank(0, is_one_host=False), Rank(1)
     try:
         second.peers.know(0, Address(("127.0.0.1",), first.address.port, "an old secret"))
         assert not second.peers.connect(0)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
+            patch.setattr(peers, "_ANSWER_SECONDS", 0.3)
             second.peers.know(0, Address(("127.0.0.1",), silent.getsockname()[1], "s"))
             assert not second.peers.connect(0)
         second.peers.know(0, first.address)
@@ -213,7 +213,7 @@ def test_a_peer_that_does_not_read_is_not_waited_for() -> None:
     for number in range(5000):
         wire.send({"state": [number, "x" * 100]}, may_drop=True)
     wire.send({"word": "kept"})
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     received = b""
     while b"kept" not in received:
         received += theirs.recv(65536)

@@ -143,11 +143,15 @@ def _running(
         training.stop("stopped")
 
 
-def _is_halted(training: Training) -> bool:
-    """Of its process; a signal takes a moment."""
-    time.sleep(0.05)
-    state = Path(f"/proc/{training.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
+def _becomes(training: Training, *, halted: bool) -> bool:
+    """Whether its process comes to that state; a signal takes a moment."""
+    stat = Path(f"/proc/{training.process.pid}/stat")
+    deadline = time.monotonic() + 30
+    while (stat.read_text().rpartition(")")[2].split()[0] == "T") is not halted:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def test_what_is_wanted_first_has_the_machine_where_it_would_be_late(tmp_path: Path) -> None:
@@ -165,8 +169,10 @@ def test_what_is_wanted_first_has_the_machine_where_it_would_be_late(tmp_path: P
         for steps, is_late in ((1000, False), (4000, True), (1000, False)):
             one.steps = steps  # three quarters of them, at ten a second, in 80
             runs.let_first_ones_pass(now)
-            assert _is_halted(other) is is_late
-            assert not _is_halted(one)
+            assert _becomes(other, halted=is_late)
+            time.sleep(0.05)  # for a signal that should not have been sent
+            assert _becomes(other, halted=is_late)
+            assert _becomes(one, halted=False)
 
 
 def test_trainings_start_as_cores_get_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

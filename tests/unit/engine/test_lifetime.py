@@ -26,7 +26,7 @@ import hytrain
 from hytrain.engine.engine import HyTrainEngine
 from hytrain.errors import EngineClosedError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 TESTS = Path(__file__).parents[2]
 EXIT_SECONDS = 5.0
@@ -172,7 +172,7 @@ def _run(script: str, **variables: str) -> tuple[subprocess.CompletedProcess[str
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=fresh_environment(**variables),
         check=False,
     )
@@ -205,6 +205,8 @@ def _assert_prompt(body: str, status: int = 0, **variables: str) -> None:
         result, seconds = _run_script(body, **variables)
         assert result.returncode == status, result.stderr
         ours.append(seconds)
+        if seconds < EXIT_SECONDS:  # torch alone cannot take less than nothing
+            return
         alone.append(_run(_TORCH_ALONE)[1])
         if min(ours) < min(alone) + EXIT_SECONDS:
             break
@@ -247,7 +249,7 @@ def test_a_forked_child_ends_by_itself() -> None:
             del engine, model
             gc.collect()
             os._exit(0)  # not sys.exit: gloo's own group does not survive that
-        deadline = time.time() + 20
+        deadline = time.time() + 60
         while time.time() < deadline:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -294,10 +296,19 @@ def _traces() -> dict[str, int]:
         "exit functions": atexit._ncallbacks(),
         "logging handlers": sum(len(getattr(logger, "handlers", ())) for logger in loggers),
         "threads": num_threads(),
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()) // 10,
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
         "objects": len(gc.get_objects()),
         "exception hook": id(sys.excepthook),
     }
+
+
+def _assert_left_nothing(before: dict[str, int], after: dict[str, int], engines: int) -> None:
+    """Less than one of anything for each engine, and nothing of what only engines add to."""
+    assert after.pop("exception hook") == before.pop("exception hook")
+    for name, number in after.items():
+        # The allocator and the interpreter have mappings and objects of their own.
+        most = engines - 1 if name in ("mappings", "objects") else 0
+        assert number - before[name] <= most, f"{number - before[name]} {name} more"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -315,10 +326,7 @@ def test_engines_leave_nothing_in_the_process(stage: int) -> None:
     engines = 8
     for _ in range(engines):
         build()
-    after = _traces()
-    grown = after.pop("objects") - before.pop("objects")
-    assert grown < engines, f"{grown} objects more"
-    assert after == before
+    _assert_left_nothing(before, _traces(), engines)
 
 
 def test_a_build_that_fails_leaves_nothing_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,11 +347,10 @@ def test_a_build_that_fails_leaves_nothing_in_the_process(monkeypatch: pytest.Mo
     for _ in range(3):
         build()
     before = _traces()
-    for _ in range(8):
+    engines = 8
+    for _ in range(engines):
         build()
-    after = _traces()
-    assert after.pop("objects") - before.pop("objects") < 8
-    assert after == before
+    _assert_left_nothing(before, _traces(), engines)
 
 
 def test_memory_of_many_engines_is_bounded() -> None:

@@ -15,7 +15,9 @@ from training import backward, inputs
 from hytrain.errors import WorkerError
 from hytrain.offload import cpu_updater
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
+AT_ONCE = 20.0
+"""Seconds in which what does not wait is over, on a busy machine too; what waits does for ever."""
 
 
 def _train(engine: Any) -> None:
@@ -26,7 +28,7 @@ def _train(engine: Any) -> None:
 
 def _wait_for_failure(engine: Any) -> None:
     """The worker fails on its own thread; a call that waits for nothing may come before it."""
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + AT_ONCE
     while time.monotonic() < deadline:
         try:
             engine.optimizer.pipeline.cpu.worker.check_error()
@@ -60,7 +62,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_every_later_call_raises_within_a_second(use: str) -> None:
+def test_every_later_call_raises_at_once(use: str) -> None:
     with built(make_model("mlp"), make_config(clipping=1e-3)) as engine:
         for number in range(2):
             backward(engine, number)
@@ -74,7 +76,7 @@ def test_every_later_call_raises_within_a_second(use: str) -> None:
         for _ in range(2):  # the second time as well
             with pytest.raises(WorkerError, match=r"'before blocks\.0'"):
                 USES[use](engine)
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < AT_ONCE
 
 
 def test_a_waiting_thread_is_woken() -> None:
@@ -88,7 +90,7 @@ def test_a_waiting_thread_is_woken() -> None:
         begin = time.monotonic()
         with pytest.raises(WorkerError):
             _train(engine)
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < AT_ONCE
 
 
 def test_a_wait_that_lasts_is_told_of(
@@ -117,7 +119,7 @@ def test_destroy_after_a_failure() -> None:
             _train(engine)
         begin = time.monotonic()
         engine.destroy()
-        assert time.monotonic() - begin < 5.0  # it must not hang; a busy machine is slow
+        assert time.monotonic() - begin < AT_ONCE
     # Another engine in the same process is not affected.
     with built(make_model("mlp"), make_config()) as engine:
         backward(engine, 0)

@@ -115,16 +115,18 @@ def test_measured_times_are_of_all_micro_batches_and_recomputation() -> None:
             add(new)
 
         estimator.add_samples = keep
-        for step in range(6):
+        for step in range(12):
             engine.train_batch(batches(step), rows)
-    assert samples
+    assert len(samples) > 2
     least = MICRO_BATCHES * SlowBlock.seconds
     for sample in samples:
         assert min(sample.forward[1:5]) >= least
         assert min(sample.backward[1:5]) >= least
-        assert sample.between < least, "the micro-batches are not between forward and backward"
         parts = sum(sample.forward) + sum(sample.backward) + sample.between + sample.tail
         assert parts + sample.cpu_wait + sample.gpu_wait <= sample.seconds * 1.01
+    # The quickest one's: the machine may be busy with something else in between.
+    between = min(sample.between for sample in samples)
+    assert between < least, "the micro-batches are not between forward and backward"
 
 
 def test_k_is_solved_from_such_steps() -> None:

@@ -25,7 +25,7 @@ class _Ranks:
         self._counts = counts
         self.used = [found[-1] for found in counts]
         self.visited: list[set[int]] = [set() for _ in counts]
-        self._barrier = threading.Barrier(len(counts), timeout=30)
+        self._barrier = threading.Barrier(len(counts), timeout=100)
         self._asked: list[list[int]] = [[] for _ in counts]
         self.tuned: dict[int, TunedThreads] = {}
 

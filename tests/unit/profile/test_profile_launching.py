@@ -71,7 +71,7 @@ def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyP
         if calls % 2:
             return 2.0
         arrays.is_updating.clear()
-        assert arrays.is_updating.wait(10.0)  # they go on all the time
+        assert arrays.is_updating.wait(60.0)  # they go on all the time
         return 3.0
 
     assert launching.launch_slowdown(launch, arrays, 3) == 1.5

@@ -53,7 +53,7 @@ def test_the_guard_saves_the_result_and_leaves(tmp_path: Path) -> None:
         recorder, 10, available=lambda: next(amounts), leave=leave, interval_seconds=0.001
     )
     guard.start()
-    assert left.wait(10)
+    assert left.wait(60)
     guard.stop()
     assert codes == [LOW_MEMORY_EXIT]
     assert guard.least_bytes == 9

@@ -181,7 +181,7 @@ def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
 def _load_on(ranks: list[tuple[bool, Callable[[], corpus.Corpus]]]) -> list[corpus.Corpus | str]:
     """What each rank got, or its error; (is_first, load) of each."""
     reports: list[corpus.LoadReport] = [corpus.LoadReport()] * len(ranks)
-    barrier = Barrier(len(ranks), timeout=20)
+    barrier = Barrier(len(ranks), timeout=100)
 
     def one(rank: int) -> corpus.Corpus | str:
         def ask_all(mine: corpus.LoadReport) -> list[corpus.LoadReport]:

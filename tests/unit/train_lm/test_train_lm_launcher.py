@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,13 @@ import models
 import pytest
 import torch
 from support.plans import a_plan, write_a_plan
+from support.ports import free_port
 from support.processes import fresh_environment
 
 from hytrain.model.discovery import find_layers
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIG = REPOSITORY / "ds_configs" / "zero2_unequal_shards.json"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _launch(folder: Path, text_files: list[Path], *arguments: str) -> str:
@@ -39,20 +33,20 @@ def _launch(folder: Path, text_files: list[Path], *arguments: str) -> str:
     data = ["--data", *map(str, text_files), "--cache-dir", str(folder / "cache")]
     result = subprocess.run(
         [
-            *[*launcher, "--master_port", str(_free_port()), script, *small.split(), *data],
+            *[*launcher, "--master_port", str(free_port()), script, *small.split(), *data],
             *["--out", str(folder / "out"), *arguments],
         ],
         env=fresh_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(299)
 def test_unequal_shards_on_two_ranks(tmp_path: Path, text_files: list[Path]) -> None:
     arguments = ("--steps", "4", "--micro-batch", "1", "--deepspeed_config", str(CONFIG))
     _launch(tmp_path, text_files, *arguments)
@@ -69,7 +63,7 @@ def test_unequal_shards_on_two_ranks(tmp_path: Path, text_files: list[Path]) -> 
     assert used["hytrain"]["shard_fractions"] == [0.7, 0.3]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(299)
 def test_a_plan_on_two_ranks(tmp_path: Path, text_files: list[Path]) -> None:
     model = models.build_model(
         models.model_config("llama-3m", seq_len=32, min_vocab=256, vocab_size=None),

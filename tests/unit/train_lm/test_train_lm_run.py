@@ -147,7 +147,7 @@ def test_plain_deepspeed_records_no_decisions(tmp_path: Path, arguments: list[st
     path = tmp_path / "plain.json"
     path.write_text(json.dumps(config))
     plain = [a for a in arguments if a not in ("--gpu-fraction", "0.5")]
-    result = _run_afresh(tmp_path, *plain, "--engine", "deepspeed", "--deepspeed_config", str(path))
+    result = _run(tmp_path, *plain, "--engine", "deepspeed", "--deepspeed_config", str(path))
     assert result.returncode == 0, result.stderr
     assert "hytrain explain" not in result.stdout
     assert not any("placement" in r for r in metrics.read_metrics(tmp_path / "metrics.jsonl"))
