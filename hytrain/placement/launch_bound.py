@@ -32,6 +32,8 @@ _LEAST_BETWEEN = 4
 """Layers from the solver's choice to all that fit, for the number halfway to be worth a visit."""
 _LEAST_LOSS = 1.03
 """Ratio of the two's steps from which on all that fits is worse."""
+_DOUBTFUL_LOSS = 1.015
+"""The same from which on one visit to each does not tell: both are visited once more."""
 _CLEAR_LOSS = 1.1
 """The same that one visit to each shows: hosts do not drift by so much in so few steps."""
 _VISITS = 3
@@ -160,7 +162,7 @@ class LaunchBoundPlacement:
         loss = seconds[most] / seconds[other]
         is_worse = loss > _LEAST_LOSS
         if (
-            _LEAST_LOSS < loss < _CLEAR_LOSS
+            _DOUBTFUL_LOSS < loss < _CLEAR_LOSS
             and len(visits[most]) + len(visits[other]) < _VISITS * _STEPS
         ):
             # Once more, in turns: a host that became slower meanwhile slows both down.

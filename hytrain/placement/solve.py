@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hytrain.errors import PlacementError
@@ -19,6 +19,11 @@ Limit = Literal["gpu_memory", "host_memory"]
 
 WITHIN_BEST = 0.01
 """The fewest GPU layers are taken whose step is at most this much longer than the shortest."""
+
+CPU_SLACK = 0.05
+"""Share by which updates on the CPU may take longer than measured before that shows in the choice.
+With one GPU layer too few a step is as much longer as that layer's update on the CPU takes; with
+one too many, by its update on the GPU, a twentieth of it."""
 
 WORTH_GAIN = 0.01
 """Share of the step that a move must win to be made for speed."""
@@ -85,7 +90,8 @@ def solve(
 ) -> Solution:
     """The number of GPU layers.
 
-    ``pipeline`` takes the smallest predicted step and, within 1 % of it, the fewest GPU layers;
+    ``pipeline`` takes the smallest predicted step and, within 1 % of it, the fewest GPU layers,
+    also if updates on the CPU took 5 % longer than measured (where steps are not launch-bound);
     ``closed_form`` rounds the published formula, halves up. What does not fit becomes the nearest
     that does (closed form), or the best of what fits (pipeline).
 
@@ -127,12 +133,14 @@ def solve(
         unbounded = math.floor(share * num_layers + 0.5)
         choice = bounds.clamp(unbounded)
     elif method == "pipeline":
-        unbounded = _fewest_near_best(predictions)
+        # Of launch-bound steps the host's launches for a layer may cost as much as its update.
+        slack = None if launch_bound else _with_slack(costs, plain, predictions)
+        unbounded = _fewest_near_best(predictions, slack)
         choice = bounds.clamp(unbounded)
         allowed = predictions[bounds.min_gpu_layers : bounds.max_gpu_layers + 1]
         chosen_from = [c for c in allowed if choices is None or c.gpu_layers in choices]
         if choice != unbounded or choices is not None:
-            choice = _fewest_near_best(chosen_from or allowed)
+            choice = _fewest_near_best(chosen_from or allowed, slack)
         if measured is not None:
             noise = _SURE * measured.error(here, choice)
             unexplained = predictions[here].step_seconds - plain[here].step_seconds
@@ -157,10 +165,50 @@ def solve(
     )
 
 
-def _fewest_near_best(candidates: Sequence[Candidate]) -> int:
-    best = min(candidate.step_seconds for candidate in candidates)
-    near = (c.gpu_layers for c in candidates if c.step_seconds <= best * (1.0 + WITHIN_BEST))
-    return min(near)
+def _fewest_near_best(candidates: Sequence[Candidate], slack: Sequence[float] | None) -> int:
+    """The fewest GPU layers near the shortest step, with the CPU as fast as measured or slower.
+
+    Args:
+        candidates: to choose from.
+        slack: seconds of a step with each of 0..L GPU layers, with a slower CPU; None: as measured.
+    """
+    steps = {c.gpu_layers: c.step_seconds for c in candidates}
+    near = _near_best(steps)
+    if slack is None:
+        return min(near)
+    return min(near & _near_best({k: slack[k] for k in steps}), default=min(near))
+
+
+def _near_best(steps: Mapping[int, float]) -> set[int]:
+    most = min(steps.values()) * (1.0 + WITHIN_BEST)
+    return {number for number, seconds in steps.items() if seconds <= most}
+
+
+def _with_slack(
+    costs: StepCosts, plain: Sequence[Candidate], corrected: Sequence[Candidate]
+) -> list[float]:
+    """Steps with 0..L GPU layers where the CPU is slower than measured.
+
+    Args:
+        costs: as measured.
+        plain: what is predicted from them.
+        corrected: the same, corrected by measured steps.
+    """
+    factor = 1.0 + CPU_SLACK
+    layers = tuple(
+        replace(
+            layer,
+            cpu_update=factor * layer.cpu_update,
+            cpu_commit=factor * layer.cpu_commit,
+            cpu_preview=factor * layer.cpu_preview,
+        )
+        for layer in costs.layers
+    )
+    slower = predict(replace(costs, layers=layers)).step_seconds
+    return [
+        seconds + c.step_seconds - p.step_seconds
+        for seconds, p, c in zip(slower, plain, corrected, strict=True)
+    ]
 
 
 def _limit(unbounded: int, bounds: Bounds) -> Limit | None:
