@@ -8,25 +8,25 @@ import pytest
 
 from hytrain.placement.costs import MemoryLimits
 from tests.support.machines import Machine, ManagedTraining
-from tests.support.random_machines import STAYING, Miss, a_change, a_machine, misses, report
+from tests.support.random_machines import LATE, STAYING, Miss, a_change, a_machine, misses, report
 
-MOST_MISSING = 0.15
+MOST_MISSING = 0.08
 """Share of machines. Noise of 5 %, drift and thresholds that keep a number against both leave some
 that settle next to the best, mostly short by a point of the step."""
 FAR = 0.12
-"""Of a step; none may be so far off."""
+"""Of a step; none may be so far off, but for steps in which a number is still being tried."""
 
 
-def check(found: list[list[Miss]]) -> None:
+def check(found: list[list[Miss]], most_missing: float = MOST_MISSING) -> None:
     missing = sum(bool(each) for each in found)
     text = [f"{m.seed} {m.what} {m.by:.3f} {m.machine}" for each in found for m in each]
-    assert missing <= MOST_MISSING * len(found), "\n".join(text)
-    steps = [m for each in found for m in each if m.what not in ("moves", "measures")]
+    assert missing <= most_missing * len(found), "\n".join(text)
+    steps = [m for each in found for m in each if m.what not in ("moves", "measures", LATE)]
     assert all(miss.by < FAR for miss in steps), "\n".join(text)
 
 
 def test_a_few() -> None:
-    check([misses(seed) for seed in range(5000, 5016)])
+    check([misses(seed) for seed in range(5000, 5016)], most_missing=0.15)  # two of them
 
 
 @pytest.mark.experiment
