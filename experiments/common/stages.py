@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,12 @@ Known = dict[str, list[Json]]
 
 RunStage = Callable[[Json, Known], Json]
 """From a stage and what is known to a result; raises what the stage raises."""
+
+Clean = Callable[[], None]
+"""Gives back what a stage has left."""
+
+Prepare = Callable[[Json, "Ranks", Path], tuple[RunStage, Clean]]
+"""From the job, this rank among the others and the folder of results."""
 
 FAILED_WAITS = 5.0
 """Seconds that a rank which failed gives the others to fail as well."""
@@ -51,9 +58,36 @@ def attempt(run: RunStage, stage: Json, known: Known) -> Json:
         return {"status": records.FAILED, "error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def run_stages(
-    job: Json, path: Path, ranks: Ranks, run: RunStage, clean: Callable[[], None]
-) -> int:
+def empty_caches() -> None:
+    """Gives back what a system has left."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def rank_process(arguments: list[str], prepare: Prepare) -> int:
+    """A rank's process, started with JOB.json FOLDER; FOLDER/rank<i>.json has its results.
+
+    Returns:
+        The exit status; the result file says more.
+    """
+    job, folder = records.read_json(Path(arguments[0])), Path(arguments[1])
+    from experiments.common.ranks import Ranks
+
+    try:
+        ranks = Ranks(job["device"])
+        ranks.connect()
+        run, clean = prepare(job, ranks, folder)
+        return run_stages(job, folder / f"rank{ranks.rank}.json", ranks, run, clean)
+    except Exception:
+        # The process boundary: the log has it, the parent sees that it ended.
+        traceback.print_exc()
+        return 1
+
+
+def run_stages(job: Json, path: Path, ranks: Ranks, run: RunStage, clean: Clean) -> int:
     """All stages whose needs are met; returns the exit status.
 
     Args:

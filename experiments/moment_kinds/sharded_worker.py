@@ -7,17 +7,25 @@ FOLDER/rank<i>.json is written after every model, FOLDER/rank<i>_<model>.json wi
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiments.common import records
 from experiments.common.processes import end
 from experiments.common.records import GIB, Job, Json
-from experiments.common.stages import Known, pin, run_stages
+from experiments.common.stages import (
+    Clean,
+    Known,
+    RunStage,
+    empty_caches,
+    pin,
+    rank_process,
+)
+
+if TYPE_CHECKING:
+    from experiments.common.ranks import Ranks
 
 
 def run_stage(stage: Json, folder: Path, rank: int) -> Json:
@@ -61,36 +69,17 @@ def run_stage(stage: Json, folder: Path, rank: int) -> Json:
     return {**result, "host_available_least_bytes": guard.least_bytes}
 
 
-def clean() -> None:
-    """Gives back what a model has left."""
-    import torch
+def prepare(job: Json, ranks: Ranks, folder: Path) -> tuple[RunStage, Clean]:
+    """What a stage is run by."""
+    del job
 
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def run(stage: Json, known: Known) -> Json:
+        del known
+        return run_stage(stage, folder, ranks.rank)
 
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit status; the result file says more."""
-    job = records.read_json(Path(arguments[0]))
-    folder = Path(arguments[1])
-    from experiments.common.ranks import Ranks
-
-    try:
-        ranks = Ranks(job["device"])
-        ranks.connect()
-
-        def run(stage: Json, known: Known) -> Json:
-            del known
-            return run_stage(stage, folder, ranks.rank)
-
-        return run_stages(job, folder / f"rank{ranks.rank}.json", ranks, run, clean)
-    except Exception:
-        # The process boundary: the log has it, the parent sees that it ended.
-        traceback.print_exc()
-        return 1
+    return run, empty_caches
 
 
 if __name__ == "__main__":
     pin(os.environ["STAGES_CORES"])
-    end(main(sys.argv[1:]))
+    end(rank_process(sys.argv[1:], prepare))

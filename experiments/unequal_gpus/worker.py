@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common import records
 from experiments.common.processes import end
 from experiments.common.records import Json
-from experiments.common.stages import Known, pin, run_stages
+from experiments.common.stages import Clean, Known, RunStage, pin, rank_process
 
 if TYPE_CHECKING:
+    from experiments.common.ranks import Ranks
     from experiments.unequal_gpus.bench import Bench
 
 
@@ -44,31 +43,21 @@ def run_stage(bench: Bench, stage: Json, known: Known, folder: Path) -> Json:
     return bench.together(kind, known["plan"][rank])
 
 
-def main(arguments: list[str]) -> int:
-    """Returns the exit status; the result file says more."""
-    job = records.read_json(Path(arguments[0]))
-    path = Path(arguments[1]) / f"rank{os.environ['RANK']}.json"
-    from experiments.common.ranks import Ranks
+def prepare(job: Json, ranks: Ranks, folder: Path) -> tuple[RunStage, Clean]:
+    """What a stage is run by."""
     from experiments.unequal_gpus.bench import Bench
     from experiments.unequal_gpus.cases import Case
 
-    try:
-        ranks = Ranks(job["device"])
-        ranks.connect()
-        first = job["stages"][0]
-        bench = Bench(Case(**first["case"]), first["settings"], ranks)
+    first = job["stages"][0]
+    bench = Bench(Case(**first["case"]), first["settings"], ranks)
 
-        def run(stage: Json, known: Known) -> Json:
-            with bench.slowed():
-                return run_stage(bench, stage, known, path.parent)
+    def run(stage: Json, known: Known) -> Json:
+        with bench.slowed():
+            return run_stage(bench, stage, known, folder)
 
-        return run_stages(job, path, ranks, run, bench.clean)
-    except Exception:
-        # The process boundary: the log has it, the parent sees that it ended.
-        traceback.print_exc()
-        return 1
+    return run, bench.clean
 
 
 if __name__ == "__main__":
     pin(os.environ["STAGES_CORES"])
-    end(main(sys.argv[1:]))
+    end(rank_process(sys.argv[1:], prepare))

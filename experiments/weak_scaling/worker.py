@@ -8,17 +8,25 @@ FOLDER/rank<i>.json is written after every system.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
-import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiments.common import records
 from experiments.common.processes import end
 from experiments.common.records import Entry, Job, Json, Measurement, Workload
-from experiments.common.stages import Known, pin, run_stages
+from experiments.common.stages import (
+    Clean,
+    Known,
+    RunStage,
+    empty_caches,
+    pin,
+    rank_process,
+)
 from experiments.weak_scaling.stages import SYSTEMS
+
+if TYPE_CHECKING:
+    from experiments.common.ranks import Ranks
 
 
 def job_of(stage: Json, device: str) -> Job:
@@ -81,36 +89,17 @@ def run_stage(stage: Json, device: str) -> Json:
     return result
 
 
-def clean() -> None:
-    """Gives back what a system has left."""
-    import torch
+def prepare(job: Json, ranks: Ranks, folder: Path) -> tuple[RunStage, Clean]:
+    """What a stage is run by."""
+    del job, folder
 
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def run(stage: Json, known: Known) -> Json:
+        del known
+        return run_stage(stage, ranks.device)
 
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit status; the result file says more."""
-    job = records.read_json(Path(arguments[0]))
-    path = Path(arguments[1]) / f"rank{os.environ['RANK']}.json"
-    from experiments.common.ranks import Ranks
-
-    try:
-        ranks = Ranks(job["device"])
-        ranks.connect()
-
-        def run(stage: Json, known: Known) -> Json:
-            del known
-            return run_stage(stage, ranks.device)
-
-        return run_stages(job, path, ranks, run, clean)
-    except Exception:
-        # The process boundary: the log has it, the parent sees that it ended.
-        traceback.print_exc()
-        return 1
+    return run, empty_caches
 
 
 if __name__ == "__main__":
     pin(os.environ["STAGES_CORES"])
-    end(main(sys.argv[1:]))
+    end(rank_process(sys.argv[1:], prepare))
