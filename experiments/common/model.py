@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from experiments.common.records import Workload
+from experiments.common.records import Json, Workload
 from experiments.common.sizes import size_of
 
 Batch = dict[str, torch.Tensor]
@@ -66,6 +66,27 @@ def build_host_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
             parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
     # Its buffers are no parameters and were lost with the meta device.
     model.model.rotary_emb = type(rotary)(config=model.config)
+    return model.train()
+
+
+def build_partitioned_model(workload: Workload, dtype: torch.dtype, config: Json) -> Any:
+    """Random weights, each rank a part of every parameter, for a model that no device holds whole.
+
+    Args:
+        workload: its model and tokens.
+        dtype: of the weights.
+        config: the DeepSpeed JSON, of ZeRO-3; transformers builds under ``deepspeed.zero.Init``.
+    """
+    # Not needed by the other models, whose systems may run without DeepSpeed.
+    from transformers.integrations import HfDeepSpeedConfig
+
+    # transformers asks for it through a weak reference, and goes on as ever once it is gone.
+    told = HfDeepSpeedConfig(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        model_config(workload.model, workload.seq), attn_implementation="sdpa", dtype=dtype
+    )
+    del told
     return model.train()
 
 

@@ -49,6 +49,8 @@ ZERO2_SHARE = 0.75
 ZERO2_CORES = 10
 """DeepSpeed's CPU Adam updates all 97 M parameters after every backward pass, and its threads wait
 for each other: where other processes have a turn on their cores it takes several times as long."""
+SCHEDULE_STEPS = 4000
+LEARNING_RATE = 6e-4
 FIXED_FRACTION = 0.75
 """k of the last seed, by which its layers are updated by either kernel all the time."""
 HYTRAIN_CORES = 2
@@ -120,14 +122,27 @@ def training_config(
     }
 
 
-def ds_config(case: Case, *, micro_batch: int, cpu_threads: int, on_gpu: bool) -> Json:
+def ds_config(
+    case: Case,
+    *,
+    micro_batch: int,
+    cpu_threads: int,
+    on_gpu: bool,
+    schedule_steps: int = SCHEDULE_STEPS,
+    lr: float = LEARNING_RATE,
+) -> Json:
     """The DeepSpeed JSON of a case: DeepSpeed's own betas, clipping at 1.
 
     With a second moment of such a long memory (0.999), one that is rounded to nearest would stop
     to move (arXiv 2603.16731): the harder case for moments in fewer bytes.
     """
     config = training_config(
-        micro_batch, steps=4000, warmup=200, lr=6e-4, beta2=0.999, on_gpu=on_gpu
+        micro_batch,
+        steps=schedule_steps,
+        warmup=max(1, schedule_steps // 20),
+        lr=lr,
+        beta2=0.999,
+        on_gpu=on_gpu,
     )
     if case.engine == "deepspeed" and not case.offload:
         del config["zero_optimization"]["offload_optimizer"]

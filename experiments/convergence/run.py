@@ -26,11 +26,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common import hardware, processes, records
 from experiments.common.records import Json
-from experiments.convergence.cases import Case, all_cases, ds_config
+from experiments.convergence.cases import (
+    LEARNING_RATE,
+    SCHEDULE_STEPS,
+    Case,
+    all_cases,
+    ds_config,
+)
 from experiments.convergence.curves import Curve, read_curve
 
 TRAIN = processes.REPOSITORY / "experiments" / "train_lm" / "train.py"
 MODEL = Path(__file__).with_name("llama_97m.json")
+RECORDED = ("model", "steps", "schedule_steps", "lr", "micro_batch", "seq_len")
+"""Options that the result has."""
 WRITE_SECONDS = 10.0
 """Between two writes of the result, and two looks at what starts, rests and goes on."""
 MARGIN_SECONDS = 20.0
@@ -110,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: Json = {
         "command": "run.py " + " ".join(sys.argv[1:]),
         "hardware": hardware.describe(options.device),
-        "options": {k: getattr(options, k) for k in ("model", "steps", "micro_batch", "seq_len")},
+        "options": {k: getattr(options, k) for k in RECORDED},
     }
     # A command's limit sends SIGTERM: the processes, each in a session of its own, would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -140,6 +148,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--model", default=str(MODEL), help="of train_lm")
     add("--steps", type=int, default=4000)
+    add("--schedule-steps", type=int, default=SCHEDULE_STEPS, help="warm-up and cosine")
+    add("--lr", type=float, default=LEARNING_RATE)
     add("--micro-batch", type=int, default=4)
     add("--seq-len", type=int, default=256)
     add("--eval-every", type=int, default=500)
@@ -214,7 +224,7 @@ class Runs:
         threads = max(1, len(cores) - 1)
         config = ds_config(
             case, micro_batch=options.micro_batch, cpu_threads=threads,
-            on_gpu=options.device == "cuda",
+            on_gpu=options.device == "cuda", schedule_steps=options.schedule_steps, lr=options.lr,
         )  # fmt: skip
         records.write_json(folder / "config.json", config)
         command = [

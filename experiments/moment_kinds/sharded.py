@@ -3,7 +3,8 @@
     python experiments/moment_kinds/sharded.py --gpus 2 --models 8bit=50 --out DIR
     python experiments/moment_kinds/sharded.py --out DIR --device cpu --model toy --models 8bit=3
 
-Each of --models KIND=BLOCKS is trained in turn by all GPUs, activations recomputed, k solved.
+Each of --models KIND=BLOCKS is trained in turn by all GPUs, activations recomputed, k solved. It is
+built under deepspeed.zero.Init: no GPU holds it whole.
 DIR/sharded.json is rewritten after each, DIR has the ranks' logs; the table comes last.
 """
 
@@ -64,6 +65,7 @@ def stages_of(options: argparse.Namespace) -> list[Json]:
         settings: Json = {
             "gpu_fraction": "solve",
             "stage": 3,
+            "partitioned": True,
             "kinds": [kind],
             "layers": blocks,
             "checkpointing": "on",

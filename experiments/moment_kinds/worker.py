@@ -16,10 +16,11 @@ import psutil
 import torch
 
 from experiments.common import records
-from experiments.common.model import build_host_model
+from experiments.common.model import build_host_model, build_partitioned_model
 from experiments.common.processes import end
 from experiments.common.records import GIB, Job, Json
-from experiments.solve_k.bench import Bench
+from experiments.common.systems.hytrain import config_of
+from experiments.solve_k.bench import Bench, checkpoint
 from experiments.solve_k.recorder import HostMemoryGuard, Recorder
 
 TURNS = 3
@@ -45,14 +46,17 @@ class Kind(Bench):
         self.options["section"] = {"moments": kind}
 
     def make_model(self, dtype: torch.dtype) -> torch.nn.Module:
-        """On the device, or on the host where the engine streams the weights."""
-        if not self.options.get("streamed", False):
+        """On the device; on the host where the engine streams the weights; in parts on all ranks'
+        devices where they are "partitioned"."""
+        options, workload = self.options, self.job.workload
+        if options.get("partitioned", False):
+            model = build_partitioned_model(workload, dtype, config_of(self.job))
+        elif options.get("streamed", False):
+            model = build_host_model(workload, dtype)
+        else:
             return super().make_model(dtype)
-        model = build_host_model(self.job.workload, dtype)
-        if self.options["checkpointing"] == "on":
-            model.gradient_checkpointing_enable(  # pyright: ignore[reportCallIssue]
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+        if options["checkpointing"] == "on":
+            checkpoint(model)
         return model
 
     def has_time(self, steps: int, seconds: float) -> bool:

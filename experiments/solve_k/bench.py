@@ -102,7 +102,10 @@ class Bench:
         self.model = self.make_model(torch.bfloat16)
         self.batches = build_batches(workload)
         synchronize(self.device)
-        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        # zero.Init leaves its parameters empty.
+        self.num_parameters = sum(
+            vars(p).get("ds_numel", p.numel()) for p in self.model.parameters()
+        )
         self._size = size
         self._count_flops(workload)
         self.recorder.put(
@@ -118,7 +121,7 @@ class Bench:
         """The bare model in this dtype, with checkpointing if the entry asks for it."""
         model = build_model(self.job.workload, dtype)
         if self.options["checkpointing"] == "on":
-            _checkpoint(model)
+            checkpoint(model)
         return model
 
     def _count_flops(self, workload: Workload) -> None:
@@ -128,7 +131,7 @@ class Bench:
 
     def checkpoint_activations(self) -> None:
         """From now on blocks are computed again in the backward pass."""
-        _checkpoint(self.model)
+        checkpoint(self.model)
         self.recorder.put(checkpointing=True)
 
     def start(self) -> None:
@@ -304,7 +307,8 @@ class Bench:
         }
 
 
-def _checkpoint(model: Any) -> None:
+def checkpoint(model: Any) -> None:
+    """Its blocks' activations are computed again in backward."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
