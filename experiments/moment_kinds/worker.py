@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from experiments.common import records
+from experiments.common.memory import gpu_memory
 from experiments.common.model import build_host_model, build_partitioned_model
 from experiments.common.processes import end
 from experiments.common.records import GIB, Job, Json
@@ -117,7 +118,11 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
         for number in range(options["settle_steps"]):
             row = bench.step()
             layers = bench.placed.gpu_layers()
-            print(f"{kind} step {number}: {row['step_seconds']} s, {layers} layers", flush=True)
+            memory = ", ".join(
+                f"{name[:-6]} {value / GIB:.1f} GiB" for name, value in gpu_memory(bench.device).items()
+            )
+            line = f"{kind} step {number}: {row['step_seconds']} s, {layers} layers, {memory}"
+            print(line, flush=True)
             if not bench.has_time(2, row["step_seconds"] or 0.0):
                 left_out = options["settle_steps"] - number - 1
                 break

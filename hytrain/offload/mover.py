@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain.hardware.gpu_memory import give_back_cached
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
@@ -49,6 +50,7 @@ class LayerMover:
         self._cpu.wait_moved(layer)
         layer.before_update()  # what is pending is committed
         size = layer.state_bytes
+        give_back_cached(self._streams.device, size)
         with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
             memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
         # The allocator gives memory in compute's order: without the event the copy could overwrite
