@@ -341,6 +341,11 @@ bool UpdateWorker::is_moving(int layer) {
     return layers_.at(static_cast<std::size_t>(layer)).moving != 0;
 }
 
+void UpdateWorker::wait_fetched(int layer) {
+    const Layer& waited = layers_.at(static_cast<std::size_t>(layer));
+    wait_for([&] { return waited.fetched; });
+}
+
 bool UpdateWorker::is_fetched(int layer) {
     std::lock_guard<std::mutex> lock(mutex_);
     throw_if_failed();

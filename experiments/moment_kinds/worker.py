@@ -27,6 +27,10 @@ from experiments.solve_k.recorder import HostMemoryGuard, Recorder
 TURNS = 3
 """Windows of each kind in part k0."""
 SECONDS_TO_CLOSE = 5.0
+_QUIET_STEPS = 3
+"""In which no layer has moved, before anything is timed."""
+_MOST_TIMES = 4
+"""Times the least number of steps, after which it is timed all the same."""
 
 
 class Kind(Bench):
@@ -63,6 +67,28 @@ class Kind(Bench):
     def has_time(self, steps: int, seconds: float) -> bool:
         """Whether so many steps of so many seconds are left."""
         return self.seconds_left() > steps * seconds + SECONDS_TO_CLOSE
+
+    def settled(self) -> bool:
+        """Steps until no layer moves any more; whether it came to that in the time that there is.
+
+        Layers move a few at a time, so that a solved k is reached some steps after it is known.
+        """
+        least = self.options["settle_steps"]
+        seen: list[int] = []
+        while len(seen) < _MOST_TIMES * least:
+            row = self.step()
+            seen.append(self.placed.gpu_layers())
+            memory = [
+                f"{name.removesuffix('_bytes')} {value / GIB:.1f} GiB"
+                for name, value in gpu_memory(self.device).items()
+            ]
+            words = [f"{row['step_seconds']} s", f"{seen[-1]} layers", *memory]
+            print(f"step {len(seen)}: {', '.join(words)}", flush=True)
+            if len(seen) >= least and len(set(seen[-_QUIET_STEPS:])) == 1:
+                return True
+            if not self.has_time(2, row["step_seconds"] or 0.0):
+                break
+        return False
 
     def some_timed(self, steps: int) -> Json:
         """Steps in one window, fewer where the time ends."""
@@ -114,21 +140,10 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
         bench.choose(kind)
         bench.start()
         bench.reached(f"{kind}: engine")
-        left_out = 0
-        for number in range(options["settle_steps"]):
-            row = bench.step()
-            layers = bench.placed.gpu_layers()
-            memory = ", ".join(
-                f"{name[:-6]} {value / GIB:.1f} GiB" for name, value in gpu_memory(bench.device).items()
-            )
-            line = f"{kind} step {number}: {row['step_seconds']} s, {layers} layers, {memory}"
-            print(line, flush=True)
-            if not bench.has_time(2, row["step_seconds"] or 0.0):
-                left_out = options["settle_steps"] - number - 1
-                break
+        is_settled = bench.settled()
         bench.reached(f"{kind}: settled")
         timed = bench.some_timed(options["timed_steps"])
-        recorder.append(f"kind {kind}", {**timed, "settling_left_out": left_out})
+        recorder.append(f"kind {kind}", {**timed, "is_settled": is_settled})
         bench.reached(f"{kind}: timed")
         bench.close()
         bench.reached(f"{kind}: closed")

@@ -256,6 +256,10 @@ class CpuUpdater:
                 layer.update.release_gradient()
             del self.unfetched[layer.index]
 
+    def wait_fetched(self, layer: LayerState) -> None:
+        """Until the worker has fetched the layer's gradient."""
+        self.worker.wait_fetched(layer.worker_index)
+
     def is_fetched(self, layer: LayerState) -> bool:
         """Whether the layer's gradient has left the device."""
         return self.worker.is_fetched(layer.worker_index)

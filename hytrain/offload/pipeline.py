@@ -20,6 +20,7 @@ from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.device_update import DeviceUpdate, UpdateObserver
 from hytrain.offload.exposure import ExposureMeter
+from hytrain.offload.gradient_room import GradientRoom
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
 from hytrain.offload.update_groups import LIMITS, GroupLimits
@@ -52,6 +53,7 @@ class UpdatePipeline:
         self._is_whole = collectives.world_size == 1 and not is_sharded
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
+        self.room = GradientRoom(self.layers, cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
         self.trace: Recorder | None = None
@@ -150,6 +152,15 @@ class UpdatePipeline:
             layer.update.overwrite()
         if self.cpu.unfetched:
             self.cpu.release_fetched()
+            if self.room.is_watching and self.room.is_short:
+                self._wait_for_room(layer)
+
+    def _wait_for_room(self, layer: LayerState) -> None:
+        if self.trace is None:
+            self.room.wait()
+            return
+        with self.trace.waiting(layer.index, "room on the GPU for more gradients"):
+            self.room.wait()
 
     # -- the end of a step ---------------------------------------------------------------------
 

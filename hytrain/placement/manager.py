@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hytrain import _C
 from hytrain.errors import ConfigError
+from hytrain.hardware.gpu_memory import usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
@@ -16,7 +17,7 @@ from hytrain.placement.controller import PlacementController
 from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.measured_steps import ENOUGH_SAMPLES
-from hytrain.placement.memory import check_fits, state_bytes
+from hytrain.placement.memory import check_fits, gpu_reserve, state_bytes
 from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_peaks
 from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
@@ -83,6 +84,8 @@ class PlacementManager:
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
         self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
         self._probing = False
+        self._usable: int | None = None
+        self._waits_seen = 0
         self._limits: MemoryLimits | None = None
         self._steps = 0
         self._measured_since = 0
@@ -107,6 +110,7 @@ class PlacementManager:
     def begin_backward(self) -> None:
         """The last micro-batch's backward begins."""
         self.timer.begin_backward()
+        self._watch_room()
         steps = self._steps
         self._probing = self._probe.wanted and (
             self._measured_since <= _PROBE_STEPS or steps % _PROBE_EVERY == 0
@@ -114,8 +118,22 @@ class PlacementManager:
         if self._probing:
             self._probe.begin_backward()
 
+    def _watch_room(self) -> None:
+        """Has backward wait for the worker where a plan is exceeded by half of its reserve."""
+        if not self._probe.wanted or self.controller.num_gpu_layers == len(self._bytes):
+            return
+        if self._usable is None or self._steps % _LIMITS_EVERY == 0:
+            self._usable = usable_gpu_bytes(self._pipeline.streams.device)
+        if self._usable is None:
+            return
+        reserve = gpu_reserve(self._memory.reserves.gpu, self._usable)
+        self._pipeline.room.begin_step(self._usable, self._probe.transient + reserve // 2)
+
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
+        if self._pipeline.room.num_waits != self._waits_seen:
+            self._waits_seen = self._pipeline.room.num_waits
+            self.timer.host_waits()
         if self.timer.measures:
             self.timer.gradient(index)
         if self._probing:
@@ -128,6 +146,7 @@ class PlacementManager:
             num_firings: gradients that autograd has handed over so far.
         """
         self.timer.end_backward()
+        self._pipeline.room.end_step()
         self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
         self._firings = num_firings
         estimator, controller = self._estimator, self.controller

@@ -36,7 +36,8 @@ class MemoryProbe:
         self._at: dict[int, int] = {}
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
-        self._transient = 0
+        self.transient = 0
+        """Bytes that are allocated and freed between two samples: the most that was measured."""
         self.base_at: tuple[int, ...] = ()
         """Bytes in use while each layer's backward runs, beside state and waiting gradients of
         GPU-placed layers; empty before the first measurement."""
@@ -85,9 +86,9 @@ class MemoryProbe:
         """
         _, peak = allocated_bytes(self._device)
         if peak > self._peak:
-            self._transient = max(0, peak - max(self._begin, *self._at.values()))
+            self.transient = max(0, peak - max(self._begin, *self._at.values()))
         self._peak = peak
-        return self._transient
+        return self.transient
 
     def limits(
         self, reserves: Reserves, gpu_base: int, host_held: int, share: HostShare

@@ -102,6 +102,8 @@ class _Recording:
     next_begin: _Mark | None = None
     owns_next: bool = False
     launch_bound: bool = False
+    host_waited: bool = False
+    """For something else than the device, which had nothing to do at last."""
     in_line: bool = False
     """Compute waits for the updates before the next forward begins."""
     valid: bool = True
@@ -217,7 +219,12 @@ class StepTimer:
         if len(current.gradients) == self._num_layers > 1:
             # Here, not at the step's end: before that the user's code may have waited for the GPU.
             _, earlier = current.gradients[-1 - max(1, self._num_layers // 8)]
-            current.launch_bound = isinstance(earlier, torch.cuda.Event) and earlier.query()
+            is_idle = isinstance(earlier, torch.cuda.Event) and earlier.query()
+            current.launch_bound = is_idle and not current.host_waited
+
+    def host_waits(self) -> None:
+        """Backward has waited on the host: that the device has caught up says nothing of launches."""
+        self._current.host_waited = True
 
     def end_backward(self) -> None:
         """step() was called and every gradient is handed over."""

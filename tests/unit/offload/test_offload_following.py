@@ -119,6 +119,7 @@ class Simulation:
             layers=layers,
             streams=SimpleNamespace(device=torch.device("cpu")),
             observer=None,
+            room=SimpleNamespace(num_waits=0, end_step=lambda: None),
             mover=self.mover,
             cpu=SimpleNamespace(
                 worker=SimpleNamespace(take_spans=self._take_spans),

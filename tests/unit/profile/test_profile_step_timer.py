@@ -292,6 +292,28 @@ def test_a_device_that_has_caught_up_waited_for_the_host(
     assert sample.launch_bound is not behind
 
 
+def test_a_device_that_has_caught_up_while_the_host_waited_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wait is of the step in which it was, and of no other."""
+    device = FakeDevice(monkeypatch, has_events=True)
+    life = Life(device)
+    for waits in (True, False):
+        life.forward()
+        life.timer.begin_backward()
+        for index in reversed(range(L)):
+            device.has_come_to = device.now
+            device.passes(BACKWARD[index])
+            if waits and index == 0:
+                life.timer.host_waits()
+            life.timer.gradient(index)
+        device.has_come_to = device.now
+        life.step(tail=0.5)
+    device.has_come_to = device.now
+    life.timer.begin_forward()
+    assert [sample.launch_bound for sample in life.timer.take()] == [False, True]
+
+
 def test_updates_in_one_launch_share_their_time_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch, has_events=True)
     life = Life(device)
