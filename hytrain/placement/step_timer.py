@@ -223,7 +223,7 @@ class StepTimer:
             current.launch_bound = is_idle and not current.host_waited
 
     def host_waits(self) -> None:
-        """Backward has waited on the host: that the device has caught up says nothing of launches."""
+        """Backward has waited: that the device has caught up says nothing of launches."""
         self._current.host_waited = True
 
     def end_backward(self) -> None:
