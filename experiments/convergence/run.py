@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from experiments.common import hardware, processes, records
 from experiments.common.records import Json
 from experiments.convergence.cases import (
+    HYTRAIN_CORES,
     LEARNING_RATE,
     SCHEDULE_STEPS,
     Case,
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
     had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == "ok"}
     cases = [
-        c
+        dataclasses.replace(c, cores=options.hytrain_cores) if c.engine == "hytrain" else c
         for c in all_cases()
         if (c.kind, c.seed) not in had
         and (not options.only or any(o in c.label for o in options.only))
@@ -148,6 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--model", default=str(MODEL), help="of train_lm")
     add("--steps", type=int, default=4000)
+    add("--hytrain-cores", type=int, default=HYTRAIN_CORES, help="of a training with hytrain")
     add("--schedule-steps", type=int, default=SCHEDULE_STEPS, help="warm-up and cosine")
     add("--lr", type=float, default=LEARNING_RATE)
     add("--micro-batch", type=int, default=4)
