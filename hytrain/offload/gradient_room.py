@@ -24,6 +24,9 @@ class GradientRoom:
         self._device = streams.device
         sizes = [layer.shard_size * layer.gradient_dtype.itemsize for layer in layers]
         self._all_gradients = sum(sizes)
+        whole = [layer.layout.size * layer.gradient_dtype.itemsize for layer in layers]
+        # A layer's gradients as autograd makes them, and what they are copied to.
+        self._next_layer = 2 * max(whole, default=0)
         self._most = 0
         self.is_watching = False
         """Memory may become short in this step."""
@@ -35,9 +38,10 @@ class GradientRoom:
 
         Args:
             limit: bytes of the device that this process may use.
-            margin: bytes that a layer's backward allocates and frees, and a reserve.
+            margin: bytes that a layer's backward allocates and frees beside its gradients, and
+                what gaps between blocks may take.
         """
-        self._most = limit - margin
+        self._most = limit - margin - self._next_layer
         # As a rule there is room for the gradients of all layers at once, and nobody looks again.
         self.is_watching = allocated_bytes(self._device)[0] + self._all_gradients > self._most
 

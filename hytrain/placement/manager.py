@@ -119,7 +119,7 @@ class PlacementManager:
             self._probe.begin_backward()
 
     def _watch_room(self) -> None:
-        """Has backward wait for the worker where a plan is exceeded by half of its reserve."""
+        """Has backward wait for the worker before the plan's reserve is touched."""
         if not self._probe.wanted or self.controller.num_gpu_layers == len(self._bytes):
             return
         if self._usable is None or self._steps % _LIMITS_EVERY == 0:
@@ -127,7 +127,7 @@ class PlacementManager:
         if self._usable is None:
             return
         reserve = gpu_reserve(self._memory.reserves.gpu, self._usable)
-        self._pipeline.room.begin_step(self._usable, self._probe.transient + reserve // 2)
+        self._pipeline.room.begin_step(self._usable, self._probe.transient + reserve)
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""

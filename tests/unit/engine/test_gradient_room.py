@@ -20,7 +20,7 @@ class Device:
     """Tells the engines of gradients alone, as if nothing else were on the device.
 
     Attributes:
-        limit: bytes that they may take.
+        limit: bytes that they may take before the next layer's backward.
         seen: how many have been taken, after each gradient that was sent.
         pipeline: of the last engine.
     """
@@ -45,7 +45,8 @@ class Device:
 
     def _watch(self, manager: PlacementManager) -> None:
         self.pipeline = manager._pipeline
-        self.pipeline.room.begin_step(self.limit, 0)
+        room = self.pipeline.room
+        room.begin_step(self.limit + room._next_layer, 0)
 
 
 def layer_bytes(kind: str) -> list[int]:
@@ -101,9 +102,11 @@ def test_nobody_looks_again_where_all_gradients_have_room(monkeypatch: pytest.Mo
             return 1000, 0
 
         monkeypatch.setattr(gradient_room, "allocated_bytes", allocated)
-        room.begin_step(1000 + every + 50, 50)
+        largest = max(layer.layout.size for layer in engine.optimizer.pipeline.layers)
+        enough = 1000 + every + 50 + 2 * 4 * largest  # autograd's own, and the copy
+        room.begin_step(enough, 50)
         assert not room.is_watching
-        room.begin_step(1000 + every + 49, 50)
+        room.begin_step(enough - 1, 50)
         assert room.is_watching
         room.end_step()
         for number in range(2):
