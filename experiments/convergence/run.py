@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
     had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == "ok"}
     cases = [
-        dataclasses.replace(c, cores=options.hytrain_cores) if c.engine == "hytrain" else c
+        as_asked(c, options)
         for c in all_cases()
         if (c.kind, c.seed) not in had
         and (not options.only or any(o in c.label for o in options.only))
@@ -137,6 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def as_asked(case: Case, options: argparse.Namespace) -> Case:
+    """The case with what the command line says of it."""
+    cores = options.hytrain_cores if case.engine == "hytrain" else case.cores
+    is_first = case.is_first and not options.together
+    return dataclasses.replace(case, cores=cores, is_first=is_first)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -146,6 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=Path("out/convergence"))
     add("--only", nargs="+", default=[], help="cases whose label has one of these words")
+    add("--together", action="store_true", help="none rests for those that are wanted first")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--model", default=str(MODEL), help="of train_lm")
     add("--steps", type=int, default=4000)

@@ -142,6 +142,8 @@ def kind_line(label: str, kind: str, result: Json) -> str:
     last = windows[-1]
     reference = result.get("reference", {}).get("step_seconds")
     fp32 = [window["step_seconds"] for window in result.get("kind fp32", [])]
+    # Turn by turn: in later ones fewer steps are clipped.
+    over = [base / own for base, own in zip(fp32, seconds, strict=False)]
     peak = max(window["gpu"].get("peak_allocated_bytes", 0) for window in windows) / GIB
     cells = [
         label,
@@ -151,7 +153,7 @@ def kind_line(label: str, kind: str, result: Json) -> str:
         f"{last['gpu_layers']}/{last['num_layers']}",
         f"{median:.3f} ({min(seconds):.3f})",
         "-" if reference is None else f"{reference / median:.1%}",
-        f"{statistics.median(fp32) / median:.2f}" if fp32 else "-",
+        f"{statistics.median(over):.2f}" if over else "-",
         f"{last['tflops']:.0f}",
         f"{peak:.1f}",
         f"{max(window['host_rss_bytes'] for window in windows) / GIB:.1f}",
