@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments.common import records
-from experiments.common.records import Json
+from experiments.common.records import Job, Json
+from experiments.common.systems.hytrain import config_of
 from experiments.moment_kinds import run, sharded
 
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "32", "--batch", "2"]
@@ -28,6 +29,41 @@ def test_every_rank_of_a_sharded_model_makes_the_same_steps() -> None:
     assert settings["stage"] == 3
     assert settings["layers"] == 44
     assert settings["kinds"] == ["bf16"]
+    assert not settings["direct"]
+    assert stages[1]["job"]["entry"]["clip"] == 1.0
+
+
+def test_without_clipping_updates_are_final_at_once() -> None:
+    options = sharded.parse(["--no-clip", "--out", "unused"])
+    (stage,) = sharded.stages_of(options)
+    job = Job.from_json(stage["job"])
+    config = config_of(job)
+    assert config["gradient_clipping"] == 0.0
+    assert config["bf16"]["check_grad_overflow"] is False
+
+
+def test_kinds_are_held_against_fp32_turn_by_turn() -> None:
+    """In later turns fewer steps are clipped, and all kinds are faster."""
+
+    def window(seconds: float) -> Json:
+        return {
+            "step_seconds": seconds,
+            "gpu": {},
+            "gpu_layers": 0,
+            "num_layers": 26,
+            "tflops": 1.0,
+            "host_rss_bytes": 0,
+            "clipped_share": None,
+        }
+
+    result: Json = {
+        "num_parameters": 3e9,
+        "kind fp32": [window(seconds) for seconds in (0.8, 0.7, 0.6)],
+        "kind bf16": [window(seconds) for seconds in (0.4, 0.7, 0.5)],
+    }
+    process = {"label": "k0", "status": records.OK, "result": result}
+    *_, bf16 = run.table([process])
+    assert bf16.split(" | ")[6] == "1.20"
 
 
 def test_the_slowest_ranks_step_is_the_jobs() -> None:
