@@ -311,9 +311,17 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
+            torch.OutOfMemoryError: the device's memory is used up. On one rank, where k is solved,
+                state has been moved off the device by then: the step can be repeated from the
+                forward of its first micro-batch.
         """
-        with self.open_optimizer().collectives.reporting_failures():
-            return super().backward(loss, retain_graph, scale_wrt_gas)
+        optimizer = self.open_optimizer()
+        with optimizer.collectives.reporting_failures():
+            try:
+                return super().backward(loss, retain_graph, scale_wrt_gas)
+            except torch.OutOfMemoryError as error:
+                done = optimizer.free_gpu_memory_after_backward()
+                raise torch.OutOfMemoryError(f"{error}\n{done}") from error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """As DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of

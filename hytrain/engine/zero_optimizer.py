@@ -317,7 +317,24 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         Returns:
             What was done and what can be done, for people.
         """
-        return self.placement.free_gpu_memory(may_move=not self._is_under_way)
+        return self.placement.free_gpu_memory(
+            may_move=not self._is_under_way,
+            where="forward",
+            again="this micro-batch's forward, or all of engine.train_batch",
+        )
+
+    def free_gpu_memory_after_backward(self) -> str:
+        """As :meth:`free_gpu_memory`, of a backward that has ended with it; its step is dropped.
+
+        Other ranks wait in that step, and what is committed cannot be taken back: nothing moves.
+        """
+        if self.collectives.world_size == 1 and not self.pipeline.is_partly_committed:
+            self.passes.clean_up_aborted()
+        return self.placement.free_gpu_memory(
+            may_move=not self._is_under_way,
+            where="backward",
+            again="the step from the forward of its first micro-batch",
+        )
 
     @property
     def _is_under_way(self) -> bool:

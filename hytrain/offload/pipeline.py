@@ -262,26 +262,18 @@ class UpdatePipeline:
 
         Raises:
             ConfigError: updates are committed directly and cannot be taken back.
+            torch.OutOfMemoryError: the device has no memory for the gradient; nothing has changed.
         """
-        if self._direct:
-            raise ConfigError(
-                "the weights are used, or another backward begins, between backward and step; "
-                "without clipping and overflow check updates are committed during backward and "
-                'cannot be withdrawn: set "gradient_clipping" or "check_grad_overflow", or set '
-                '"gradient_accumulation_steps" to the number of backward passes in a step'
-            )
+        self._refuse_direct()
         gradient = layer.update.gradient
-        layer.update.withdraw()
         if layer.placement == "gpu":
             assert gradient is not None
             layer.update.release_gradient()
+            layer.update.withdraw()
             return gradient
         if self.cpu.cancel(layer):
-            # Its copy to the host may be under way: the gradient lives until that is over.
-            self.cpu.wait_weights(layer)
             assert gradient is not None
-            layer.update.release_gradient()
-            layer.update.wait()
+            self._end_taking_back(layer)
             return gradient
         returned = torch.empty(
             layer.shard_size, dtype=layer.gradient_dtype, device=self.streams.device
@@ -290,24 +282,45 @@ class UpdatePipeline:
         # event is free for it: the update has begun, so the worker has queued its wait for it.
         self.streams.record_compute(layer.update.gradient_ready)
         self.cpu.submit_withdraw(layer, returned)
-        # Without this wait compute could read the gradient, or the old weights, on their way back.
+        self._end_taking_back(layer)
+        return returned
+
+    def _end_taking_back(self, layer: LayerState) -> None:
+        # Without this wait compute could read the gradient, or the old weights, on their way back;
+        # and the copy of a gradient to the host, which may be under way, reads its memory.
         self.cpu.wait_weights(layer)
+        layer.update.withdraw()
         layer.update.release_gradient()
         layer.update.wait()
-        return returned
+
+    def _refuse_direct(self) -> None:
+        if self._direct:
+            raise ConfigError(
+                "the weights are used, or another backward begins, between backward and step; "
+                "without clipping and overflow check updates are committed during backward and "
+                'cannot be withdrawn: set "gradient_clipping" or "check_grad_overflow", or set '
+                '"gradient_accumulation_steps" to the number of backward passes in a step'
+            )
+
+    def discard(self, layer: LayerState) -> None:
+        """As :meth:`withdraw` for a gradient that is not needed any more: it takes no memory.
+
+        Raises:
+            ConfigError: as there, but of a layer on the device.
+        """
+        if layer.placement == "gpu":
+            layer.update.release_gradient()
+            layer.update.withdraw()
+            return
+        self._refuse_direct()
+        if not self.cpu.cancel(layer):
+            self.cpu.submit(layer, _C.Pass.drop)
+        self._end_taking_back(layer)
 
     @property
     def is_partly_committed(self) -> bool:
         """Layers may have made a step already that is not final: direct commit has begun it."""
         return self._direct and any(layer.update.sent for layer in self.cpu.layers)
-
-    def discard(self, layer: LayerState) -> None:
-        """As :meth:`withdraw` for a gradient that is not needed any more."""
-        if layer.placement == "gpu":
-            layer.update.release_gradient()
-            layer.update.withdraw()
-        else:
-            self.withdraw(layer)
 
     # -- forward -------------------------------------------------------------------------------
 

@@ -285,11 +285,13 @@ class PlacementManager:
         controller.order(self._steps, number, f"gpu_fraction {value} was set")
         controller.act(self._steps, at_once=True)
 
-    def free_gpu_memory(self, *, may_move: bool) -> str:
+    def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
         """An allocation of the user's has failed on the device; nobody can undo that one.
 
         Args:
             may_move: whether no step is under way.
+            where: it was, for people.
+            again: what can be repeated, for people.
 
         Returns:
             What was done and what can be done, for people.
@@ -299,7 +301,7 @@ class PlacementManager:
         held = state_bytes(self._bytes[:here])
         text = (
             f"hytrain keeps the optimizer state of {here} of {len(self._bytes)} layers on this GPU "
-            f"({held / 2**30:.2f} GiB). An allocation that fails in forward cannot be undone: that "
+            f"({held / 2**30:.2f} GiB). An allocation that fails in {where} cannot be undone: that "
             'is what "hytrain.solver.gpu_memory_reserve_bytes" is for. '
         )
         if not controller.solves:
@@ -314,7 +316,7 @@ class PlacementManager:
         self._limits = None
         return text + (
             f"Now {controller.num_gpu_layers} layers are left there, and as many at most for the "
-            "next steps: repeat this micro-batch's forward, or all of engine.train_batch"
+            f"next steps: repeat {again}"
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import built, make_config
+from support.engines import built, environment, make_config
 from support.models import Mlp
 from support.shadow import Shadow, Twin
 from training import backward, inputs
+
+from hytrain.errors import AbortedBackwardError
+from hytrain.offload import pipeline
 
 SOLVE: Any = "solve"
 
@@ -21,11 +24,28 @@ class Hungry(Mlp):
         torch.manual_seed(0)
         super().__init__()
         self.fails = False
+        self.fails_in_backward = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if self.fails_in_backward:
+            # Behind the last layers' gradients, which have been sent by then.
+            inputs = inputs.requires_grad_()
+            inputs.register_hook(self._fail)
         return super().forward(inputs)
+
+    @staticmethod
+    def _fail(_gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+
+
+def fail_in_backward(engine: Any, model: Hungry, number: int, match: str) -> str:
+    model.fails_in_backward = True
+    with pytest.raises(torch.OutOfMemoryError, match=match) as raised:
+        backward(engine, number)
+    model.fails_in_backward = False
+    return str(raised.value)
 
 
 def test_k_goes_down_and_the_step_can_be_repeated() -> None:
@@ -106,6 +126,91 @@ def test_the_forward_of_a_later_micro_batch_can_be_repeated() -> None:
                 backward(engine, 2 * number + 1)
             assert engine.optimizer.pipeline.num_gpu_layers < before
             model.fails = False
+            backward(engine, 2 * number + 1)
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+@pytest.mark.parametrize("delays", ["", "5:2000"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_after_a_backward_the_step_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, accumulation: int, delays: str
+) -> None:
+    """What was sent of it is taken back without memory of the device, which has none."""
+    model = Hungry()
+    twin = Twin(model)
+    config = make_config(gpu_fraction=SOLVE, clipping=0.5, bf16=False, accumulation=accumulation)
+    with environment("HYTRAIN_DELAYS", delays), built(model, config) as engine:
+        shadow = Shadow(engine)
+        engine.set_gpu_fraction(0.8)
+        engine.set_gpu_fraction("solve")
+        for number in range(3):
+            before = engine.optimizer.pipeline.num_gpu_layers
+            for micro in range(accumulation):
+                is_last = micro == accumulation - 1
+                if is_last:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(pipeline, "torch", NoMemory)
+                        text = fail_in_backward(engine, model, 90, r"Tried to allocate 3.00 GiB")
+                else:
+                    backward(engine, 80 + micro)
+                    engine.step()
+            assert "An allocation that fails in backward cannot be undone" in text
+            assert "repeat the step from the forward of its first micro-batch" in text
+            assert engine.optimizer.pipeline.num_gpu_layers < before
+            numbers = [accumulation * number + micro for micro in range(accumulation)]
+            expected = twin.gradients(engine, [inputs(n) for n in numbers], 1.0 / accumulation)
+            for micro in numbers:
+                backward(engine, micro)
+                if micro != numbers[-1]:
+                    engine.step()
+            shadow.step()
+            twin.assert_were_reduced(shadow, expected)
+        shadow.check()
+
+
+class NoMemory:
+    """In the place of torch, for code that must not ask for memory."""
+
+    Tensor = torch.Tensor
+
+    @staticmethod
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+def test_nothing_moves_after_a_backward_whose_updates_are_committed() -> None:
+    model = Hungry()
+    direct = {"enabled": True, "check_grad_overflow": False}
+    config = make_config(gpu_fraction=SOLVE, clipping=0.0) | {"bf16": direct}
+    with built(model, config) as engine:
+        backward(engine, 0)
+        engine.step()
+        before = engine.optimizer.pipeline.num_gpu_layers
+        text = fail_in_backward(engine, model, 1, r"Tried to allocate 3.00 GiB")
+        assert "Now" not in text
+        assert engine.optimizer.pipeline.num_gpu_layers == before
+        with pytest.raises(AbortedBackwardError, match="Load a checkpoint"):
+            backward(engine, 2)
+
+
+def test_a_gradient_for_which_there_is_no_memory_is_not_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is as if nobody had asked: a second backward can be begun again later."""
+    model = Hungry()
+    twin = Twin(model)
+    with built(model, make_config(gpu_fraction=0.0, clipping=0.5, bf16=False)) as engine:
+        shadow = Shadow(engine)
+        for number in range(3):
+            expected = twin.gradients(engine, [inputs(2 * number), inputs(2 * number + 1)])
+            backward(engine, 2 * number)
+            engine.optimizer.pipeline.cpu.wait_all()  # begun, so that they cannot be cancelled
+            with monkeypatch.context() as patch:
+                patch.setattr(pipeline, "torch", NoMemory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    backward(engine, 2 * number + 1)
             backward(engine, 2 * number + 1)
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
