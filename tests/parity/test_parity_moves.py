@@ -66,7 +66,7 @@ def test_layers_that_move(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=full) for seed in (2, 3))])
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_layers_that_move_with_delays(case: Case, seed: int) -> None:
-    with environment("HYTRAIN_DELAYS", f"{seed}:400"):
+    with environment("HYTRAIN_DELAYS", f"{seed}:200"):
         check_moves(case, seed, 0.7)
 
 
