@@ -1,7 +1,7 @@
 """The largest models: weights sharded over several GPUs (ZeRO-3), moments of fewer bytes.
 
     python experiments/moment_kinds/sharded.py --gpus 2 --models 8bit=50 --out DIR
-    python experiments/moment_kinds/sharded.py --gpus 2 --models 8bit=50 --no-clip --out DIR
+    python experiments/moment_kinds/sharded.py --gpus 2 --models 8bit=50 --clip 0 --out DIR
     python experiments/moment_kinds/sharded.py --out DIR --device cpu --model toy --models 8bit=3
 
 Each of --models KIND=BLOCKS is trained in turn by all GPUs, activations recomputed, k solved. It is
@@ -48,12 +48,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default="llama-41b", choices=MODELS, help="whose blocks they have")
     add("--batch", default=8, type=int, help="sequences a GPU")
     add("--seq", default=1024, type=int, help="tokens a sequence")
-    add("--clip", default=1.0, type=float, help="gradient clipping norm")
     add(
-        "--no-clip",
-        action="store_true",
-        help="no clipping, no overflow check: updates are final at once, and no gradient waits on "
-        "the host, 2 bytes a parameter less",
+        "--clip",
+        default=1.0,
+        type=float,
+        help="gradient clipping norm; 0: none, and no overflow check, so that updates are final at "
+        "once and no gradient waits on the host: 2 bytes a parameter less",
     )
     add("--settle-steps", default=8, type=int, help="before anything is timed: k is solved")
     add("--timed-steps", default=2, type=int, help="of each of two windows")
@@ -73,7 +73,7 @@ def stages_of(options: argparse.Namespace) -> list[Json]:
             "gpu_fraction": "solve",
             "stage": 3,
             "partitioned": True,
-            "direct": options.no_clip,
+            "direct": options.clip == 0.0,
             "kinds": [kind],
             "layers": blocks,
             "checkpointing": "on",
@@ -83,8 +83,7 @@ def stages_of(options: argparse.Namespace) -> list[Json]:
             "limit_seconds": options.budget_seconds,
         }
         name = f"{kind} {blocks}"
-        clip = None if options.no_clip else options.clip
-        entry = Entry(label=name, system="hytrain", clip=clip, options=settings)
+        entry = Entry(label=name, system="hytrain", clip=options.clip or None, options=settings)
         job = Job(
             entry=entry, workload=workload, measurement=Measurement(windows=2, steps=2, warmup=0)
         )

@@ -37,7 +37,7 @@ class MemoryProbe:
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
         self.transient = 0
-        """Bytes that are allocated and freed between two samples: the most that was measured."""
+        """Bytes that are allocated and freed between two samples, when the peak last rose."""
         self.base_at: tuple[int, ...] = ()
         """Bytes in use while each layer's backward runs, beside state and waiting gradients of
         GPU-placed layers; empty before the first measurement."""

@@ -34,7 +34,22 @@ from experiments.convergence.curves import (
     read_curve,
     smoothed,
 )
-from experiments.convergence.run import Runs, Training, make_parser, write
+from experiments.convergence.run import Runs, Training, as_asked, make_parser, write
+
+
+def test_a_command_may_say_of_the_schedule_the_cores_and_who_rests() -> None:
+    words = ["--hytrain-cores", "8", "--together"]
+    cases = [as_asked(case, make_parser().parse_args(words)) for case in all_cases()]
+    plain = [as_asked(case, make_parser().parse_args([])) for case in all_cases()]
+    assert plain == all_cases()
+    assert not any(case.is_first for case in cases)
+    for case, before in zip(cases, plain, strict=True):
+        assert case.cores == (8 if case.engine == "hytrain" else before.cores)
+    sizes = {"micro_batch": 4, "cpu_threads": 1, "on_gpu": True}
+    config = ds_config(cases[0], **sizes, schedule_steps=1000, lr=2e-4)
+    assert config["optimizer"]["params"]["lr"] == 2e-4
+    schedule = config["scheduler"]["params"]
+    assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (1000, 50)
 
 
 def test_cases_differ_in_what_is_compared_alone() -> None:

@@ -11,7 +11,9 @@ from support.models import make_batch, make_model
 from support.shadow import Shadow
 from training import train_and_compare
 
+from hytrain.model.layer_state import LayerState
 from hytrain.offload import gradient_room
+from hytrain.offload.cpu_updater import CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.placement.manager import PlacementManager
 
@@ -56,19 +58,40 @@ def layer_bytes(kind: str) -> list[int]:
 
 
 @pytest.mark.parametrize("delays", ["", "4:3000"])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
 def test_no_more_gradients_wait_than_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch, delays: str, gpu_fraction: float
+    monkeypatch: pytest.MonkeyPatch, gpu_fraction: float, is_late: bool, delays: str
 ) -> None:
     """...and the numbers are those of the serial loop."""
     sizes = layer_bytes("llama")
     on_device = sum(sizes[: round(gpu_fraction * len(sizes))])
     device = Device(monkeypatch, limit=on_device + max(sizes))
+    if is_late:
+        fetch_when_waited_for(monkeypatch)
     with environment("HYTRAIN_DELAYS", delays):
         train_llama(gpu_fraction)
     assert max(device.seen) <= device.limit
-    assert not delays or device.pipeline.room.num_waits
+    assert not is_late or device.pipeline.room.num_waits
     assert not device.pipeline.room.is_watching  # between steps
+
+
+def fetch_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker seems to have fetched no gradient before somebody waits for it."""
+    fetched: set[int] = set()
+    send, wait = CpuUpdater.send, CpuUpdater.wait_fetched
+
+    def sent(updater: CpuUpdater, layer: LayerState, *arguments: Any, **keywords: Any) -> None:
+        fetched.discard(layer.index)
+        send(updater, layer, *arguments, **keywords)
+
+    def waited(updater: CpuUpdater, layer: LayerState) -> None:
+        wait(updater, layer)
+        fetched.add(layer.index)
+
+    monkeypatch.setattr(CpuUpdater, "send", sent)
+    monkeypatch.setattr(CpuUpdater, "wait_fetched", waited)
+    monkeypatch.setattr(CpuUpdater, "is_fetched", lambda _, layer: layer.index in fetched)
 
 
 def train_llama(gpu_fraction: float) -> None:

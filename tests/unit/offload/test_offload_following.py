@@ -404,6 +404,28 @@ class CountingProbe:
         return placement.MemoryLimits(None, 0, 0, 500 * GIB, 0)
 
 
+def test_backward_is_held_to_what_the_plan_leaves_free(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less what a layer's backward takes for a moment and the reserve; where the host updates."""
+    probe: Any = CountingProbe()
+    probe.transient = 3 * GIB
+    simulation.manager._probe = probe
+    monkeypatch.setattr(placement, "usable_gpu_bytes", lambda _: 24 * GIB)
+    told: list[tuple[int, int]] = []
+    room = simulation.manager._pipeline.room
+    monkeypatch.setattr(room, "begin_step", lambda *sizes: told.append(sizes), raising=False)
+    simulation.run(1)
+    assert told == [(24 * GIB, 3 * GIB)]  # this simulation's reserve is none
+    simulation.manager._memory = replace(simulation.manager._memory, reserves=Reserves())
+    simulation.run(1)
+    assert told[1:] == [(24 * GIB, 4 * GIB)]
+    for layer in simulation.layers:
+        layer.placement = "gpu"
+    simulation.manager.begin_backward()
+    assert len(told) == 2
+
+
 def test_memory_is_followed_now_and_then_and_after_a_change(simulation: Simulation) -> None:
     probe: Any = CountingProbe()
     simulation.manager._probe = probe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hytrain.hardware.gpu_memory import usable_gpu_bytes
+from hytrain.hardware.gpu_memory import give_back_cached, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels import host_limits as host_room
 from hytrain.offload import threads
@@ -157,6 +158,21 @@ def test_usable_is_what_is_free_what_is_held_and_what_is_allowed(allocator: Fake
     assert usable_gpu_bytes(GPU) == 50  # others hold the rest
     allocator.fraction = 0.4
     assert usable_gpu_bytes(GPU) == 40
+
+
+@pytest.mark.parametrize(("reserved", "is_near"), [(50, False), (60, False), (61, True)])
+def test_cached_blocks_are_given_back_near_the_limit_only(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, reserved: int, is_near: bool
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    allocator.total, allocator.reserved = 100, reserved
+    allocator.free = 100 - reserved
+    give_back_cached(GPU, 10)
+    assert bool(given_back) is is_near
+    give_back_cached(CPU, 1000)
+    assert bool(given_back) is is_near
 
 
 def probe_step(
