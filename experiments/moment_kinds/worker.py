@@ -31,6 +31,8 @@ _QUIET_STEPS = 3
 """In which no layer has moved, before anything is timed."""
 _MOST_TIMES = 4
 """Times the least number of steps, after which it is timed all the same."""
+_MOST_WINDOWS = 4
+"""Timed ones, until no layer moves in one."""
 
 
 class Kind(Bench):
@@ -99,6 +101,16 @@ class Kind(Bench):
             steps -= 1
         return self.timed(windows=1, steps=steps)
 
+    def timed_at_rest(self, steps: int) -> Json:
+        """A window of :meth:`some_timed` in which no layer moved, or the last one."""
+        for _ in range(_MOST_WINDOWS):
+            before = self.placed.gpu_layers()
+            window = self.some_timed(steps)
+            window["is_settled"] = window["gpu_layers"] == before
+            if window["is_settled"] or not self.has_time(steps + 1, window["step_seconds"]):
+                break
+        return window
+
 
 def in_turns(job: Job, recorder: Recorder, begin: float) -> None:
     """One engine a kind, all alive, some steps of each after those of the others."""
@@ -142,8 +154,9 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
         bench.reached(f"{kind}: engine")
         is_settled = bench.settled()
         bench.reached(f"{kind}: settled")
-        timed = bench.some_timed(options["timed_steps"])
-        recorder.append(f"kind {kind}", {**timed, "is_settled": is_settled})
+        timed = bench.timed_at_rest(options["timed_steps"])
+        timed["is_settled"] &= is_settled
+        recorder.append(f"kind {kind}", timed)
         bench.reached(f"{kind}: timed")
         bench.close()
         bench.reached(f"{kind}: closed")

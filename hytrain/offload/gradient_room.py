@@ -33,17 +33,21 @@ class GradientRoom:
         self.num_waits = 0
         """Layers' gradients that have been waited for so far."""
 
-    def begin_step(self, limit: int, margin: int) -> None:
+    def begin_step(self, limit: int, reserve: int, transient: int | None) -> None:
         """A step's last backward begins; its activations are there.
 
         Args:
             limit: bytes of the device that this process may use.
-            margin: bytes that a layer's backward allocates and frees beside its gradients, and
-                what gaps between blocks may take.
+            reserve: bytes that stay free; gaps between blocks may take them.
+            transient: bytes that a layer's backward allocates and frees beside its gradients.
+                None, before a step has shown them: half of what is free is left to them.
         """
-        self._most = limit - margin - self._next_layer
+        allocated = allocated_bytes(self._device)[0]
+        if transient is None:
+            transient = (limit - allocated) // 2
+        self._most = limit - reserve - transient - self._next_layer
         # As a rule there is room for the gradients of all layers at once, and nobody looks again.
-        self.is_watching = allocated_bytes(self._device)[0] + self._all_gradients > self._most
+        self.is_watching = allocated + self._all_gradients > self._most
 
     def end_step(self) -> None:
         """Every gradient has been sent."""

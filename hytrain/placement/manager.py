@@ -127,7 +127,7 @@ class PlacementManager:
         if self._usable is None:
             return
         reserve = gpu_reserve(self._memory.reserves.gpu, self._usable)
-        self._pipeline.room.begin_step(self._usable, self._probe.transient + reserve)
+        self._pipeline.room.begin_step(self._usable, reserve, self._probe.transient)
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""

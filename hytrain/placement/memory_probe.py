@@ -36,8 +36,9 @@ class MemoryProbe:
         self._at: dict[int, int] = {}
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
-        self.transient = 0
-        """Bytes that are allocated and freed between two samples, when the peak last rose."""
+        self.transient: int | None = None
+        """Bytes that are allocated and freed between two samples, when the peak last rose; None:
+        it has not risen in a step yet, and nothing is known of them."""
         self.base_at: tuple[int, ...] = ()
         """Bytes in use while each layer's backward runs, beside state and waiting gradients of
         GPU-placed layers; empty before the first measurement."""
@@ -88,7 +89,7 @@ class MemoryProbe:
         if peak > self._peak:
             self.transient = max(0, peak - max(self._begin, *self._at.values()))
         self._peak = peak
-        return self.transient
+        return self.transient or 0
 
     def limits(
         self, reserves: Reserves, gpu_base: int, host_held: int, share: HostShare

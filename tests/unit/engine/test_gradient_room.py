@@ -48,7 +48,7 @@ class Device:
     def _watch(self, manager: PlacementManager) -> None:
         self.pipeline = manager._pipeline
         room = self.pipeline.room
-        room.begin_step(self.limit + room._next_layer, 0)
+        room.begin_step(self.limit + room._next_layer, 0, 0)
 
 
 def layer_bytes(kind: str) -> list[int]:
@@ -127,12 +127,31 @@ def test_nobody_looks_again_where_all_gradients_have_room(monkeypatch: pytest.Mo
         monkeypatch.setattr(gradient_room, "allocated_bytes", allocated)
         largest = max(layer.layout.size for layer in engine.optimizer.pipeline.layers)
         enough = 1000 + every + 50 + 2 * 4 * largest  # autograd's own, and the copy
-        room.begin_step(enough, 50)
+        room.begin_step(enough, 20, 30)
         assert not room.is_watching
-        room.begin_step(enough - 1, 50)
+        room.begin_step(enough - 1, 20, 30)
         assert room.is_watching
         room.end_step()
         for number in range(2):
             engine.backward(engine(**make_batch("mlp", number)))
             engine.step()
         assert len(looks) == 2
+
+
+def test_before_a_step_has_shown_what_backward_takes_half_of_the_free_memory_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with built(make_model("mlp"), make_config(bf16=False)) as engine:
+        layers = engine.optimizer.pipeline.layers
+        room = engine.optimizer.pipeline.room
+        monkeypatch.setattr(gradient_room, "allocated_bytes", lambda _: (1000, 0))
+        every = sum(4 * layer.shard_size for layer in layers)
+        beside = 20 + 2 * 4 * max(layer.layout.size for layer in layers)
+        enough = 1000 + 2 * (every + beside)
+        room.begin_step(enough, 20, None)
+        assert not room.is_watching
+        room.begin_step(enough - 2, 20, None)
+        assert room.is_watching
+        room.begin_step(enough - 2, 20, 0)
+        assert not room.is_watching
+        room.end_step()

@@ -412,14 +412,14 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
     probe.transient = 3 * GIB
     simulation.manager._probe = probe
     monkeypatch.setattr(placement, "usable_gpu_bytes", lambda _: 24 * GIB)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, int]] = []
     room = simulation.manager._pipeline.room
     monkeypatch.setattr(room, "begin_step", lambda *sizes: told.append(sizes), raising=False)
     simulation.run(1)
-    assert told == [(24 * GIB, 3 * GIB)]  # this simulation's reserve is none
+    assert told == [(24 * GIB, 0, 3 * GIB)]  # this simulation's reserve is none
     simulation.manager._memory = replace(simulation.manager._memory, reserves=Reserves())
     simulation.run(1)
-    assert told[1:] == [(24 * GIB, 4 * GIB)]
+    assert told[1:] == [(24 * GIB, GIB, 3 * GIB)]
     for layer in simulation.layers:
         layer.placement = "gpu"
     simulation.manager.begin_backward()

@@ -198,9 +198,11 @@ def test_the_base_is_what_is_neither_state_nor_waiting_gradient(allocator: FakeA
     at = [state + a + g for a, g in zip(activations, waiting, strict=True)]
     probe_step(probe, allocator, at, begin=state + 500, peak=0, k=2)
     assert probe.base_at == (100, 200, 300, 500)
+    assert probe.transient is None
     # The peak shows what was allocated and freed in between.
     probe_step(probe, allocator, at, begin=state + 500, peak=max(at) + 70, k=2)
     assert probe.base_at == (170, 270, 370, 570)
+    assert probe.transient == 70
     # A step without every gradient tells nothing.
     probe.begin_backward()
     probe.gradient(3)
