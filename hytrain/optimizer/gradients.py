@@ -8,7 +8,9 @@ time" cannot be told apart.
 The first backward itself cannot know. With one rank it takes each parameter's first firing for its
 last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
 wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Several
-ranks send nothing early then: they have not agreed on an order.
+ranks send nothing early then: they have not agreed on an order. Under ZeRO-3 they agree on every
+use of a layer, and where the device does not hold all gradients to the end, a layer that backward
+goes on from is taken for complete (:mod:`hytrain.zero3.recorded_pass`).
 
 Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
 them; how often is learned for this mode by itself, and what one micro-batch fired counts. The
@@ -48,6 +50,11 @@ class GradientSink(Protocol):
 
     def consume_part(self, gradient: LayerGradient) -> None:
         """Reduces ``local`` into ``held``: more of it may come."""
+        ...
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether gradients that stay to the end of backward take memory that it needs."""
         ...
 
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
@@ -375,6 +382,13 @@ class GradientCollector:
         layer.remaining = -1
 
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
+        if self._by_layer not in self._expected:
+            raise GradientOrderError(
+                f"parameter '{slot.name}' received a gradient after the first backward had gone on "
+                f"from layer '{layer.layout.name}', whose update had begun: the GPU's memory did "
+                "not hold all gradients to the end of backward. With a smaller micro-batch or "
+                f"activation checkpointing it may. {self._late.advice}"
+            )
         expected = self._expected[self._by_layer][self.layers.index(layer)][index]
         expected *= self._micro_batches
         if self._late.relearn:
@@ -421,16 +435,30 @@ class GradientCollector:
         if not self.layers[index].closed:
             self._close(self.layers[index])
 
-    def reduce_so_far(self, index: int) -> None:
+    @property
+    def lacks_room(self) -> bool:
+        """Whether gradients that stay to the end of this backward take memory that it needs."""
+        return self.in_backward and self._early and self._sink.lacks_room
+
+    def has_all(self, index: int) -> bool:
+        """Whether each of a layer's parameters has got a gradient of this backward."""
+        return all(self.layers[index].fired)
+
+    def reduce_so_far(self, index: int, *, is_all: bool) -> None:
         """The first backward goes on from a layer: what there is of its gradient is reduced.
 
-        Into ``held``, on all ranks, whether they have anything or not. What comes later is added.
+        On all ranks, whether they have anything or not. It is consumed if that ``is_all``; else it
+        stays in ``held``, and what comes later is added.
         """
         layer = self.layers[index]
-        if self.in_backward and self._early and not layer.closed:
-            self._parts = True
-            layer.fill(self._zeros)
-            self._sink.consume_part(layer)
+        if not self.in_backward or not self._early or layer.closed:
+            return
+        if is_all:
+            self._close(layer)
+            return
+        self._parts = True
+        layer.fill(self._zeros)
+        self._sink.consume_part(layer)
 
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self._zeros)

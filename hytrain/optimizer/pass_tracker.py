@@ -256,6 +256,11 @@ class PassTracker:
         if self.open_step.is_reducing and may_be_over and not is_own_affair:
             self.end_micro_batch()
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the gradients of a step's last backward need memory that may not be there."""
+        return self.open_step.begun and self.pipeline.room.is_watching
+
     def consume_part(self, gradient: LayerGradient) -> None:
         """What there is of a layer's gradient is reduced into ``held``."""
         with self.pipeline.reducing():

@@ -30,8 +30,17 @@ class Reducer(Protocol):
         """Reduces what there is of a layer's gradient, unless it has been reduced."""
         ...
 
-    def reduce_so_far(self, index: int) -> None:
-        """Reduces what there is of a layer's gradient; more of it may come."""
+    def reduce_so_far(self, index: int, *, is_all: bool) -> None:
+        """Reduces what there is of a layer's gradient; more of it may come unless ``is_all``."""
+        ...
+
+    def has_all(self, index: int) -> bool:
+        """Whether each of a layer's parameters has got a gradient of this backward."""
+        ...
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether gradients that stay to the end of backward take memory that it needs."""
         ...
 
 
@@ -43,6 +52,7 @@ class GatherContext:
         sharded: numbers of the layers that have to be gathered.
         trained: numbers of those with gradients.
         held: those that are there in the whole of every pass.
+        unguarded: numbers of layers, sharded or not, whose weights are used past their modules.
         reducer: who reduces gradients where a plan says so; None: they are reduced as they come.
     """
 
@@ -57,7 +67,7 @@ class GatherContext:
         self.sharded = {layer.index for layer in layers if layer.sharded}
         self.trained = {layer.index for layer in layers if layer.trained is not None}
         self._resident = {layer.index for layer in layers if layer.resident is not None}
-        self._unguarded = set(held)
+        self.unguarded = set(held)
         self._by_number = {layer.index: layer for layer in layers}
         self.held = sorted(set(held) & self.sharded)
         self.reducer: Reducer | None = None
@@ -75,6 +85,10 @@ class GatherContext:
     def _words(self, number: int) -> str:
         special = {END: "its end", TURN: "its backward", FAILED: "an error"}
         return special.get(number) or f"layer '{self._by_number[number % HOLD].name}'"
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is so on any rank; a collective."""
+        return bool(self._collectives.maximum([int(flag)])[0])
 
     def is_live(self, index: int) -> bool:
         """Whether the layer's whole copy is there or on its way."""
@@ -107,12 +121,12 @@ class GatherContext:
             uses: those that its plan has, the same on all ranks: each of them may be a collective.
         """
         for index in sorted(self._resident):
-            if index not in uses or index in self._unguarded:
+            if index not in uses or index in self.unguarded:
                 self.wait_resident(index)
 
     def hold(self, index: int) -> None:
         """From now on the layer is there in the whole of every pass, this one included."""
-        self._unguarded.add(index)
+        self.unguarded.add(index)
         self.wait_resident(index)
         if index in self.sharded:
             self.held = sorted({*self.held, index})

@@ -1,11 +1,18 @@
-"""The first pass of a kind: every use is agreed upon by all ranks, and gathered when it comes."""
+"""The first pass of a kind: every use is agreed upon by all ranks, and gathered when it comes.
+
+A first backward does not know yet when a layer's gradient is final. Where the device holds them,
+all ranks keep their shards of the gradients to its end. Where it does not, a layer that forward has
+used once, and all of whose parameters have got a gradient, is taken for complete when backward goes
+on from it, and its update may begin.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext
+from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext, Reducer
 
 
 class RecordedPass:
@@ -14,8 +21,16 @@ class RecordedPass:
     is_over = False
     """Whether it has ended but for gradients that are missing: it never has."""
 
-    def __init__(self, context: GatherContext) -> None:
+    def __init__(self, context: GatherContext, forward_uses: Sequence[int] = ()) -> None:
+        """
+        Args:
+            context: the layers.
+            forward_uses: of a backward: what the one forward that it runs back has used, in order.
+                The same on all ranks.
+        """
         self._context = context
+        self._once = _once(forward_uses)
+        self._sends: bool | None = None  # gradients before the end; None: not agreed upon
         self.uses: list[int] = []
         """Layers in the order of their uses."""
         self.turning_point = 0
@@ -30,15 +45,18 @@ class RecordedPass:
             return
         if index != self._in_use:
             context.agree(index)
-            self._enter(index)
+            self._enter(index, has_samples=True)
         if index in context.sharded:
             context.use(index)
 
-    def _enter(self, index: int) -> None:
-        context = self._context
-        if context.reducer is not None and self._in_use in context.trained:
+    def _enter(self, index: int, *, has_samples: bool) -> None:
+        context, reducer = self._context, self._context.reducer
+        if reducer is not None and self._once and self._sends is None:
+            self._sends = context.any_rank(reducer.lacks_room)
+        if reducer is not None and self._in_use in context.trained:
             # The first backward keeps no whole gradients either: all that is there is reduced.
-            context.reducer.reduce_so_far(self._in_use)
+            is_all = self._is_complete(self._in_use, reducer, has_samples=has_samples)
+            reducer.reduce_so_far(self._in_use, is_all=is_all)
         keep = {index, *context.held}
         context.release(context.gatherer.live - keep)
         if index in context.sharded:
@@ -46,6 +64,13 @@ class RecordedPass:
         context.wait_resident(index)
         self.uses.append(index)
         self._in_use = index
+
+    def _is_complete(self, index: int, reducer: Reducer, *, has_samples: bool) -> bool:
+        """Whether a layer's update may begin before the end of backward; may be a collective."""
+        context = self._context
+        if not self._sends or index not in self._once or index in context.unguarded:
+            return False
+        return not context.any_rank(has_samples and not reducer.has_all(index))
 
     def turn(self) -> None:
         """Its backward begins; a collective."""
@@ -61,6 +86,8 @@ class RecordedPass:
         if len(behind) > 1:  # they take turns (tied embeddings): all of them stay
             for index in sorted(behind & context.sharded):
                 context.hold(index)
+        # All micro-batches are back at a block before the next one's turn.
+        self._once = _once(self.uses) - behind
 
     def fail(self) -> None:
         """It ends here; a collective."""
@@ -87,5 +114,10 @@ class RecordedPass:
             elif number >= HOLD:
                 self._context.hold(number - HOLD)
             else:
-                self._enter(number)
+                self._enter(number, has_samples=False)
         return number == END
+
+
+def _once(uses: Sequence[int]) -> frozenset[int]:
+    """Layers that a forward has used in one place only."""
+    return frozenset(index for index, number in Counter(uses).items() if number == 1)

@@ -142,7 +142,7 @@ class GatherSchedule:
         else:
             # What an earlier pass has kept for this one is no part of the record.
             context.release(context.gatherer.live)
-            begun = RecordedPass(context)
+            begun = RecordedPass(context, self._forward_uses(kind))
         self._kind, self._pass = kind, begun
         # Layers that the plan does not use are waited for here, in one place on all ranks: each of
         # these waits may be a collective.
@@ -150,6 +150,11 @@ class GatherSchedule:
         for index in context.held:
             context.keep(index)
         return begun
+
+    def _forward_uses(self, kind: PassKind) -> tuple[int, ...]:
+        """Of the forward that a first backward runs back; empty if it may be another one's."""
+        forward = self._records.get("train") if kind == "backward" else None
+        return () if forward is None or self._forwards_before != 1 else forward.uses
 
     def _plan(self, kind: PassKind) -> FollowedPass:
         record = self._records[kind]

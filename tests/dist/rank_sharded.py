@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_batches import Shares, train_and_compare
 from rank_training import Choosing, RankShadow, assert_equal_on_all_ranks, backward, config_for
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
@@ -17,7 +19,11 @@ from support.models import Mlp, Recomputed, loss_of, make_batch, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hytrain.errors import OutOfStepError, UnsupportedError
+from hytrain.errors import GradientOrderError, OutOfStepError, UnsupportedError
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optimizer.autograd_task import graph_task
+from hytrain.optimizer.pass_tracker import PassTracker
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,29 @@ class PartlyFrozen(Mlp):
         self.blocks.get_parameter("2.up.bias").requires_grad_(False)
 
 
+class OneBlockAgain(Mlp):
+    """The second block is used once more behind the last one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs.to(self.embed.weight.dtype))
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x)
+        return self.head(x).float().pow(2).mean()
+
+
+class OneUnused(Mlp):
+    """A parameter of the third block gets no gradient."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks[2].register_parameter("unused", nn.Parameter(torch.ones(32)))
+
+
 def twice() -> Recomputed:
     model = Recomputed()
     model.times = 2
@@ -129,6 +158,8 @@ MODELS = {
     "root": RootOwned,
     "elsewhere": ReadElsewhere,
     "frozen": PartlyFrozen,
+    "again": OneBlockAgain,
+    "unused": OneUnused,
 }
 PLAIN = ("mlp", *MODELS)
 
@@ -203,6 +234,74 @@ def equals_stage_2(setup: Setup) -> int:
         for kind, expected in tensors.items():
             assert_same_bits(f"{kind} of {name}", ours.state[name][kind], expected)
     return ours.most_live
+
+
+@contextmanager
+def short_of_memory() -> Generator[list[int]]:
+    """No device holds all gradients to the end of a first backward.
+
+    Yields:
+        Layers in the order in which updates have begun before the end of a backward.
+    """
+    early: list[int] = []
+    send = UpdatePipeline.send
+
+    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
+        if graph_task() != -1:
+            early.append(layer.index)
+        send(pipeline, layer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+        patch.setattr(UpdatePipeline, "send", sent)
+        yield early
+
+
+def equals_stage_2_short_of_memory(setup: Setup) -> None:
+    """Bit for bit, where the first backward begins the updates of all layers that it can."""
+    with short_of_memory():
+        equals_stage_2(setup)
+
+
+def batches_short_of_memory(case: Shares) -> None:
+    """The numbers of one process, where the first backward begins updates before its end."""
+    with short_of_memory() as early:
+        train_and_compare(case)
+    # A rank without samples runs no graph.
+    assert early or not case.sizes[dist.get_rank()]
+
+
+def begun_in_the_first_backward(kind: str) -> list[int]:
+    """Layers whose update has begun before its end, where memory is short; on all ranks."""
+    with (
+        short_of_memory() as early,
+        built(build(kind), config_for((0.7, 0.3), stage=3)) as engine,
+    ):
+        engine.backward(loss_of(engine(**batch_of(kind, dist.get_rank(), True))))
+        found = list(early)
+        engine.step()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert everyone.count(found) == len(everyone)
+    return found
+
+
+def a_gradient_after_its_layer() -> None:
+    """What comes behind a layer's back is refused, and the error says what may help."""
+    with short_of_memory(), built(make_model("mlp"), config_for((0.7, 0.3), stage=3)) as engine:
+        collector = engine.optimizer.collector
+        last, first = collector.layers[-1], collector.layers[0]
+        slot = last.layout.slots[0]
+
+        def again(gradient: torch.Tensor) -> None:
+            assert last.closed
+            late = torch.zeros(slot.parameter.shape)
+            late.grad = torch.ones_like(late)
+            collector._hook(last, 0, slot)(late)
+
+        first.layout.slots[0].parameter.register_hook(again)
+        with pytest.raises(GradientOrderError, match="first backward had gone on from layer"):
+            engine.backward(loss_of(engine(**batch_of("mlp", dist.get_rank(), True))))
 
 
 def whole_gradients(kind: str) -> int:

@@ -37,6 +37,8 @@ SETUPS = [
     Setup("root", UNEVEN, evaluates=True),
     Setup("elsewhere", UNEVEN, evaluates=True, accumulation=2),
     Setup("frozen", UNEVEN, (0.5, 0.5), accumulation=2),
+    Setup("again", UNEVEN, (0.5, 0.0)),
+    Setup("unused", EVEN, (0.0, 0.5)),
     Setup("mlp", UNEVEN, (0.0, 1.0), on_host=True, evaluates=True, keys=SMALL_STAY),
     Setup("llama", EVEN, (0.5, 0.0), 0.0, on_host=True, accumulation=2, delays=7),
     Setup("gpt2-hf", UNEVEN, (0.5, 0.5), bf16=False, on_host=True, keys=LOOKS_FAR),
@@ -47,6 +49,36 @@ SETUPS = [
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_as_stage_2(ranks: RankPools, setup: Setup) -> None:
     ranks(len(setup.fractions)).run(cases.equals_stage_2, setup)
+
+
+@pytest.mark.parametrize("setup", [x for x in SETUPS if x.accumulation == 1], ids=str)
+def test_as_stage_2_where_the_first_backwards_gradients_do_not_fit(
+    ranks: RankPools, setup: Setup
+) -> None:
+    ranks(len(setup.fractions)).run(cases.equals_stage_2_short_of_memory, setup)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("mlp", [5, 4, 3, 2, 1]),
+        ("again", [5, 4, 3, 1]),
+        ("elsewhere", [5, 4, 3, 1]),
+        ("unused", [5, 4, 2, 1]),
+        ("recomputed-2", [5, 4, 3, 2, 1]),
+        ("llama", [5, 4, 3, 2]),
+    ],
+)
+def test_the_first_backward_begins_updates_where_gradients_do_not_fit(
+    ranks: RankPools, kind: str, layers: list[int]
+) -> None:
+    """Of those that are complete for certain: not used twice, nor read past their modules, nor
+    with a parameter that has got no gradient. The last one ends the backward."""
+    assert ranks(2).run(cases.begun_in_the_first_backward, kind) == [layers, layers]
+
+
+def test_a_gradient_after_its_layers_update_has_begun(ranks: RankPools) -> None:
+    ranks(2).run(cases.a_gradient_after_its_layer)
 
 
 @pytest.mark.parametrize(("keys", "most"), [((), 2), (NO_PREFETCH, 1)], ids=["one", "none"])
@@ -136,6 +168,16 @@ def test_layer_by_layer(ranks: RankPools, case: Shares) -> None:
     pool = ranks(len(case.sizes))
     pool.run(rank_batches.gradients_are_the_whole_batch, case)
     pool.run(rank_batches.train_and_compare, case)
+
+
+ONE_RANK_IDLE = Shares((1, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5))
+
+
+@pytest.mark.parametrize("case", [*LAYER_MAJOR, ONE_RANK_IDLE], ids=str)
+def test_a_batch_of_all_ranks_where_the_first_backwards_gradients_do_not_fit(
+    ranks: RankPools, case: Shares
+) -> None:
+    ranks(len(case.sizes)).run(cases.batches_short_of_memory, case)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ class _Drop:
         """Whose passes it begins."""
         self._collector = weakref.ref(collector)
 
+    @property
+    def lacks_room(self) -> bool:
+        """Nothing stays."""
+        return False
+
     def begin_unannounced(self) -> None:
         """The first gradient of a pass has come."""
         collector = self._collector()
