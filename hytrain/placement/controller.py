@@ -97,6 +97,7 @@ class PlacementController:
         self._steps_version = 0
         self._trials = Trials()
         self._launch_bound = LaunchBoundPlacement()
+        self._left_for_speed = -1  # most GPU layers that were left for more
         self._other_steps = 0  # that were not launch-bound, since the last that was
         self.target = self.num_gpu_layers
         self._refused = RefusedNumbers()
@@ -161,9 +162,11 @@ class PlacementController:
         # The closed form is there to reproduce the published system: it is followed as it is.
         moves = solution.gpu_layers != here and (
             self._settings.method == "closed_form"
-            or worth_moving(solution, here, self._move_seconds)
+            or self._is_worth_moving(step, solution)
         )
         if moves:
+            if solution.gpu_layers > here:
+                self._left_for_speed = max(self._left_for_speed, here)
             if self._steps.seconds(solution.gpu_layers) is None:
                 self._trials.use()
             self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
@@ -171,6 +174,12 @@ class PlacementController:
             # Nothing moves, but now it is known why.
             reason = f"{solution.reason}; {here} of {len(self._layers)} stay there"
             self._decide(step, solution, here, reason, costs, limits)
+
+    def _is_worth_moving(self, step: int, solution: Solution) -> bool:
+        # While numbers are tried, the first predictions may have led to too many layers.
+        left = -1 if self._trials.are_left(step) else self._left_for_speed
+        here, seconds = self.num_gpu_layers, self._move_seconds
+        return worth_moving(solution, here, seconds, left_for_speed=left)
 
     def _is_out_of_date(
         self, step: int, costs: StepCosts, allowed: Bounds, launch_bound: bool
@@ -222,6 +231,7 @@ class PlacementController:
     def _restart(self) -> None:
         """The workload is another one: what was tried for the last one tells nothing."""
         self._trials.restart()
+        self._left_for_speed = -1
         self._launch_bound.see_change()
 
     def add_step(self, seconds: float, *, launch_bound: bool) -> None:
@@ -230,6 +240,7 @@ class PlacementController:
         self._launch_bound.add_step(here, seconds)
         if self._steps.add(here, seconds, launch_bound=launch_bound):
             self._trials.restart()
+            self._left_for_speed = -1
 
     @property
     def num_measured(self) -> int:

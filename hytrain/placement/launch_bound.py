@@ -7,8 +7,9 @@ takes; such steps scatter by more, since the host is now faster and now slower f
 
 So steps of different times are not compared. Where training comes to a launch-bound workload, all
 that fits is measured right behind the number that the solver would choose. Where it is slower, both
-are measured once more, in turns. Where it is not, the number halfway between both is measured
-against it in the same way: many cores may hide a part of the updates, where nothing is clipped.
+are measured once more, in turns. Where it is not, and that did not take a third visit, the number
+halfway between both is measured against it in the same way: many cores may hide a part of the
+updates, where nothing is clipped.
 Then it is settled, until steps are not launch-bound any more; hosts drift by so much that a change
 of times alone says nothing.
 """
@@ -120,7 +121,9 @@ class LaunchBoundPlacement:
             if loses:
                 self._verdict = "worse"
                 return None
-        if self._middle is None and most - other >= _LEAST_BETWEEN:
+        # Two numbers between which it was in doubt leave little to be won between them.
+        was_in_doubt = len(self._steps_of(most)) + len(self._steps_of(other)) >= _VISITS * _STEPS
+        if self._middle is None and most - other >= _LEAST_BETWEEN and not was_in_doubt:
             middle = (most + other) // 2
             if predictions[middle].step_seconds <= _MOST_TRIAL_COST * steps[most]:
                 self._middle = middle

@@ -17,7 +17,9 @@ Where steps are launch-bound, a prediction cannot know two things from the place
   become slower or faster for all, which is common, and the others are scaled; where the change is
   large, it is another workload and they are forgotten.
 
-Between measured numbers of layers what is added is interpolated linearly.
+Between measured numbers of layers what is added is interpolated linearly. Where steps are not
+launch-bound they have one dip: a number is not predicted to be faster than a measured one between it
+and the best.
 """
 
 from __future__ import annotations
@@ -263,10 +265,28 @@ class MeasuredSteps:
         work = [candidate.worker_seconds for candidate in candidates]
         added = self._added(seconds, work, launch_bound=launch_bound)
         # However wrong a prediction was, no step takes less than nothing.
+        corrected = [max(s + a, 0.0) for s, a in zip(seconds, added, strict=True)]
+        if not launch_bound:
+            corrected = self._with_one_dip(corrected)
         return tuple(
-            replace(candidate, step_seconds=max(s + a, 0.0))
-            for candidate, s, a in zip(candidates, seconds, added, strict=True)
+            replace(candidate, step_seconds=s)
+            for candidate, s in zip(candidates, corrected, strict=True)
         )
+
+    def _with_one_dip(self, seconds: Sequence[float]) -> list[float]:
+        """Behind a measured number that is slower than the best of them, no step is shorter.
+
+        What updates on the CPU add to a step shrinks with each GPU layer, what those on the GPU add
+        grows: steps have one dip. Residuals of two numbers could make a second one between them.
+        """
+        known, result = self.known, list(seconds)
+        best = min(known, key=lambda number: seconds[number], default=0)
+        for number in known:
+            behind = range(number) if number < best else range(number + 1, len(result))
+            if number != best:
+                for k in set(behind).difference(known):
+                    result[k] = max(result[k], seconds[number])
+        return result
 
     def _added(
         self, seconds: Sequence[float], work: Sequence[float], *, launch_bound: bool

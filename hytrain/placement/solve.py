@@ -285,6 +285,7 @@ def worth_moving(
     current_gpu_layers: int,
     move_seconds: Sequence[float],
     horizon_steps: int = HORIZON_STEPS,
+    left_for_speed: int = -1,
 ) -> bool:
     """Whether to move from the current number of GPU layers to the solution's.
 
@@ -297,6 +298,8 @@ def worth_moving(
         current_gpu_layers: as it is.
         move_seconds: for how long the move of each of the L layers stalls training, an estimate.
         horizon_steps: steps in which a move must have paid for itself.
+        left_for_speed: the GPU is not freed of layers down to this number, or below: training has
+            been there and went on to more, and noise would lead it to and fro.
 
     Raises:
         PlacementError: ``current_gpu_layers`` is not in 0..L.
@@ -315,6 +318,8 @@ def worth_moving(
     pays = gain * horizon_steps > sum(move_seconds[slice(*moved)])
     if gain > max(WORTH_GAIN * current, solution.noise_seconds) and pays:
         return True
+    if solution.gpu_layers <= left_for_speed:
+        return False
     return freed >= solution.bounds.notable_layers and -gain <= SAVING_COST * current
 
 

@@ -223,7 +223,7 @@ def test_back_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     from hytrain.placement import controller
 
     monkeypatch.setattr(controller, "_SETTLED_STEPS", 0)
-    monkeypatch.setattr(controller, "worth_moving", lambda *_rest: True)
+    monkeypatch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
     with built(make_model("mlp"), solving()) as engine:
         shadow = Shadow(engine)
 

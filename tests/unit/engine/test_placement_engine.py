@@ -40,7 +40,7 @@ def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
     monkeypatch.setattr(controller_module, "solve", at_random)
-    monkeypatch.setattr(controller_module, "worth_moving", lambda *_rest: True)
+    monkeypatch.setattr(controller_module, "worth_moving", lambda *_rest, **_more: True)
     monkeypatch.setattr(controller_module, "inputs_moved", lambda *_rest: True)
     monkeypatch.setattr(controller_module, "_SETTLED_STEPS", 0)
 

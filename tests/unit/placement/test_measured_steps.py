@@ -179,6 +179,26 @@ def test_where_the_gpu_sets_the_pace_a_residual_holds_when_costs_change() -> Non
         assert result[4].step_seconds == pytest.approx(plain[4].step_seconds + 0.01)
 
 
+def test_between_measured_numbers_there_is_no_second_dip() -> None:
+    """Steps with 4 layers are longer than with 7: so are those with fewer."""
+    rest = {0: -0.1, 4: 0.15, 7: 0.0}
+    steps, plain = MeasuredSteps(), candidates(COSTS)
+    for number, more in rest.items():
+        for _ in range(ENOUGH_SAMPLES):
+            steps.add(number, plain[number].step_seconds + more, launch_bound=False)
+        steps.describe(plain[number], COSTS)
+    found = steps.correct(COSTS, plain, 7, candidates, launch_bound=False)
+    seconds = [candidate.step_seconds for candidate in found]
+    for number, more in rest.items():
+        assert seconds[number] == pytest.approx(plain[number].step_seconds + more)
+    between = plain[3].step_seconds - 0.1 + 0.75 * 0.25
+    assert between < seconds[4]
+    assert seconds[3] == seconds[4]
+    assert seconds[5] == pytest.approx(plain[5].step_seconds + 0.1)  # on the way to the best
+    bound = steps.correct(COSTS, plain, 7, candidates, launch_bound=True)
+    assert bound[3].step_seconds == pytest.approx(between)
+
+
 @pytest.mark.parametrize("rest", [0.03, -0.03])
 def test_what_is_not_predicted_shrinks_with_the_work_of_the_worker(rest: float) -> None:
     """Beyond the most GPU layers that were measured; steps shorter than predicted say nothing."""

@@ -56,6 +56,14 @@ def test_a_saving_is_a_tenth_of_the_layers(freed: int, expected: bool) -> None:
     assert worth_moving(solution([1.0] * 27, 10), 10 + freed, [0.0] * 26) is expected
 
 
+@pytest.mark.parametrize(("left", "expected"), [(-1, True), (9, True), (10, False), (12, False)])
+def test_what_was_left_for_speed_is_no_saving(left: int, expected: bool) -> None:
+    found = solution([1.0] * 27, 10)
+    assert worth_moving(found, 20, [0.0] * 26, left_for_speed=left) is expected
+    faster = solution([*[1.0] * 11, *[1.1] * 16], 10)
+    assert worth_moving(faster, 20, [0.0] * 26, left_for_speed=left)
+
+
 @pytest.mark.parametrize("current", [0, 3])
 def test_what_does_not_fit_always_moves(current: int) -> None:
     bounded = solution([1.0, 1.0, 1.0, 1.0], 1, Bounds(3, 1, 2))
