@@ -18,8 +18,8 @@ Where steps are launch-bound, a prediction cannot know two things from the place
   large, it is another workload and they are forgotten.
 
 Between measured numbers of layers what is added is interpolated linearly. Where steps are not
-launch-bound they have one dip: a number is not predicted to be faster than a measured one between it
-and the best.
+launch-bound they have one dip: a number is not predicted to be faster than a measured one that lies
+between it and the best.
 """
 
 from __future__ import annotations
