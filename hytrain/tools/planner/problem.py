@@ -148,7 +148,8 @@ class PlanProblem:
         """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
 
         Stage 3 has the training copy there, unless the host has, and the gradient that
-        micro-batches add to, or that several ranks keep until the end of their first backward. With
+        micro-batches add to, or that several ranks keep to the end of their first backward (which
+        do without where it does not fit; but then backward waits for the CPU's updates). With
         ``offload_param`` it is not counted where one rank sends each gradient as it comes.
         """
         if self.stage != 3:
