@@ -9,6 +9,7 @@ Parts:
   ten_b        k solved, one kind after another, beside forward and backward only (9.84 B)
   largest      of each --sizes KIND=BLOCKS,... the first that trains, activations recomputed
   workstation  7 B, weights streamed, 24 GiB of the GPU, 64 GiB of the host, both enforced
+  beside       2.9 B in the same memory, and DeepSpeed's ZeRO-3 with weights and state on the host
 
 DIR/PART.json is rewritten after every process, what a process has measured so far is in its
 folder; the table comes last.
@@ -35,6 +36,8 @@ from experiments.common.sizes import MODELS
 from experiments.solve_k.launch import outcome
 
 KINDS = ("fp32", "bf16", "8bit")
+ZERO3 = "ZeRO-3 offload"
+"""In the place of a kind: DeepSpeed's own, whose moments are fp32."""
 
 PARTS: dict[str, Json] = {
     "k0": {"model": "llama-3b", "plan": "turns", "gpu_fraction": 0.0, "settle_steps": 3},
@@ -47,8 +50,15 @@ PARTS: dict[str, Json] = {
         # There the kernel refuses what is too much; the machine itself has more.
         "host_floor_gib": 0.25,
     },
+    "beside": {
+        "model": "llama-3b",
+        "plan": "sequence",
+        "settle_steps": 8,
+        "host_floor_gib": 0.25,
+    },
 }
-CHECKPOINTED = ("largest", "workstation")
+CHECKPOINTED = ("largest", "workstation", "beside")
+CAPPED = ("workstation", "beside")
 
 
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
@@ -68,10 +78,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="folder for PART.json and logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--model", choices=MODELS, help="default: the part's")
-    add("--batch", type=int, help="sequences a step; default 8, of a workstation 4")
+    add("--batch", type=int, help="sequences a step; default 8, within limits 4")
     add("--seq", default=1024, type=int, help="tokens a sequence")
     add("--clip", default=1.0, type=float, help="gradient clipping norm")
-    add("--kinds", default=",".join(KINDS), help="which, in this order; a workstation: 8bit")
+    add("--kinds", default=",".join(KINDS), help="which, in this order; within limits: 8bit")
     add(
         "--sizes",
         nargs="+",
@@ -80,8 +90,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KIND=N,N,...",
         help="blocks in part largest, until one trains",
     )
-    add("--gpu-gib", default=24.0, type=float, help="of a workstation")
-    add("--host-gib", default=64.0, type=float, help="of a workstation")
+    add("--gpu-gib", default=24.0, type=float, help="limit of a workstation")
+    add("--host-gib", default=64.0, type=float, help="limit of a workstation")
     add("--gpu-fraction", help="a number or solve; default: the part's")
     add("--settle-steps", type=int, help="at least, before anything is timed; default: the part's")
     add("--timed-steps", default=4, type=int)
@@ -111,7 +121,7 @@ def jobs_of(options: argparse.Namespace) -> list[list[Job]]:
         common["gpu_fraction"] = chosen if chosen == "solve" else float(chosen)
     workload = Workload(
         model=options.model or settings["model"],
-        batch=options.batch or (4 if part == "workstation" else 8),
+        batch=options.batch or (4 if part in CAPPED else 8),
         seq=options.seq,
         device=options.device,
     )
@@ -127,10 +137,13 @@ def jobs_of(options: argparse.Namespace) -> list[list[Job]]:
             [job(f"{kind} {blocks}", kinds=[kind], layers=blocks) for blocks in sizes]
             for kind, sizes in options.sizes
         ]
-    if part == "workstation":
-        limits = {"gpu_gib": options.gpu_gib, "host_gib": options.host_gib}
+    if part in CAPPED:
+        limits = {"gpu_gib": options.gpu_gib, "host_gib": options.host_gib, "streamed": True}
         kinds = ["8bit"] if options.kinds == ",".join(KINDS) else common["kinds"]
-        return [[job("workstation", kinds=kinds, streamed=True, **limits)]]
+        found = [[job(f"{part} {kind}", kinds=[kind], **limits)] for kind in kinds]
+        if part == "beside":
+            found.append([job("beside zero3", kinds=[ZERO3], **{**limits, "plan": "zero3"})])
+        return found
     return [[job(part)]]
 
 
@@ -150,14 +163,14 @@ def kind_line(label: str, kind: str, result: Json) -> str:
         f"{result['num_parameters'] / 1e9:.2f} B",
         # Where layers still moved, k is not what it would have come to.
         kind if last.get("is_settled", True) else f"{kind}, not settled",
-        f"{last['gpu_layers']}/{last['num_layers']}",
+        f"{last['gpu_layers']}/{last['num_layers']}" if "num_layers" in last else "-",
         f"{median:.3f} ({min(seconds):.3f})",
         "-" if reference is None else f"{reference / median:.1%}",
         f"{statistics.median(over):.2f}" if over else "-",
         f"{last['tflops']:.0f}",
         f"{peak:.1f}",
         f"{max(window['host_rss_bytes'] for window in windows) / GIB:.1f}",
-        "-" if last["clipped_share"] is None else f"{last['clipped_share']:.0%}",
+        "-" if last.get("clipped_share") is None else f"{last['clipped_share']:.0%}",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -172,7 +185,7 @@ def table(measured: Sequence[Json]) -> list[str]:
     for record in measured:
         result = record["result"] or {}
         label = record["label"]
-        seen = [kind for kind in KINDS if f"kind {kind}" in result]
+        seen = [kind for kind in (*KINDS, ZERO3) if f"kind {kind}" in result]
         lines += [kind_line(label, kind, result) for kind in seen]
         if record["status"] != records.OK:
             words = result.get("error") or " ".join(record["log"][-1:])

@@ -16,12 +16,14 @@ import psutil
 import torch
 
 from experiments.common import records
-from experiments.common.memory import gpu_memory
+from experiments.common.memory import gpu_memory, reset_gpu_peak
 from experiments.common.model import build_host_model, build_partitioned_model
 from experiments.common.processes import end
 from experiments.common.records import GIB, Job, Json
+from experiments.common.systems.deepspeed_common import build_deepspeed
 from experiments.common.systems.hytrain import config_of
-from experiments.solve_k.bench import Bench, checkpoint
+from experiments.common.timing import Stepper, measure
+from experiments.solve_k.bench import Bench, checkpoint, plan_of
 from experiments.solve_k.recorder import HostMemoryGuard, Recorder
 
 TURNS = 3
@@ -162,6 +164,29 @@ def one_after_another(job: Job, recorder: Recorder, begin: float) -> None:
         bench.reached(f"{kind}: closed")
 
 
+def by_zero3(job: Job, recorder: Recorder, begin: float) -> None:
+    """DeepSpeed's ZeRO-3 with weights and state on the host; its second and later steps."""
+    (kind,) = job.entry.options["kinds"]
+    bench = Kind(job, recorder, begin)
+    bench.build()
+    bench.reached("model")
+    reset_gpu_peak(bench.device)
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": dict(offload)}
+    stepper = Stepper(
+        build_deepspeed(lambda _: bench.model, job, zero), bench.batches, bench.device
+    )
+    bench.reached(f"{kind}: engine")
+    print(f"first step: {stepper.timed_step():.3f} s", flush=True)
+    timing = measure(stepper, plan_of(1, job.entry.options["timed_steps"]), [])
+    row = bench.summary(timing)
+    recorder.append(f"kind {kind}", {**row, "host_rss_bytes": timing.host_rss_bytes})
+    bench.reached(f"{kind}: timed")
+
+
+PLANS = {"turns": in_turns, "sequence": one_after_another, "zero3": by_zero3}
+
+
 def limit_memory(options: Json, device: str) -> Json:
     """The GPU's memory by a fraction, the host's by a limit that the kernel enforces."""
     limits: Json = {}
@@ -184,7 +209,7 @@ def run_job(job: Job, recorder: Recorder, begin: float) -> None:
     guard = HostMemoryGuard(recorder, options["host_floor_gib"] * GIB)
     guard.start()
     try:
-        (in_turns if options["plan"] == "turns" else one_after_another)(job, recorder, begin)
+        PLANS[options["plan"]](job, recorder, begin)
     finally:
         guard.stop()
         recorder.put(host_available_least_bytes=guard.least_bytes)

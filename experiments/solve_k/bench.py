@@ -196,7 +196,7 @@ class Bench:
             for _ in range(warmup):
                 stepper.step()
             timing = measure(stepper, plan_of(windows, steps), [])
-        result = self._timed(timing)
+        result = self.summary(timing)
         print(f"forward and backward only: {timing.step_seconds:.4f} s", flush=True)
         return result
 
@@ -263,7 +263,7 @@ class Bench:
         self._rows += [{**row, "step_seconds": timing.step_seconds} for row in rows]
         costs = self.placed.costs()
         result = {
-            **self._timed(timing),
+            **self.summary(timing),
             "gpu_layers": self.placed.gpu_layers(),
             "num_layers": self.placed.num_layers,
             "at_step": rows[-1]["step"],
@@ -295,7 +295,8 @@ class Bench:
         """The decisions of the solver and the timed steps, for `hytrain explain`."""
         self.recorder.metrics(metrics_lines(self._solving_decisions, self._rows))
 
-    def _timed(self, timing: Timing) -> Json:
+    def summary(self, timing: Timing) -> Json:
+        """Seconds of a step, what it computes a second, memory."""
         seconds = timing.step_seconds
         return {
             "step_seconds": seconds,

@@ -6,8 +6,8 @@
 A workload is profiled as `hytrain profile` does it, for some seconds and its own batch only. Then a
 fresh engine trains it with no, half and all layers on the GPU, some steps of each in turns, and the
 same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps have:
-a plan takes the best number, which training finds only later, by trials. Hosts drift: what is left
-between both is the drift of half a minute as well. After every workload DIR/planned_steps.json is
+a plan takes the best number, which training finds only later, by trials. Hosts drift: the bare
+model's forward and backward are timed beside these steps, and printed beside the profile's. After every workload DIR/planned_steps.json is
 rewritten and the table so far is printed.
 """
 
@@ -104,16 +104,22 @@ class Measured:
         seconds: of a step, the median, by the part of the layers on the GPU.
         costs: what it was made of, by the same, as the engine has measured it.
         threads: of updates on the CPU.
+        compute: seconds of the bare model's forward and backward meanwhile; None where the device
+            does not hold a second model.
     """
 
     seconds: dict[float, float]
     costs: dict[float, Json]
     threads: int
+    compute: float | None
 
 
 def measure(cell: Cell, device: str, rounds: int) -> Measured:
     """Steps with these parts of the layers on the GPU."""
     contest = Contest(cell, device)
+    has_rival = contest.rival_fits
+    if has_rival:
+        contest.start_rival()
     contest.start_engine()
     placement = contest.engine.optimizer.placement
     if placement.tuned_threads is not None:
@@ -121,7 +127,10 @@ def measure(cell: Cell, device: str, rounds: int) -> Measured:
     contest.train(4)
     seen: dict[float, list[float]] = {part: [] for part in _PARTS}
     costs: dict[float, Json] = {}
+    compute: list[float] = []
     for turn in range(rounds):
+        if has_rival:
+            compute += contest.compute(6)[1:]
         for part in _PARTS if turn % 2 else reversed(_PARTS):
             contest.engine.set_gpu_fraction(part)
             seen[part] += contest.train(9)[4:]
@@ -131,7 +140,10 @@ def measure(cell: Cell, device: str, rounds: int) -> Measured:
     threads = placement.threads.num_threads
     contest.close()
     return Measured(
-        {part: statistics.median(times) for part, times in seen.items()}, costs, threads
+        {part: statistics.median(times) for part, times in seen.items()},
+        costs,
+        threads,
+        statistics.median(compute) if compute else None,
     )
 
 
@@ -145,6 +157,15 @@ def worker_line(found: ProfileFile, measured: Measured) -> str:
         for kind in ("cpu_update", "cpu_commit", "cpu_preview"):
             rates.append(f"{kind} {size / sum(layer[kind] for layer in layers) / 1e9:.2f}")
     return f"{measured.threads} threads update, G parameters/s: {', '.join(rates)}"
+
+
+def compute_line(found: ProfileFile, measured: Measured) -> str:
+    """The bare model's passes in the profile, beside those of the training's time."""
+    (device,) = found.devices
+    passes = [(found.model.num_layers, device.layer[0]), (1, device.outside[0])]
+    profiled = sum(n * max(p.forward_ms + p.backward_ms, p.launch_ms or 0.0) for n, p in passes)
+    meanwhile = "-" if measured.compute is None else f"{1e3 * measured.compute:.1f}"
+    return f"forward and backward alone, ms: {profiled:.1f} by the profile, {meanwhile} meanwhile"
 
 
 def main() -> None:
@@ -170,6 +191,7 @@ def main() -> None:
         print(profile_table(found), flush=True)
         measured = measure(cell, arguments.device, arguments.rounds)
         print(worker_line(found, measured), flush=True)
+        print(compute_line(found, measured), flush=True)
         threaded = with_threads(found, measured.threads)
         predicted = {part: predict(threaded, cell, part) for part in _PARTS}
         for part in _PARTS:
@@ -182,6 +204,7 @@ def main() -> None:
             "measured": measured.seconds,
             "threads": measured.threads,
             "costs": measured.costs,
+            "compute": measured.compute,
         }
         write_json(arguments.out / "planned_steps.json", record)
         print(markdown(HEADER, rows), flush=True)

@@ -161,8 +161,7 @@ class PlacementController:
                 return
         # The closed form is there to reproduce the published system: it is followed as it is.
         moves = solution.gpu_layers != here and (
-            self._settings.method == "closed_form"
-            or self._is_worth_moving(step, solution)
+            self._settings.method == "closed_form" or self._is_worth_moving(step, solution)
         )
         if moves:
             if solution.gpu_layers > here:

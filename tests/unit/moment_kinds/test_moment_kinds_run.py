@@ -12,6 +12,7 @@ from experiments.common.records import Job, Json
 from experiments.common.systems.hytrain import config_of
 from experiments.moment_kinds import run, sharded
 
+THEIRS = f"kind {run.ZERO3}"
 TOY = ["--device", "cpu", "--model", "toy", "--seq", "32", "--batch", "2"]
 
 
@@ -104,6 +105,21 @@ def test_two_ranks_train_a_sharded_model(tmp_path: Path) -> None:
         ranks = results[name]["ranks"]
         assert [rank["num_layers"] for rank in ranks] == [layers, layers]
         assert ranks[0]["loss"] < ranks[0]["first_loss"]
+
+
+@pytest.mark.experiment
+def test_zero3_offload_runs_beside(tmp_path: Path) -> None:
+    """Within the same limits, by the same batches."""
+    arguments = ["--part", "beside", "--kinds", "fp32", "--out", str(tmp_path), *TOY]
+    processes = run.run(run.parse(arguments))["processes"]
+    assert [process["status"] for process in processes] == [records.OK, records.OK]
+    ours, theirs = (process["result"] for process in processes)
+    assert ours["limits"] == theirs["limits"] == {"host_gib": 64.0}
+    first, second = (found[kind][0] for found, kind in ((ours, "kind fp32"), (theirs, THEIRS)))
+    assert first["step_seconds"] > 0.0
+    assert second["step_seconds"] > 0.0
+    *_, last = run.table(processes)
+    assert run.ZERO3 in last
 
 
 @pytest.mark.experiment
