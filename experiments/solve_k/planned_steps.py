@@ -7,8 +7,8 @@ A workload is profiled as `hytrain profile` does it, for some seconds and its ow
 fresh engine trains it with no, half and all layers on the GPU, some steps of each in turns, and the
 same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps have:
 a plan takes the best number, which training finds only later, by trials. Hosts drift: the bare
-model's forward and backward are timed beside these steps, and printed beside the profile's. After every workload DIR/planned_steps.json is
-rewritten and the table so far is printed.
+model's forward and backward are timed beside these steps, and printed beside the profile's. After
+every workload DIR/planned_steps.json is rewritten and the table so far is printed.
 """
 
 from __future__ import annotations
