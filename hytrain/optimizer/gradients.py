@@ -7,10 +7,12 @@ time" cannot be told apart.
 
 The first backward itself cannot know. With one rank it takes each parameter's first firing for its
 last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
-wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Several
-ranks send nothing early then: they have not agreed on an order. Under ZeRO-3 they agree on every
-use of a layer, and where the device does not hold all gradients to the end, a layer that backward
-goes on from is taken for complete (:mod:`hytrain.zero3.recorded_pass`).
+wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Updates
+that are committed as gradients come cannot be taken back: there it does so only where the device
+does not hold all gradients to the end, and a layer that proves wrong is an error. Several ranks
+send nothing early then: they have not agreed on an order. Under ZeRO-3 they agree on every use of a
+layer, and where the device does not hold all gradients to the end, a layer that backward goes on
+from is taken for complete (:mod:`hytrain.zero3.recorded_pass`).
 
 Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
 them; how often is learned for this mode by itself, and what one micro-batch fired counts. The
@@ -105,6 +107,7 @@ class GradientCollector:
             for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
         ]
         self._sink = sink
+        self._direct = direct
         self._can_withdraw = not is_shared and not direct
         """The first backward may consume layers too early: it can take them back.
 
@@ -127,7 +130,8 @@ class GradientCollector:
         self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
         self._by_layer = False
         self._micro_batches = 1
-        self._may_withdraw = False  # layers of this backward may be consumed too early
+        self._takes_first = False  # parameters' first gradients are taken for their last
+        self._may_withdraw = False  # and what was consumed too early can be taken back
         self._pace: GatherSchedule | None = None
         self._clock = 0
         self._firings = 0
@@ -211,8 +215,11 @@ class GradientCollector:
         self._early = early
         self._parts = False
         expected = self._expected.get(self._by_layer)
-        may_be_early = early and expected is None and self._can_withdraw
-        self._may_withdraw = may_be_early and (self._by_layer or self.record is None)
+        is_first = early and expected is None and (self._by_layer or self.record is None)
+        self._may_withdraw = is_first and self._can_withdraw
+        # Several ranks have to agree: see reduce_so_far().
+        must_send = is_first and not self._is_shared and self.lacks_room
+        self._takes_first = self._may_withdraw or must_send
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -225,7 +232,7 @@ class GradientCollector:
             if self.record is not None and expected is not None and self.record.early[index]:
                 if all(expected[index]):
                     layer.remaining = sum(expected[index]) * self._micro_batches
-            elif self._may_withdraw and not self._by_layer:
+            elif self._takes_first and not self._by_layer:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
@@ -234,7 +241,7 @@ class GradientCollector:
         Counts tell it anyhow, but where none have been learned.
         """
         layer = self.layers[index]
-        if self._may_withdraw and not layer.closed and all(layer.fired):
+        if self._takes_first and not layer.closed and all(layer.fired):
             layer.final = True
             self._close(layer)
 
@@ -384,10 +391,11 @@ class GradientCollector:
     def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
         if self._by_layer not in self._expected:
             raise GradientOrderError(
-                f"parameter '{slot.name}' received a gradient after the first backward had gone on "
-                f"from layer '{layer.layout.name}', whose update had begun: the GPU's memory did "
-                "not hold all gradients to the end of backward. With a smaller micro-batch or "
-                f"activation checkpointing it may. {self._late.advice}"
+                f"parameter '{slot.name}' received a gradient in the first backward after the "
+                f"update of layer '{layer.layout.name}' had begun: each of its parameters had got "
+                "one, and the GPU's memory does not hold all gradients to the end of backward. "
+                "With a smaller micro-batch or activation checkpointing it may, and with clipping "
+                f"or an overflow check one rank takes such an update back. {self._late.advice}"
             )
         expected = self._expected[self._by_layer][self.layers.index(layer)][index]
         expected *= self._micro_batches
@@ -437,8 +445,12 @@ class GradientCollector:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether gradients that stay to the end of this backward take memory that it needs."""
-        return self.in_backward and self._early and self._sink.lacks_room
+        """Whether gradients that stay to the end of this backward take memory that it needs.
+
+        A first step layer by layer is a trial, which committed updates would not let begin anew.
+        """
+        is_trial = self._by_layer and self._direct
+        return self.in_backward and self._early and not is_trial and self._sink.lacks_room
 
     def has_all(self, index: int) -> bool:
         """Whether each of a layer's parameters has got a gradient of this backward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_batches import STEPS, Shares, batches, dataset
+from rank_sharded import short_of_memory
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
@@ -206,11 +208,17 @@ def spoiled_in_backward() -> nn.Module:
 SPOILED = {"at_the_end": spoiled_at_the_end, "in_backward": spoiled_in_backward}
 
 
-def all_ranks_fall_back(case: Shares, kind: str) -> None:
-    """With ZeRO-3 they have to do so together, those without samples, too."""
+def all_ranks_fall_back(case: Shares, kind: str, is_short: bool) -> None:
+    """With ZeRO-3 they have to do so together, those without samples, too.
+
+    Where memory ``is_short``, updates have begun by then and are taken back.
+    """
     results = []
     for accumulation in ("layer_major", "micro_batch_major"):
-        results.append(_train(replace(case, accumulation=accumulation), SPOILED[kind]()))
+        with short_of_memory() if is_short else nullcontext([]) as early:
+            results.append(_train(replace(case, accumulation=accumulation), SPOILED[kind]()))
+        if is_short and kind == "in_backward" and accumulation == "layer_major":
+            assert early or not case.sizes[dist.get_rank()]
     assert results[0][2] is not None
     assert results[1][2] is None
     assert results[0][0] == results[1][0]

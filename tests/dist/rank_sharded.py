@@ -300,7 +300,9 @@ def a_gradient_after_its_layer() -> None:
             collector._hook(last, 0, slot)(late)
 
         first.layout.slots[0].parameter.register_hook(again)
-        with pytest.raises(GradientOrderError, match="first backward had gone on from layer"):
+        with pytest.raises(
+            GradientOrderError, match="in the first backward after the update of layer"
+        ):
             engine.backward(loss_of(engine(**batch_of("mlp", dist.get_rank(), True))))
 
 

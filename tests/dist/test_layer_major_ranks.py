@@ -63,8 +63,9 @@ def test_zero_3_gathers_a_layer_once_a_pass(ranks: RankPools, sizes: tuple[int, 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (3, 0), (0, 2)], ids=str)
 @pytest.mark.parametrize("kind", cases.SPOILED)
+@pytest.mark.parametrize("is_short", [False, True], ids=["roomy", "short"])
 def test_zero_3_falls_back_on_all_ranks(
-    ranks: RankPools, sizes: tuple[int, int], kind: str
+    ranks: RankPools, sizes: tuple[int, int], kind: str, is_short: bool
 ) -> None:
     case = Shares(sizes, (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
-    ranks(2).run(cases.all_ranks_fall_back, case, kind)
+    ranks(2).run(cases.all_ranks_fall_back, case, kind, is_short)

@@ -167,6 +167,7 @@ class Case:
         precision: of a case that is not in bf16, see `precision.py`.
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
+        short: with several ranks, no device holds all gradients to the end of a first backward.
     """
 
     seed: int
@@ -192,6 +193,7 @@ class Case:
     precision: str = ""
     async_saves: bool = False
     traced: tuple[int, int] | None = None
+    short: bool = False
 
     @property
     def checks_overflow(self) -> bool:

@@ -53,6 +53,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         # Of another stream: cases of a seed are otherwise what they were before there was a choice.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
         precision="" if bf16 else _precision(random.Random(f"precision {seed}"), model),
+        short=random.Random(f"short {seed}").random() < 0.5,
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:

@@ -38,6 +38,7 @@ CASE = {
     "precision": "",
     "async_saves": False,
     "traced": None,
+    "short": False,
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
 STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}

@@ -13,6 +13,10 @@ from support.shadow import Shadow
 from training import FRACTIONS, Faulty, UserError, backward, inputs
 
 from hytrain.errors import AbortedBackwardError, ConfigError, GradientOrderError
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optimizer.autograd_task import graph_task
+from hytrain.optimizer.pass_tracker import PassTracker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,6 +45,44 @@ def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
         shadow.check()
         norm = torch.stack([g.double().pow(2).sum() for g in shadow.last.values()]).sum().sqrt()
         assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm))
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_a_first_backward_whose_gradients_do_not_fit_sends_them(
+    monkeypatch: pytest.MonkeyPatch, gpu_fraction: float
+) -> None:
+    """...and the numbers are the same."""
+    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+    early: list[int] = []
+    send = UpdatePipeline.send
+
+    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
+        if graph_task() != -1:
+            early.append(layer.index)
+        send(pipeline, layer, *arguments)
+
+    monkeypatch.setattr(UpdatePipeline, "send", sent)
+    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
+        shadow = Shadow(engine)
+        for number in range(4):
+            early.clear()
+            backward(engine, number)
+            assert early[:4] == [5, 4, 3, 2]
+            shadow.step()
+        shadow.check()
+
+
+def test_a_layer_that_proves_incomplete_in_such_a_first_backward_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+    model = Recomputed()
+    model.times = 2
+    with (
+        built(model, _config(0.0)) as engine,
+        pytest.raises(GradientOrderError, match="with clipping or an overflow check one rank"),
+    ):
+        backward(engine, 0)
 
 
 def test_nothing_stays_pending() -> None:

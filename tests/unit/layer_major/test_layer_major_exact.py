@@ -11,6 +11,8 @@ from layer_major_runs import assert_close, assert_same, mlp_batch, train, train_
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
+from hytrain.optimizer.pass_tracker import PassTracker
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -125,9 +127,14 @@ def test_gradients_accumulate_in_fp32_where_asked() -> None:
     assert train_both(Mlp, bf16=True, data_types=types).refusal is None
 
 
+@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
-def test_direct_commit(gpu_fraction: float) -> None:
-    """Nothing can be taken back then: the trial sends nothing before its end."""
+def test_direct_commit(
+    monkeypatch: pytest.MonkeyPatch, gpu_fraction: float, is_short: bool
+) -> None:
+    """Nothing can be taken back then: the trial sends nothing before its end, however short the
+    memory is."""
+    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda _: is_short))
     direct: list[bool] = []
     run = train_both(
         Mlp,
