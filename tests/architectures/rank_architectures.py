@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.engines import built, make_config
+from support.short_memory import short_of_memory
 from tiny_configs import NoTinyModelError, loss_of, make_batch, make_model
 from torch import nn
 
@@ -26,7 +28,8 @@ def same_steps(purpose: str, name: str, stage: int, manner: str) -> str | None:
         purpose: see ``tiny_configs.TABLES``.
         name: the architecture's.
         stage: ZeRO's.
-        manner: "plain"; "frozen": matrices are not trained; "recomputed": with checkpointing.
+        manner: "plain"; "frozen": matrices are not trained; "recomputed": with checkpointing;
+            "short": the first backward's gradients do not fit.
 
     Returns:
         Why nothing was compared; None where it was.
@@ -38,7 +41,8 @@ def same_steps(purpose: str, name: str, stage: int, manner: str) -> str | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     config = make_config(gpu_fraction=0.5, bf16=False, stage=stage)
     config["optimizer"]["params"].update(ADAM)
-    with built(model, config) as engine:
+    short = short_of_memory() if manner == "short" else nullcontext()
+    with short, built(model, config) as engine:
         for step in range(STEPS):
             engine.backward(_loss(engine, purpose, world * step + rank))
             engine.step()

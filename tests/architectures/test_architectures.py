@@ -18,7 +18,7 @@ EVERY_RUN = (
     ("masked", "albert"), ("masked", "bert"), ("causal", "mixtral"), ("audio", "hubert"),
     ("seq2seq", "t5"), ("image", "resnet"),
 )  # fmt: skip
-MANNERS = ((2, "plain"), (3, "plain"), (3, "frozen"), (3, "recomputed"))
+MANNERS = ((2, "plain"), (3, "plain"), (3, "frozen"), (3, "recomputed"), (3, "short"))
 
 
 @pytest.fixture(scope="module")

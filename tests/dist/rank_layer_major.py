@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_batches import STEPS, Shares, batches, dataset
-from rank_sharded import short_of_memory
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
+from support.short_memory import short_of_memory
 from torch import nn
 
 from hytrain.config import BatchShares

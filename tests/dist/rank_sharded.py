@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +15,11 @@ from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
 from support.frozen import FROZEN
 from support.models import Mlp, Recomputed, loss_of, make_batch, make_model
+from support.short_memory import short_of_memory
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hytrain.errors import GradientOrderError, OutOfStepError, UnsupportedError
-from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.optimizer.autograd_task import graph_task
-from hytrain.optimizer.pass_tracker import PassTracker
 
 
 @dataclass(frozen=True)
@@ -234,27 +230,6 @@ def equals_stage_2(setup: Setup) -> int:
         for kind, expected in tensors.items():
             assert_same_bits(f"{kind} of {name}", ours.state[name][kind], expected)
     return ours.most_live
-
-
-@contextmanager
-def short_of_memory() -> Generator[list[int]]:
-    """No device holds all gradients to the end of a first backward.
-
-    Yields:
-        Layers in the order in which updates have begun before the end of a backward.
-    """
-    early: list[int] = []
-    send = UpdatePipeline.send
-
-    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
-        if graph_task() != -1:
-            early.append(layer.index)
-        send(pipeline, layer, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
-        patch.setattr(UpdatePipeline, "send", sent)
-        yield early
 
 
 def equals_stage_2_short_of_memory(setup: Setup) -> None:

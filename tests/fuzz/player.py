@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.engines import built, device, environment
+from support.short_memory import short_of_memory
 from torch import nn
 
 from fuzz import precision
@@ -28,7 +28,6 @@ from hytrain.errors import (
 )
 from hytrain.formats.trace_file import read_trace
 from hytrain.model.layer_state import LayerState
-from hytrain.optimizer.pass_tracker import PassTracker
 
 
 @dataclass
@@ -197,9 +196,7 @@ class Player:
         delays = environment("HYTRAIN_DELAYS", self.case.delays)
         with precision.allowed(), delays, self._stack:
             if self.case.short and self.case.ranks > 1:
-                patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-                lacks_room = property(lambda passes: passes.open_step.begun)
-                patch.setattr(PassTracker, "lacks_room", lacks_room)
+                self._stack.enter_context(short_of_memory())
             try:
                 self._build(self.case.build, seed=9 if self.case.follows else 0)
             except HyTrainError as error:

@@ -10,13 +10,10 @@ import torch
 from support.engines import built, environment, make_config
 from support.models import Recomputed, make_model
 from support.shadow import Shadow
+from support.short_memory import short_of_memory
 from training import FRACTIONS, Faulty, UserError, backward, inputs
 
 from hytrain.errors import AbortedBackwardError, ConfigError, GradientOrderError
-from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
-from hytrain.optimizer.autograd_task import graph_task
-from hytrain.optimizer.pass_tracker import PassTracker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,21 +45,9 @@ def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
 
 
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
-def test_a_first_backward_whose_gradients_do_not_fit_sends_them(
-    monkeypatch: pytest.MonkeyPatch, gpu_fraction: float
-) -> None:
+def test_a_first_backward_whose_gradients_do_not_fit_sends_them(gpu_fraction: float) -> None:
     """...and the numbers are the same."""
-    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
-    early: list[int] = []
-    send = UpdatePipeline.send
-
-    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
-        if graph_task() != -1:
-            early.append(layer.index)
-        send(pipeline, layer, *arguments)
-
-    monkeypatch.setattr(UpdatePipeline, "send", sent)
-    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
+    with short_of_memory() as early, built(make_model("mlp"), _config(gpu_fraction)) as engine:
         shadow = Shadow(engine)
         for number in range(4):
             early.clear()
@@ -72,15 +57,14 @@ def test_a_first_backward_whose_gradients_do_not_fit_sends_them(
         shadow.check()
 
 
-def test_a_layer_that_proves_incomplete_in_such_a_first_backward_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+def test_a_layer_that_proves_incomplete_in_such_a_first_backward_is_an_error() -> None:
     model = Recomputed()
     model.times = 2
+    says = "with clipping or an overflow check one rank takes such an update back"
     with (
+        short_of_memory(),
         built(model, _config(0.0)) as engine,
-        pytest.raises(GradientOrderError, match="with clipping or an overflow check one rank"),
+        pytest.raises(GradientOrderError, match=says),
     ):
         backward(engine, 0)
 

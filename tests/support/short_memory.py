@@ -1,0 +1,35 @@
+"""A device that does not hold all gradients to the end of a first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optimizer.autograd_task import graph_task
+from hytrain.optimizer.pass_tracker import PassTracker
+
+
+@contextmanager
+def short_of_memory() -> Generator[list[int]]:
+    """First backwards begin the updates of layers that they take for complete.
+
+    Yields:
+        Layers in the order in which updates have begun while autograd ran.
+    """
+    early: list[int] = []
+    send = UpdatePipeline.send
+
+    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
+        if graph_task() != -1:
+            early.append(layer.index)
+        send(pipeline, layer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+        patch.setattr(UpdatePipeline, "send", sent)
+        yield early
