@@ -79,7 +79,7 @@ def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -
     config = config_for(fractions, stage=stage, clipping=clipping, gpu_fraction=gpu_fraction)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller, "solve", at_random)
-        patch.setattr(controller, "worth_moving", lambda *_rest: True)
+        patch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
         patch.setattr(controller, "inputs_moved", lambda *_rest: True)
         patch.setattr(controller, "_SETTLED_STEPS", 0)
         with built(make_model("mlp"), config) as engine:
