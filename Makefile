@@ -103,7 +103,8 @@ FUZZ = $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES),--minutes $(M
 test-fuzz: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/fuzz/run.py $(FUZZ) $(FUZZ_ARGS)
 
-# Pinned libraries on top of the environment, in one of their own: those of .venv stay as they are.
+# Pinned libraries on top of the environment, in one of their own: those of .venv stay as they are. That one
+# is added as a site's folder, not as a mere path: hytrain is installed there by a .pth file of its own.
 COMPAT := .venv-compat
 COMPAT_STAMP := $(COMPAT)/.installed
 COMPAT_RUN = PATH="$(CURDIR)/$(COMPAT)/bin:$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
@@ -111,7 +112,7 @@ COMPAT_RUN = PATH="$(CURDIR)/$(COMPAT)/bin:$(CURDIR)/$(BIN):$$PATH" DS_ACCELERAT
 
 $(COMPAT_STAMP): $(STAMP) tests/ecosystem/requirements.txt
 	$(BIN)/python -m venv $(COMPAT)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	    > "$$($(COMPAT)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements.txt
 	touch $@
