@@ -58,7 +58,6 @@ class Nested(Mlp):
     """Blocks in checkpointed segments of two, or one by one; reentrant or not."""
 
     def __init__(self, *, reentrant: bool, together: int) -> None:
-        torch.manual_seed(0)
         super().__init__()
         self.reentrant = reentrant
         self.together = together
@@ -79,7 +78,6 @@ class RootOwned(Mlp):
     """The model itself owns a weight, which no module's hook can know of."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
         super().__init__()
         self.scale = nn.Parameter(torch.ones(32))
 
@@ -92,10 +90,6 @@ class RootOwned(Mlp):
 
 class ReadElsewhere(Mlp):
     """Weights of the embedding and of a block are read again behind the last block."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.embed(inputs.to(self.embed.weight.dtype))
@@ -110,7 +104,6 @@ class PartlyFrozen(Mlp):
     """One block and a bias are not trained."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
         super().__init__()
         self.blocks[1].requires_grad_(False)
         self.blocks.get_parameter("2.up.bias").requires_grad_(False)
@@ -118,10 +111,6 @@ class PartlyFrozen(Mlp):
 
 class OneBlockAgain(Mlp):
     """The second block is used once more behind the last one."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.embed(inputs.to(self.embed.weight.dtype))
@@ -134,7 +123,6 @@ class OneUnused(Mlp):
     """A parameter of the third block gets no gradient."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
         super().__init__()
         self.blocks[2].register_parameter("unused", nn.Parameter(torch.ones(32)))
 
@@ -172,6 +160,7 @@ def build(kind: str) -> nn.Module:
         model: Any = make_model(kind[:-3])
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
+    torch.manual_seed(0)  # the same on all ranks
     return MODELS[kind]() if kind in MODELS else make_model(kind)
 
 
