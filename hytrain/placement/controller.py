@@ -16,6 +16,7 @@ from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
+from hytrain.placement.leaving_moves import SMALL_GAIN, LeavingMoves
 from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.prediction import predict
@@ -98,6 +99,7 @@ class PlacementController:
         self._trials = Trials()
         self._launch_bound = LaunchBoundPlacement()
         self._left_for_speed = -1  # most GPU layers that were left for more
+        self._leaving = LeavingMoves()
         self._other_steps = 0  # that were not launch-bound, since the last that was
         self.target = self.num_gpu_layers
         self._refused = RefusedNumbers()
@@ -166,6 +168,7 @@ class PlacementController:
         if moves:
             if solution.gpu_layers > here:
                 self._left_for_speed = max(self._left_for_speed, here)
+            self._leaving.see_move(step, here, solution.gpu_layers)
             if self._steps.seconds(solution.gpu_layers) is None:
                 self._trials.use()
             self._decide(step, solution, solution.gpu_layers, solution.reason, costs, limits)
@@ -175,9 +178,14 @@ class PlacementController:
             self._decide(step, solution, here, reason, costs, limits)
 
     def _is_worth_moving(self, step: int, solution: Solution) -> bool:
+        here, seconds = self.num_gpu_layers, self._move_seconds
+        leaves = solution.gpu_layers < here and solution.bounds.allow(here)
+        if leaves and not self._leaving.are_allowed(step):
+            current = solution.predictions[here].step_seconds
+            if current - solution.predicted_seconds <= SMALL_GAIN * current:
+                return False
         # While numbers are tried, the first predictions may have led to too many layers.
         left = -1 if self._trials.are_left(step) else self._left_for_speed
-        here, seconds = self.num_gpu_layers, self._move_seconds
         return worth_moving(solution, here, seconds, left_for_speed=left)
 
     def _is_out_of_date(

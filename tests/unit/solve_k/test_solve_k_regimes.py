@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.sizes import Size
 from experiments.solve_k import regimes
-from experiments.solve_k.regime_cells import Cell, grid
+from experiments.solve_k.regime_cells import SHAPES, Cell, grid
 
 
 def test_cells() -> None:
@@ -30,9 +31,17 @@ def test_other_cells_are_refused(text: str) -> None:
         Cell.of(text)
 
 
+@pytest.mark.parametrize("model", [model for model in SHAPES if model != "toy"])
+def test_a_model_has_as_many_parameters_as_its_name_says(model: str) -> None:
+    blocks, hidden, intermediate = SHAPES[model]
+    size = Size(layers=blocks, hidden=hidden, intermediate=intermediate, heads=1, vocab=32000)
+    digits = len(model.removesuffix("B").partition(".")[2])
+    assert f"{size.num_parameters / 1e9:.{digits}f}B" == model
+
+
 def test_the_grid_has_every_pair() -> None:
     cells = [Cell.of(text) for text in grid()]
-    assert len(set(cells)) == len(cells) == 32
+    assert len(set(cells)) == len(cells) == 40
     columns = [[(cell.model, cell.tokens * cell.batch), cell.cores, cell.clips] for cell in cells]
     for first, second in itertools.combinations(range(3), 2):
         one, other = ({row[at] for row in columns} for at in (first, second))
