@@ -145,7 +145,9 @@ class _Sweep:
         placement = self._contest.engine.optimizer.placement
         if placement.tuned_threads is not None:
             placement.tuned_threads.end()
+        beside = max(2, self._layers // 10)
         numbers = {round(f * self._layers) for f in FRACTIONS}
+        numbers |= {self._solved - beside, self._solved + beside} & set(range(self._layers + 1))
         self._visit(self._solved)
         below = sorted((n for n in numbers if n < self._solved), reverse=True)
         for side in (below, sorted(n for n in numbers if n > self._solved)):
