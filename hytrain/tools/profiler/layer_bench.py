@@ -34,8 +34,10 @@ from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
-_LAUNCHED_PASSES = 3
-"""Of each turn, whose launches are timed."""
+_LAUNCHED_PASSES = (3, 20)
+"""Of each turn, whose launches are timed: at least, and at most."""
+_LAUNCH_SECONDS = 0.2
+"""In which passes whose launches are timed begin, beyond the fewest."""
 _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
 
@@ -142,15 +144,20 @@ class LayerBench:
         if not self._is_cuda:
             return []  # the host computes
         passes: list[tuple[int, Pass[float]]] = []
-        for turn in TURNS * _LAUNCHED_PASSES:
-            points: dict[Point, float] = {}
-            self._wait()
-            self._pass(
-                batch, turn, lambda point, p=points: set_once(p, point, 1e3 * time.perf_counter())
-            )
-            passes.append((turn, complete(points, self._subject.name)))
+        fewest, most = _LAUNCHED_PASSES
+        end = time.perf_counter() + _LAUNCH_SECONDS
+        for number in range(most):
+            if number >= fewest and time.perf_counter() > end:
+                break
+            passes += [(turn, self._launch_pass(batch, turn)) for turn in TURNS]
         self._wait()
         return passes
+
+    def _launch_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[float]:
+        points: dict[Point, float] = {}
+        self._wait()
+        self._pass(batch, turn, lambda point: set_once(points, point, 1e3 * time.perf_counter()))
+        return complete(points, self._subject.name)
 
     def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
         self._hooks.tell = tell

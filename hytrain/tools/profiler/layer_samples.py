@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -77,13 +77,13 @@ def _layer_launch(launches: _Times) -> float | None:
     each: list[float] = []
     for block in TURNS:
         keeping = [points for turn, points in launches if turn == block]
-        forward = _median(keeping, ("enter", block), ("leave", block))
-        each.append(forward + _median(keeping, ("gradient", block), ("gradient", block - 1)))
+        forward = _usual(keeping, ("enter", block), ("leave", block))
+        each.append(forward + _usual(keeping, ("gradient", block), ("gradient", block - 1)))
     return statistics.mean(each)
 
 
 def _outside_launch(launches: _Times) -> float | None:
-    return sum(_outside_passes(launches)) if launches else None
+    return sum(_outside_passes(launches, _usual)) if launches else None
 
 
 def _layer_sample(
@@ -120,6 +120,19 @@ def _median(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
     return statistics.median(points[end] - points[begin] for points in passes)
 
 
+def _usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
+    """The mean without the slowest tenth.
+
+    A step's launches are the sum over all its layers, to which those that are slow now and then add
+    what they take; a median would leave it out. What happens to few steps is left out.
+    """
+    seconds = sorted(points[end] - points[begin] for points in passes)
+    return statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
+
+
+_Between = Callable[[Sequence[Pass[float]], Point, Point], float]
+
+
 def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
     """What its forward leaves, and the most above weights and input in both passes.
 
@@ -131,13 +144,13 @@ def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
     return kept, max(after.peak - before.now, bottom.peak - top.now + kept)
 
 
-def _outside_passes(times: _Times) -> tuple[float, float]:
+def _outside_passes(times: _Times, between: _Between = _median) -> tuple[float, float]:
     """Forward and backward of what is outside of the blocks; not negative."""
     last = DEPTH - 1
     passes = [points for _, points in times]
-    forward = _median(passes, BEGIN, ("enter", 0)) + _median(passes, ("leave", last), LOSS)
-    backward = _median(passes, LOSS, ("gradient", last))
-    backward += _median(passes, ("gradient", -1), END)
+    forward = between(passes, BEGIN, ("enter", 0)) + between(passes, ("leave", last), LOSS)
+    backward = between(passes, LOSS, ("gradient", last))
+    backward += between(passes, ("gradient", -1), END)
     return max(0.0, forward), max(0.0, backward)
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from fake_device import FakeDevice
+from paced_model import paced_build
 
-from hytrain.tools.profiler import launching
+from hytrain.tools.profiler import launching, layer_bench
 from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
-from hytrain.tools.profiler.layer_samples import Allocated, Pass, SizeMeasurements
+from hytrain.tools.profiler.layer_bench import LayerBench
+from hytrain.tools.profiler.layer_samples import DEPTH, Allocated, Pass, SizeMeasurements
+from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.rates import UpdateArrays
+
+CPU = torch.device("cpu")
 
 
 def _points(forward: float, backward: float, outside: float) -> Pass[float]:
@@ -46,6 +54,43 @@ def test_a_row_has_the_hosts_time_beside_the_devices() -> None:
     layer, outside = SizeMeasurements(times, memory).row(4)
     assert layer.launch_ms is None is outside.launch_ms
     assert not layer.is_launch_bound
+
+
+def test_launches_that_are_slow_now_and_then_count() -> None:
+    """A step is the sum of its layers' launches: 19 slow ones of 40 add to it, a stall does not."""
+    memory: dict[int, Pass[Allocated]] = {
+        turn: {p: Allocated(0, 0) for p in _points(1.0, 1.0, 1.0)} for turn in (1, 2)
+    }
+    times = [(turn, _points(1.0, 1.0, 1.0)) for turn in (1, 2)]
+    stall = [_points(100.0, 100.0, 100.0)] * 4
+    seen = [*[_points(1.0, 2.0, 0.5)] * 19, *[_points(2.0, 4.0, 1.0)] * 17, *stall]
+    launches = [(turn, points) for points in seen for turn in (1, 2)]
+    layer, outside = SizeMeasurements(times, memory, launches).row(4)
+    mean = (19 * 1.0 + 17 * 2.0) / 36
+    assert layer.launch_ms == pytest.approx(3.0 * mean)
+    assert outside.launch_ms == pytest.approx(2.0 * mean)
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(0.0, 6), (100.0, 12), (1e6, 40)])
+def test_passes_are_launched_for_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, passes: int
+) -> None:
+    clock = FakeDevice(monkeypatch, has_events=False)
+    monkeypatch.setattr(layer_bench, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(layer_bench, "_LAUNCH_SECONDS", seconds)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    # A pass takes 10 s outside of its blocks, which take no time.
+    build = paced_build(clock, lambda size: 0.0, lambda size: 0.0)
+    subject = MeasuredModel("paced", build, seq_len=4, dtype=torch.float32)
+    bench = LayerBench(subject, subject.copy(DEPTH, CPU), CPU)
+    with bench.recomputing():
+        found = bench.measure(1, 60.0)
+        assert found.launches == []  # a host that computes launches nothing
+        bench._is_cuda = True
+        before = clock.now
+        assert bench.launch_seconds(1) == pytest.approx(10.0)
+    bench.close()
+    assert clock.now - before == pytest.approx(10.0 * passes)
 
 
 class _Arrays(UpdateArrays):
