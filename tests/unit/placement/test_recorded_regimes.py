@@ -16,7 +16,7 @@ from hytrain.placement.costs import LayerCosts, StepCosts
 from tests.support.machines import Training
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("regimes.json", "regimes_unclipped.json", "regimes_h100.json")
+FILES = ("regimes.json", "regimes_unclipped.json", "regimes_h100.json", "regimes_h200.json")
 RECORDS: list[dict[str, Any]] = [
     json.loads((ROOT / "experiments/solve_k" / name).read_text()) for name in FILES
 ]
@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[str, float]]:
             yield name, 0.1
 
 
-@pytest.mark.parametrize(("name", "drift"), cases())
+@pytest.mark.parametrize(("name", "drift"), list(cases()))
 def test_it_comes_to_the_best_fixed_number(name: str, drift: float) -> None:
     for seed in range(3):
         machine = RecordedMachine(name, noise=0.04, drift=drift)
