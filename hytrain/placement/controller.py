@@ -16,7 +16,7 @@ from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
-from hytrain.placement.leaving_moves import SMALL_GAIN, LeavingMoves
+from hytrain.placement.leaving_moves import LeavingMoves
 from hytrain.placement.measured_steps import MeasuredSteps
 from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.prediction import predict
@@ -178,15 +178,15 @@ class PlacementController:
             self._decide(step, solution, here, reason, costs, limits)
 
     def _is_worth_moving(self, step: int, solution: Solution) -> bool:
-        here, seconds = self.num_gpu_layers, self._move_seconds
-        leaves = solution.gpu_layers < here and solution.bounds.allow(here)
-        if leaves and not self._leaving.are_allowed(step):
-            current = solution.predictions[here].step_seconds
-            if current - solution.predicted_seconds <= SMALL_GAIN * current:
-                return False
         # While numbers are tried, the first predictions may have led to too many layers.
         left = -1 if self._trials.are_left(step) else self._left_for_speed
-        return worth_moving(solution, here, seconds, left_for_speed=left)
+        return worth_moving(
+            solution,
+            self.num_gpu_layers,
+            self._move_seconds,
+            left_for_speed=left,
+            leaves_for_little=self._leaving.are_allowed(step),
+        )
 
     def _is_out_of_date(
         self, step: int, costs: StepCosts, allowed: Bounds, launch_bound: bool

@@ -7,8 +7,6 @@ time twice as long, before the next one.
 
 from __future__ import annotations
 
-SMALL_GAIN = 0.03
-"""Share of the step: moves off the GPU that win more are not made to wait."""
 _FIRST_PAUSE = 100
 """Steps without such a move after the first one that was undone."""
 _LONGEST_PAUSE = 1600

@@ -38,6 +38,9 @@ they scatter."""
 SAVING_COST = 0.005
 """Share of the step that a move may cost to be made for GPU memory."""
 
+_LITTLE = 0.03
+"""Share of the step: moves off the GPU that win more need not wait (`leaving_moves.py`)."""
+
 HORIZON_STEPS = 100
 """Steps in which a move for speed must have paid for itself; few trainings are shorter."""
 
@@ -286,6 +289,7 @@ def worth_moving(
     move_seconds: Sequence[float],
     horizon_steps: int = HORIZON_STEPS,
     left_for_speed: int = -1,
+    leaves_for_little: bool = True,
 ) -> bool:
     """Whether to move from the current number of GPU layers to the solution's.
 
@@ -300,6 +304,7 @@ def worth_moving(
         horizon_steps: steps in which a move must have paid for itself.
         left_for_speed: the GPU is not freed of layers down to this number, or below: training has
             been there and went on to more, and noise would lead it to and fro.
+        leaves_for_little: layers may leave the GPU for less than 3 % of a step.
 
     Raises:
         PlacementError: ``current_gpu_layers`` is not in 0..L.
@@ -315,6 +320,8 @@ def worth_moving(
     current = solution.predictions[current_gpu_layers].step_seconds
     gain = current - solution.predicted_seconds
     moved = sorted((current_gpu_layers, solution.gpu_layers))
+    if freed > 0 and gain <= _LITTLE * current and not leaves_for_little:
+        return False
     pays = gain * horizon_steps > sum(move_seconds[slice(*moved)])
     if gain > max(WORTH_GAIN * current, solution.noise_seconds) and pays:
         return True

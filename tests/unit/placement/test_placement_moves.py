@@ -64,6 +64,18 @@ def test_what_was_left_for_speed_is_no_saving(left: int, expected: bool) -> None
     assert worth_moving(faster, 20, [0.0] * 26, left_for_speed=left)
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(0.0, False), (0.029, False), (0.031, True)])
+def test_leaving_for_little_may_have_to_wait(gain: float, expected: bool) -> None:
+    found = solution([*[1.0 - gain] * 11, *[1.0] * 16], 10)
+    assert worth_moving(found, 20, [0.0] * 26)
+    assert worth_moving(found, 20, [0.0] * 26, leaves_for_little=False) is expected
+    # Neither a move to the GPU waits, nor one from where it does not fit.
+    more = solution([1.02, *[1.0] * 26], 10)
+    assert worth_moving(more, 0, [0.0] * 26, leaves_for_little=False)
+    bounded = solution([1.0] * 27, 10, Bounds(26, 0, 15))
+    assert worth_moving(bounded, 20, [0.0] * 26, leaves_for_little=False)
+
+
 @pytest.mark.parametrize("current", [0, 3])
 def test_what_does_not_fit_always_moves(current: int) -> None:
     bounded = solution([1.0, 1.0, 1.0, 1.0], 1, Bounds(3, 1, 2))
