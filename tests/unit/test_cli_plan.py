@@ -313,14 +313,34 @@ def test_stage_and_offload_param_are_those_of_the_configuration(
     assert '"zero_optimization" must be a JSON object' in _error(capsys, *given)
 
 
-def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -> None:
-    # In stage 3 one GPU has the gradients beside the weights, in stage 2 they go to the host.
-    path = _small(tmp_path, 6, 64)
+def test_what_fits_on_the_gpu_is_named(tmp_path: Path, capsys: Capture) -> None:
+    # The host holds the state, but not the weights besides.
+    path = _small(tmp_path, 12, 12)
     arguments = ("--profile", path, "--batch", 4)
-    text = _error(capsys, *arguments, "--stage", 3)
-    assert "GPU memory is short: the GPU (Small) can use 4.50 GiB and must hold " in text
-    assert text.rstrip().endswith("; it would fit with --stage 2")
-    assert _run(*arguments, "--stage", 2) == 0
+    text = _error(capsys, *arguments, "--stage", 3, "--offload-param", "cpu")
+    assert text.rstrip().endswith("; it would fit without --offload-param")
+    assert _run(*arguments, "--stage", 3) == 0
+    capsys.readouterr()
+
+
+def test_a_first_backward_may_do_without_its_gradients(tmp_path: Path, capsys: Capture) -> None:
+    for gigabytes, keeps in ((6, False), (16, True)):
+        arguments = ("--profile", _small(tmp_path, gigabytes, 64), "--batch", 4, "--stage", 3)
+        record = _json(capsys, *arguments)
+        assert record["keeps_gradients"] is keeps
+        policies = {rank["activations"] for rank in record["ranks"]}
+        assert keeps or policies <= {"store", "recompute"}
+        assert _run(*arguments) == 0
+        words = " ".join(capsys.readouterr().out.split())
+        assert ("the first backward sends each layer's as later ones do" in words) is not keeps
+
+
+def test_what_is_short_is_said_of_the_plan_that_lacks_less(tmp_path: Path, capsys: Capture) -> None:
+    # With gradients the GPU lacks more than both do without them; 18 GB of host would do.
+    arguments = ("--batch", 4, "--stage", 3)
+    text = _error(capsys, "--profile", _small(tmp_path, 6, 17), *arguments)
+    assert "GiB is missing, on any host or GPU" in text
+    assert _run("--profile", _small(tmp_path, 6, 18), *arguments) == 0
     capsys.readouterr()
 
 
@@ -489,6 +509,24 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
         capsys, "--gpus", "b200", "--model", model, "--batch", 64
     )
     assert "give the --model" in _error(capsys, "--gpus", "l4", "--batch", 64)
+
+
+def test_data_sheets_have_the_moments_of_the_training(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    arguments = ("--gpus", "l4", "l4", "--model", model, "--batch", 8, "--cores", 2)
+    for moments in ("fp32", "bf16", "8bit"):
+        assert _json(capsys, *arguments, "--moments", moments)["model"]["moments"] == moments
+    config = tmp_path / "ds.json"
+    section = {"zero_optimization": {"stage": 2}, "hytrain": {"moments": "8bit"}}
+    config.write_text(json.dumps(section))
+    given = (*arguments, "--deepspeed-config", config)
+    assert _json(capsys, *given)["model"]["moments"] == "8bit"
+    assert _json(capsys, *given, "--moments", "8bit")["model"]["moments"] == "8bit"
+    text = _error(capsys, *given, "--moments", "bf16")
+    assert f'--moments bf16, but {config} has "hytrain.moments" "8bit"' in text
+    config.write_text(json.dumps({"hytrain": {"moments": "4bit"}}))
+    assert "\"hytrain.moments\" is '4bit': choose one of" in _error(capsys, *given)
 
 
 def test_the_model_of_a_profile_is_checked(profile: Path, model: Path, capsys: Capture) -> None:

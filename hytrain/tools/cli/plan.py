@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import MOMENTS
+from hytrain.formats.moment_kinds import FP32, MOMENTS
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid, plan_pools
@@ -27,7 +27,7 @@ from hytrain.tools.cli.arguments import (
     positive_int,
     share,
 )
-from hytrain.tools.cli.plan_options import STAGES, plan_options, read_deepspeed
+from hytrain.tools.cli.plan_options import STAGES, moments_of, plan_options, read_deepspeed
 
 _DESCRIPTION = (
     "Deals the samples of a batch and the optimizer state to GPUs that differ in speed and memory, "
@@ -95,7 +95,10 @@ def _add_subject(group: Any) -> None:
     )
     group.add_argument("--dtype", choices=DTYPES, help=f"of data sheets ({DTYPES[0]})")
     group.add_argument(
-        "--moments", choices=MOMENTS, help="of the profiles to plan with, where there are several"
+        "--moments",
+        choices=MOMENTS,
+        help="of the profiles to plan with, where there are several; of data sheets (the "
+        "configuration's, else fp32)",
     )
 
 
@@ -188,7 +191,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.baselines import baselines
-    from hytrain.tools.planner.plan import make_plan
+    from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
     from hytrain.tools.planner.plan_record import plan_file
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.uneven.solver import Infeasible
@@ -202,10 +205,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     _check_files(arguments)
     config = read_deepspeed(arguments)
-    profile, is_estimated = _profile(arguments)
+    profile, is_estimated = _profile(arguments, config)
     options = plan_options(arguments, config, profile, is_estimated=is_estimated)
-    problem = problem_from(profile, options)
-    plan = make_plan(problem)
+    problem, plan = make_plan_without_spare(problem_from(profile, options))
     if isinstance(plan, Infeasible):
         raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
     others = baselines(problem)
@@ -247,7 +249,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
     """With which options a plan would be found; empty where with none."""
-    from hytrain.tools.planner.plan import make_plan
+    from hytrain.tools.planner.plan import make_plan_without_spare
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.uneven.solver import Infeasible
 
@@ -263,7 +265,10 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
     others.append(("with --stage 3 --offload-param cpu", 3, True))
     for words, stage, is_offloaded in others:
         other = replace(options, stage=stage, offload_param=is_offloaded)
-        if other != options and not isinstance(make_plan(problem_from(profile, other)), Infeasible):
+        if other == options:
+            continue
+        _, found = make_plan_without_spare(problem_from(profile, other))
+        if not isinstance(found, Infeasible):
             path = arguments.deepspeed_config
             return f"; it would fit {words}" + (f", and {path} to match" if path else "")
     return ""
@@ -272,8 +277,13 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
 # -- whom to plan for --------------------------------------------------------------------------
 
 
-def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    """The ranks to plan for, and whether they were never measured."""
+def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The ranks to plan for, and whether they were never measured.
+
+    Args:
+        arguments: of the command.
+        config: DeepSpeed's; empty where none is given.
+    """
     from hytrain.formats.profile_file import merge_profiles, read_profile
     from hytrain.tools.planner import named_gpus
 
@@ -305,7 +315,10 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, bool]:
 
     seq_len = arguments.seq_len or _SHEET_SEQ_LEN
     check_length(read_config(arguments.model), arguments.model, seq_len)
-    shape = read_model_shape(arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0])
+    moments = arguments.moments or (moments_of(config) if config else FP32)
+    shape = read_model_shape(
+        arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0], moments=moments
+    )
     return named_gpus.estimated_cluster(groups, shape, wishes), True
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import FP32
+from hytrain.formats.moment_kinds import FP32, MOMENTS, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES
 
 _GIB = 1024**3
@@ -126,12 +126,30 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
     return stage, device == "cpu"
 
 
-def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:
-    """The configuration's moments must be those that were measured."""
+def moments_of(config: Mapping[str, Any]) -> MomentsName:
+    """How a configuration to train with keeps moments.
+
+    Raises:
+        ConfigError: in none of the ways that there are.
+    """
     section: Any = config.get("hytrain") or {}
     wanted = section.get("moments", FP32) if isinstance(section, dict) else FP32
-    measured = profile.model.moments
-    if config and wanted != measured:
+    if wanted not in MOMENTS:
+        raise ConfigError(f'"hytrain.moments" is {wanted!r}: choose one of {", ".join(MOMENTS)}')
+    return wanted
+
+
+def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:
+    """The configuration's moments must be those that were measured, or asked for."""
+    if not config:
+        return
+    wanted, measured = moments_of(config), profile.model.moments
+    if arguments.moments not in (None, wanted):
+        raise ConfigError(
+            f"--moments {arguments.moments}, but {arguments.deepspeed_config} has "
+            f'"hytrain.moments" "{wanted}": leave the flag out, or make them equal'
+        )
+    if wanted != measured:
         raise ConfigError(
             f'{arguments.deepspeed_config}: "hytrain.moments" is "{wanted}", but the profile is of '
             f'updates with "{measured}": measure with `hytrain profile --moments {wanted}`, or '

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from hytrain.formats.dtypes import ITEMSIZE
+from hytrain.formats.moment_kinds import MomentsName
 from hytrain.formats.profile_file import (
     CopyRates,
     DeviceProfile,
@@ -40,6 +41,10 @@ _LOGIT_BYTES = 14
 # Of the memory's bandwidth, what Adam's kernels reach, and what they move for each parameter.
 _UPDATE_SHARE = 0.8
 _UPDATE_BYTES = 30
+_GPU_SPEED: dict[MomentsName, float] = {"fp32": 1.0, "bf16": 1.4, "8bit": 1.2}
+_CPU_SPEED: dict[MomentsName, float] = {"fp32": 1.0, "bf16": 1.2, "8bit": 1.25}
+"""Of updates, over those with fp32 moments: one H200 and its host (experiments/moment_kinds).
+Arithmetic binds those of fewer bytes."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CORE_RATE = 3.3e8
 """Parameters/s that a core updates, until the memory's bandwidth is used up."""
@@ -119,7 +124,11 @@ def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> Device
         memory_bytes=limit,
         layer=tuple(_layer(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
         outside=tuple(_outside(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
-        update_rate=_UPDATE_SHARE * sheet.bandwidth * 1e9 / _UPDATE_BYTES,
+        update_rate=_GPU_SPEED[model.moments]
+        * _UPDATE_SHARE
+        * sheet.bandwidth
+        * 1e9
+        / _UPDATE_BYTES,
         copies=CopyRates(
             to_host=sheet.copy_rate * 1e9,
             from_host=sheet.copy_rate * 1e9,
@@ -171,10 +180,17 @@ def _outside(shape: ModelShape, samples: int, per_ms: float, itemsize: int) -> O
 
 
 def estimated_host(
-    name: str, ranks: tuple[str, ...], *, cores: int, memory_bytes: int, bandwidth: float
+    name: str,
+    ranks: tuple[str, ...],
+    *,
+    cores: int,
+    memory_bytes: int,
+    bandwidth: float,
+    moments: MomentsName,
 ) -> HostProfile:
     """A host with so many cores and so much memory, of so many bytes a second."""
-    together = _UPDATE_SHARE * bandwidth / _UPDATE_BYTES / len(ranks)
+    speed = _CPU_SPEED[moments]
+    together = speed * _UPDATE_SHARE * bandwidth / _UPDATE_BYTES / len(ranks)
     threads = sorted({1, max(1, cores // 2), cores})
     return HostProfile(
         host=name,
@@ -183,7 +199,8 @@ def estimated_host(
         memory_bytes=memory_bytes,
         bandwidth=bandwidth,
         updates=tuple(
-            UpdateRate(threads=count, rate=min(_CORE_RATE * count, together)) for count in threads
+            UpdateRate(threads=count, rate=min(speed * _CORE_RATE * count, together))
+            for count in threads
         ),
         cpu=SETTINGS,
         measured=_WRITTEN,

@@ -151,6 +151,7 @@ def estimated_cluster(
                 cores=wishes.cores or _CORES,
                 memory_bytes=wishes.memory_bytes or _HOST_BYTES,
                 bandwidth=wishes.bandwidth or _BANDWIDTH,
+                moments=shape.model.moments,
             )
         )
     return ProfileFile(model=shape.model, devices=tuple(devices.values()), hosts=tuple(hosts))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hytrain.formats.policies import ACCUMULATION_MODES, Activations
+from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
 from hytrain.tools.planner.accumulation_modes import best_mode
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.infeasibility import missing
@@ -43,6 +43,30 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     if problem.needs_rounds:
         return best_mode(problem, _of_any_mode, lambda one: best_rounds(one, _of_any_mode))
     return _of_any_mode(problem)
+
+
+def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | Infeasible]:
+    """The plan; where none fits in stage 3, one whose first backward does without its gradients.
+
+    One micro-batch after another only: layer by layer the first step may be a trial, which keeps
+    them.
+
+    Args:
+        problem: what is to be dealt to whom.
+
+    Returns:
+        The problem that was planned, and its plan; if nothing fits, that which lacks less memory,
+        and why.
+    """
+    plan = make_plan(problem)
+    policies = tuple(policy for policy in problem.activations if policy not in LAYER_MAJOR)
+    if not isinstance(plan, Infeasible) or problem.stage != 3 or not policies:
+        return problem, plan
+    other = replace(problem, activations=policies, keeps_gradients=False)
+    found = make_plan(other)
+    if isinstance(found, Infeasible) and found.missing >= plan.missing:
+        return problem, plan
+    return other, found
 
 
 def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:

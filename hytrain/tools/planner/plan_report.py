@@ -54,6 +54,11 @@ def plan_text(
         if plan.gap > plan.limits_gap + 1e-3:
             parts[-1] += f" (by the limits alone {max(0.0, plan.limits_gap):.1%})"
     parts += _clipped_words(plan) + _mode_words(plan) + _unfilled_words(problem, plan)
+    if not problem.keeps_gradients:
+        parts.append(
+            "the GPUs have no room for the gradients of their shards besides: the first backward "
+            "sends each layer's as later ones do, and waits for the CPU's updates"
+        )
     if without_offload is not None:
         parts.append(
             "the model fits without --offload-param, too: a step would take "
@@ -184,6 +189,7 @@ def plan_json(
     if problem.offload_param:
         seconds = None if without_offload is None else without_offload.predicted_seconds
         record["without_offload_param"] = {"step_seconds": seconds}
+    record["keeps_gradients"] = problem.keeps_gradients
     record["compared_with"] = [_other_json(other) for other in others]
     return record
 

@@ -115,6 +115,9 @@ class PlanProblem:
         clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
             chosen and the step is predicted for it. By default all of them, so that a plan holds
             also at the beginning of a training.
+        keeps_gradients: in stage 3 each GPU has room for its shard of all gradients, as the first
+            backward keeps them. Without, that backward sends them as later ones do (where each
+            rank makes one micro-batch), and waits for the CPU's updates.
     """
 
     cluster: Cluster
@@ -131,6 +134,7 @@ class PlanProblem:
     rounds: int | None = None
     clipped_share: float = 1.0
     offload_param: bool = False
+    keeps_gradients: bool = True
 
     @property
     def needs_rounds(self) -> bool:
@@ -148,16 +152,17 @@ class PlanProblem:
         """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
 
         Stage 3 has the training copy there, unless the host has, and the gradient that
-        micro-batches add to, or that several ranks keep to the end of their first backward (which
-        do without where it does not fit; but then backward waits for the CPU's updates). With
+        micro-batches add to, or that a first backward keeps (:attr:`keeps_gradients`). With
         ``offload_param`` it is not counted where one rank sends each gradient as it comes.
         """
         if self.stage != 3:
             return 0
-        if not self.offload_param:
-            return self.model.weight_bytes + self.gradient_bytes
-        is_sent = self.cluster.num_ranks == 1 and (self.rounds or 1) == 1
-        return 0 if is_sent else self.gradient_bytes
+        weights = 0.0 if self.offload_param else self.model.weight_bytes
+        is_one_pass = (self.rounds or 1) == 1
+        is_sent = is_one_pass and self.offload_param and self.cluster.num_ranks == 1
+        if is_sent or (is_one_pass and not self.keeps_gradients):
+            return weights
+        return weights + self.gradient_bytes
 
     @property
     def waiting_bytes(self) -> int:

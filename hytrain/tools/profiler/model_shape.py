@@ -9,6 +9,7 @@ from typing import Any
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import ITEMSIZE, TORCH_NAMES, Dtype
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import ProfiledModel
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.planner.device_sheets import ModelShape
@@ -17,13 +18,16 @@ from hytrain.tools.profiler.model_sizes import read_model_sizes
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 
 
-def read_model_shape(path: Path, *, seq_len: int, dtype: Dtype) -> ModelShape:
+def read_model_shape(
+    path: Path, *, seq_len: int, dtype: Dtype, moments: MomentsName = FP32
+) -> ModelShape:
     """The model as equal blocks and what is outside of them.
 
     Args:
         path: a transformers ``config.json``, or the folder that holds one.
         seq_len: tokens of a sample.
         dtype: of the training copy.
+        moments: how Adam's are kept.
 
     Raises:
         ConfigError: the file is no transformers configuration, or tells no sizes.
@@ -56,5 +60,6 @@ def read_model_shape(path: Path, *, seq_len: int, dtype: Dtype) -> ModelShape:
         seq_len=seq_len,
         dtype=dtype,
         boundary_bytes=ITEMSIZE[dtype] * seq_len * hidden,
+        moments=moments,
     )
     return ModelShape(model, hidden, vocabulary)

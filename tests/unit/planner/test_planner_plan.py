@@ -16,7 +16,7 @@ from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
@@ -212,6 +212,45 @@ def test_stage_3_fits_where_the_training_copy_does_not() -> None:
     assert refused.missing == pytest.approx((6e9 + 0.5e9 - 5e9) / 2**30)
     sharded = replace(whole, stage=3)
     check(sharded, planned(sharded))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stage_3_fits_without_room_for_the_gradients_of_a_first_backward(ranks: int) -> None:
+    # A sample takes 1 GB beside shards of 6 GB of weights, and of as much of gradients.
+    gigabytes = {1: 10, 4: 3}[ranks]
+    policies: tuple[Activations, ...] = ("recompute", "keep")
+    given_problem = problem(
+        host(*[gpu("a", gigabytes, 5.0)] * ranks),
+        batch=ranks,
+        stage=3,
+        gradient_bytes=2,
+        activations=policies,
+    )
+    assert isinstance(make_plan(given_problem), Infeasible)
+    solved, plan = make_plan_without_spare(given_problem)
+    assert isinstance(plan, Plan)
+    assert solved == replace(given_problem, activations=("recompute",), keeps_gradients=False)
+    check(solved, plan)
+    assert {rank.microbatch_size for rank in plan.ranks} == {1}
+    assert "the first backward sends each layer's" in plan_text(solved, plan, [])
+    # The shard of the weights is there, and gradients of layers that the GPU updates.
+    least = (6 / ranks + 1) * 1e9
+    assert all(rank.gpu_bytes > least for rank in plan.ranks)
+    # Layer by layer a first step may be a trial; several micro-batches add to gradients.
+    trial = replace(given_problem, activations=("keep",))
+    assert make_plan_without_spare(trial) == (trial, make_plan(trial))
+    several = replace(given_problem, rounds=2, batch=2 * ranks)
+    _, refused = make_plan_without_spare(several)
+    assert isinstance(refused, Infeasible)
+
+
+def test_what_fits_has_room_for_the_gradients_of_a_first_backward() -> None:
+    given_problem = problem(host(*[gpu("a", 8, 5.0)] * 4), stage=3, gradient_bytes=2)
+    plan = planned(given_problem)
+    assert make_plan_without_spare(given_problem) == (given_problem, plan)
+    assert "first backward" not in plan_text(given_problem, plan, [])
+    small = problem(host(*[gpu("a", 5, 5.0)] * 4))
+    assert make_plan_without_spare(small) == (small, make_plan(small))
 
 
 def test_stage_3_ranks_make_as_many_micro_batches() -> None:
