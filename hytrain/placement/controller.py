@@ -381,6 +381,7 @@ class PlacementController:
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
         self._refused.forget()
+        self._leaving = LeavingMoves()  # steps may begin anew at an earlier number
         self._steps = MeasuredSteps()
         self._restart()
         if self.solves and history and self._is_comparable(history[-1]):

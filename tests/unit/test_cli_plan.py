@@ -313,6 +313,15 @@ def test_stage_and_offload_param_are_those_of_the_configuration(
     assert '"zero_optimization" must be a JSON object' in _error(capsys, *given)
 
 
+def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -> None:
+    # In stage 3 one GPU has the gradients beside the weights, in stage 2 they go to the host.
+    arguments = ("--profile", _small(tmp_path, 7, 20), "--batch", 4, "--activations", "keep")
+    text = _error(capsys, *arguments, "--stage", 3)
+    assert text.rstrip().endswith("; it would fit with --stage 2")
+    assert _run(*arguments, "--stage", 2) == 0
+    capsys.readouterr()
+
+
 def test_what_fits_on_the_gpu_is_named(tmp_path: Path, capsys: Capture) -> None:
     # The host holds the state, but not the weights besides.
     path = _small(tmp_path, 12, 12)

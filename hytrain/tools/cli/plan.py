@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import FP32, MOMENTS
+from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid, plan_pools
@@ -315,7 +315,7 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
 
     seq_len = arguments.seq_len or _SHEET_SEQ_LEN
     check_length(read_config(arguments.model), arguments.model, seq_len)
-    moments = arguments.moments or (moments_of(config) if config else FP32)
+    moments = arguments.moments or moments_of(config)
     shape = read_model_shape(
         arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0], moments=moments
     )

@@ -115,6 +115,7 @@ def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> Device
     itemsize = ITEMSIZE[model.dtype]
     tflops = sheet.single_tflops if model.dtype == "fp32" else sheet.half_tflops
     limit = int(sheet.gib * _GIB)
+    swept = _UPDATE_SHARE * sheet.bandwidth * 1e9
     return DeviceProfile(
         host=host,
         label=device_label(sheet.name, sheet.multiprocessors, limit),
@@ -124,11 +125,7 @@ def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> Device
         memory_bytes=limit,
         layer=tuple(_layer(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
         outside=tuple(_outside(shape, size, tflops * 1e9, itemsize) for size in _SIZES),
-        update_rate=_GPU_SPEED[model.moments]
-        * _UPDATE_SHARE
-        * sheet.bandwidth
-        * 1e9
-        / _UPDATE_BYTES,
+        update_rate=_GPU_SPEED[model.moments] * swept / _UPDATE_BYTES,
         copies=CopyRates(
             to_host=sheet.copy_rate * 1e9,
             from_host=sheet.copy_rate * 1e9,

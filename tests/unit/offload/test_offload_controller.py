@@ -431,6 +431,17 @@ def test_no_room_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
     assert bench.here == best(FAST)
 
 
+def test_a_resumed_run_may_leave_the_gpu_at_once() -> None:
+    bench = Bench(begin=14)
+    for costs, steps in ((FAST, 30), (SLOW, 30), (FAST, 30)):
+        bench.run(costs, steps)
+    assert bench.here == best(SLOW)  # layers that left it came back: the next ones wait
+    bench.step = 0
+    bench.controller.resume(0, [])
+    bench.run(FAST, 40)
+    assert bench.here == best(FAST)
+
+
 def test_no_room_on_either_side() -> None:
     bench = Bench(begin=9)
     bench.mover.gpu_has_room_for, bench.mover.host_has_room_for = 9, L - 9
