@@ -1,15 +1,18 @@
-"""Takes a gradient over: one pass that copies it into a layer's flat buffer and sums its squares.
+"""Takes gradients over: a pass that copies them into a layer's flat buffer and sums their squares.
 
 Separately, the norm would read every gradient once more. Where a gradient is final as it was copied
 (one rank, one micro-batch, one use of each parameter) the partial sums are all that the norm needs.
-Many small gradients are taken over together instead, and read once more: a launch for each of them
-would take the host longer than the GPU needs for all.
+A layer's parameters are copied one by one, or all in one launch: the same values, and the same
+sums, bit for bit. Where they are so small that even that launch takes the host longer than the GPU
+needs for all, torch joins them, and the norm reads them once more.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +20,45 @@ from hytrain.kernels.cpu_adam import sum_of_squares
 
 _BLOCK = 2048
 _MAX_PROGRAMS = 1024
-_kernel_cache: list[Any] = []
+_ROWS = 16
+"""Parameters of one launch: their addresses are its arguments, which need no copy to the device."""
+_NUM_FIELDS = 5
+"""Of a table's: first program, elements, first element, elements of a program, first sum."""
+_NEVER = 2**62
+_VECTOR = 16
+"""Bytes, and elements: with addresses and lengths that are multiples the kernel moves vectors."""
+_TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class _Kernels(NamedTuple):
+    """What comes of Triton."""
+
+    one: Any
+    all: Any
+    dtypes: dict[torch.dtype, Any]
+
+
+class _Table(NamedTuple):
+    """Where a launch copies to; what never changes.
+
+    Attributes:
+        words: int64, on the device: _NUM_FIELDS rows of _ROWS.
+        programs: of the launch.
+    """
+
+    words: torch.Tensor
+    programs: int
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    from hytrain.kernels.triton_kernels import copy_squares_grouped_kernel, copy_squares_kernel
+
+    dtypes = {dtype: getattr(tl, name) for dtype, name in _TRITON_DTYPES.items()}
+    return _Kernels(copy_squares_kernel, copy_squares_grouped_kernel, dtypes)
 
 
 def num_partials(numel: int, device: torch.device) -> int:
@@ -35,15 +76,18 @@ class GradientCopier:
             were copied since.
     """
 
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+    def __init__(self, places: Sequence[tuple[int, int]], device: torch.device) -> None:
         """
         Args:
-            numels: elements of each parameter of the layer.
+            places: of each parameter, its first element in the layer and its number of elements.
             device: where gradients are.
         """
-        counts = [num_partials(numel, device) for numel in numels]
+        counts = [num_partials(numel, device) for _, numel in places]
         self.squares = torch.zeros(sum(counts), dtype=torch.float64, device=device)
         self._parts = list(self.squares.split(counts))
+        self._places = places
+        self._is_even = all(word % _VECTOR == 0 for place in places for word in place)
+        self._tables: list[_Table] = []
 
     def copy(self, index: int, gradient: torch.Tensor, destination: torch.Tensor) -> None:
         """Copies, and sums the squares of the destination's new values, in the current stream.
@@ -61,15 +105,72 @@ class GradientCopier:
             return
         if not gradient.is_contiguous():
             gradient = gradient.contiguous()
-        if not _kernel_cache:
-            from hytrain.kernels.triton_kernels import copy_squares_kernel
-
-            _kernel_cache.append(copy_squares_kernel)
         n, programs = gradient.numel(), part.numel()
-        per_program = -(-n // (programs * _BLOCK)) * _BLOCK
-        _kernel_cache[0][(programs,)](
-            gradient, destination, part, n, per_program, BLOCK=_BLOCK, num_warps=8
+        _kernels().one[(programs,)](
+            gradient, destination, part, n, _per_program(n, programs), BLOCK=_BLOCK, num_warps=8
         )
+
+    def copy_all(self, gradients: Sequence[torch.Tensor], layer: torch.Tensor) -> None:
+        """:meth:`copy` of every parameter, with one launch for each 16 of them where it can be.
+
+        Args:
+            gradients: of each parameter, of one dtype, dense.
+            layer: the layer's gradient, 1-D and contiguous; between parameters nothing is written.
+        """
+        if layer.device.type == "cuda" and self.triton_copy_all(gradients, layer):
+            return
+        for index, (gradient, (begin, numel)) in enumerate(
+            zip(gradients, self._places, strict=True)
+        ):
+            self.copy(index, gradient, layer[begin : begin + numel])
+
+    def triton_copy_all(self, gradients: Sequence[torch.Tensor], layer: torch.Tensor) -> bool:
+        """:meth:`copy_all` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors.
+
+        Returns:
+            False where it does nothing, as not all lengths, places and addresses are even. Then
+            some parameters are summed in another order than others, as Triton makes it.
+        """
+        if not self._is_even:
+            return False
+        # Kept to the end: what is contiguous may be a copy, whose memory the launch still reads. On
+        # this stream what takes that memory next comes behind the launch.
+        gradients = [gradient.contiguous() for gradient in gradients]
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        if functools.reduce(operator.or_, addresses, layer.data_ptr()) % _VECTOR:
+            return False
+        kernels = _kernels()
+        if not self._tables:
+            self._tables = self._make_tables()
+        for number, table in enumerate(self._tables):
+            some = addresses[number * _ROWS : (number + 1) * _ROWS]
+            some += some[:1] * (_ROWS - len(some))  # of rows that no program is of
+            kernels.all[(table.programs,)](
+                *some, table.words, layer, self.squares,
+                GRADIENT=kernels.dtypes[gradients[0].dtype], ROWS=_ROWS, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+        return True
+
+    def _make_tables(self) -> list[_Table]:
+        tables: list[_Table] = []
+        partial = 0
+        for first in range(0, len(self._places), _ROWS):
+            words = torch.full((_NUM_FIELDS, _ROWS), _NEVER, dtype=torch.int64)
+            programs = 0
+            places = self._places[first : first + _ROWS]
+            for row, (begin, n) in enumerate(places):
+                count = self._parts[first + row].numel()
+                fields = (programs, n, begin, _per_program(n, count), partial)
+                words[:, row] = torch.tensor(fields)
+                programs += count
+                partial += count
+            tables.append(_Table(words.to(self.squares.device), programs))
+        return tables
+
+
+def _per_program(n: int, programs: int) -> int:
+    """Elements that each program copies: whole blocks."""
+    return -(-n // (programs * _BLOCK)) * _BLOCK
 
 
 def reference_copy(gradient: torch.Tensor, destination: torch.Tensor, part: torch.Tensor) -> None:

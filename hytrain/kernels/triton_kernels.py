@@ -117,17 +117,69 @@ def adam_grouped_kernel(
 
 
 @triton.jit
-def copy_squares_kernel(
-    x_ptr, y_ptr, partial_ptr, n, per_program, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """y = x in y's dtype; each program sums y's squares over its own run, in order, in float64."""
-    begin = tl.program_id(0).to(tl.int64) * per_program
+def copied_squares(x_ptr, y_ptr, begin, per_program, n, BLOCK: tl.constexpr):
+    """y = x in y's dtype from ``begin`` on; the sum of y's squares, in order, in float64.
+
+    Args:
+        x_ptr, y_ptr: n elements each.
+        begin: first element of this program.
+        per_program: how many it copies, as far as there are; whole blocks.
+        n: elements in all.
+    """
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, per_program, BLOCK):
         offsets = begin + start + tl.arange(0, BLOCK)
-        mask = (offsets < n) & (offsets < begin + per_program)
+        mask = offsets < n
         y = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + offsets, y, mask=mask)
         wide = y.to(tl.float32).to(tl.float64)
         total += wide * wide
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def copy_squares_kernel(
+    x_ptr, y_ptr, partial_ptr, n, per_program, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies one gradient; each program leaves the squares of its own run."""
+    begin = tl.program_id(0).to(tl.int64) * per_program
+    total = copied_squares(x_ptr, y_ptr, begin, per_program, n, BLOCK)
+    tl.store(partial_ptr + tl.program_id(0), total)
+
+
+@triton.jit(do_not_specialize=[f"x{row}" for row in range(16)])
+def copy_squares_grouped_kernel(
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15,
+    table_ptr, y_ptr, partial_ptr,
+    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`copy_squares_kernel` for each row of a table (its fields: kernels/gradient_copy.py).
+
+    x0 to x15 are the gradients' addresses. They and y's are multiples of 16 bytes, lengths and
+    places of 16 elements: without knowing that, loads and stores would be of single elements, and
+    sums in another order.
+    """
+    row, inside = row_of_program(table_ptr, ROWS)
+    address = x0
+    address = tl.where(row == 1, x1, address)
+    address = tl.where(row == 2, x2, address)
+    address = tl.where(row == 3, x3, address)
+    address = tl.where(row == 4, x4, address)
+    address = tl.where(row == 5, x5, address)
+    address = tl.where(row == 6, x6, address)
+    address = tl.where(row == 7, x7, address)
+    address = tl.where(row == 8, x8, address)
+    address = tl.where(row == 9, x9, address)
+    address = tl.where(row == 10, x10, address)
+    address = tl.where(row == 11, x11, address)
+    address = tl.where(row == 12, x12, address)
+    address = tl.where(row == 13, x13, address)
+    address = tl.where(row == 14, x14, address)
+    address = tl.where(row == 15, x15, address)
+    x_ptr = tl.multiple_of(address.to(tl.pointer_type(GRADIENT)), 16)
+    fields = table_ptr + row
+    n = tl.multiple_of(tl.load(fields + ROWS), 16)
+    y_begin = tl.multiple_of(tl.load(fields + 2 * ROWS), 16)
+    per_program = tl.multiple_of(tl.load(fields + 3 * ROWS), BLOCK)
+    total = copied_squares(x_ptr, y_ptr + y_begin, inside * per_program, per_program, n, BLOCK)
+    tl.store(partial_ptr + tl.load(fields + 4 * ROWS) + inside, total)

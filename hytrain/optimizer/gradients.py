@@ -35,9 +35,14 @@ from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 from hytrain.optimizer.layer_hooks import LayerHooks, with_gradient
 from hytrain.zero3.schedule import GatherSchedule
 
-_SMALL = 6 << 20
-"""Elements. In layers whose parameters have fewer, all gradients are taken over in one launch: host
-time matters more there than reading the gradients once more for their norm."""
+_JOINED = 6 << 20
+"""Elements. In layers whose parameters have fewer, on average, all gradients are joined by torch:
+host time matters more there than reading the gradients once more for their norm."""
+_TOGETHER = 16 << 20
+"""Likewise: with fewer all gradients are taken over in one launch, when the last one has come.
+
+So in models up to some 5 B, which one GPU of 80 GB can update: there short batches are bound by
+launches. In larger layers those cost little, and gradients that wait are twice in memory."""
 
 
 class GradientSink(Protocol):
@@ -114,11 +119,13 @@ class GradientCollector:
         With other ranks, these would have to take the same ones back.
         """
         for layer in self.layers:
-            sizes = [slot.numel for slot in layer.layout.slots]
-            layer.together = len(sizes) > 1 and sum(sizes) < _SMALL * len(sizes)
-            if self._can_withdraw and not layer.together:
+            places = [(slot.offset, slot.numel) for slot in layer.layout.slots]
+            total = sum(numel for _, numel in places)
+            layer.together = len(places) > 1 and total < _TOGETHER * len(places)
+            is_joined = layer.together and total < _JOINED * len(places)
+            if self._can_withdraw and not is_joined:
                 # Elsewhere the reduced gradient's squares are wanted.
-                layer.copier = GradientCopier(sizes, device)
+                layer.copier = GradientCopier(places, device)
         self._device = device
         self._is_shared = is_shared  # with other ranks: all of them learn at the same time
         most = max((layout.size for layout in layouts), default=0)

@@ -52,14 +52,15 @@ class LayerGradient:
         local: this rank's own gradient of the whole layer, flat; None while there is none. What
             there is of it is there once :meth:`flush` was called.
         parts: each parameter's part of ``local``, 1-D; empty before one was asked for.
-        together: parameters are small, so that a launch takes longer than what it copies: gradients
-            wait for each other and are taken over in one.
+        together: gradients wait for each other and are taken over in one launch: by ``copier``, or
+            joined where there is none.
         waiting: gradients by parameter that are not in ``local`` yet.
         held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
             was withdrawn).
         last_index: the parameter that the latest gradient was of.
         uses_before: uses of layers that this backward had made at the last firing.
         closed: the gradient of the current backward has been reduced.
+        copier: sums the squares of what it copies; None where nobody wants them of ``local``.
         copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
     """
 
@@ -127,7 +128,7 @@ class LayerGradient:
             self.flush()
         if torch.is_grad_enabled():  # create_graph
             gradients = [gradient.detach() for gradient in gradients]
-        if self.local is None and self._is_whole(gradients):
+        if self.local is None and self._may_join(gradients):
             self._join(gradients)
             return
         self.waiting = dict(enumerate(gradients))
@@ -135,10 +136,15 @@ class LayerGradient:
 
     def _join(self, gradients: Sequence[torch.Tensor]) -> None:
         """They become ``local``, which there was none of."""
-        self.local = joined(gradients)
-        self.parts = []
+        if self.copier is None:
+            self.local = joined(gradients)
+            self.parts = []
+            self.copied_whole = False
+        else:
+            self.allocate(gradients[0].device)
+            assert self.local is not None
+            self.copier.copy_all(gradients, self.local)
         self.written = [True] * len(gradients)
-        self.copied_whole = False
 
     def flush(self) -> None:
         """Writes what waits, in the stream that made it: before ``local`` is used."""
@@ -149,7 +155,7 @@ class LayerGradient:
         if self.local is None:
             if len(waiting) == len(self.layout.slots):
                 gradients = [waiting[index] for index in range(len(waiting))]
-                if self._is_whole(gradients):
+                if self._may_join(gradients):
                     self._join(gradients)
                     return
             self.allocate(next(iter(waiting.values())).device)
@@ -164,11 +170,12 @@ class LayerGradient:
         if more:
             add_together([parts[i] for i in more], [waiting[i] for i in more])
 
-    def _is_whole(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether all parameters' gradients, one after the other, are the layer's flat space."""
-        if self.layout.gaps:
-            return False
-        return [gradient.dtype for gradient in gradients].count(self.dtype) == len(gradients)
+    def _may_join(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether all parameters' gradients are taken over in one go."""
+        if self.layout.gaps and self.copier is None:
+            return False  # one after the other they are not the layer's flat space
+        dtype = self.dtype if self.copier is None else gradients[0].dtype
+        return [gradient.dtype for gradient in gradients].count(dtype) == len(gradients)
 
     def move(self, local: torch.Tensor | None, held: torch.Tensor | None) -> None:
         """What there is of the gradient is in other memory from now on; see :meth:`flush`.

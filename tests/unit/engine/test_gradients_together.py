@@ -1,8 +1,9 @@
-"""Gradients of small parameters are taken over in one launch; the result is that of one by one."""
+"""Gradients taken over one by one, all at once, or joined: it changes no result."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,12 +13,33 @@ from support.shadow import Shadow, Twin
 from torch import nn
 from training import Faulty, backward, inputs, train_and_compare
 
+from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer import gradients as gradients_module
 from hytrain.optimizer import layer_gradient
+from hytrain.optimizer.layer_gradient import LayerGradient
 
 pytestmark = pytest.mark.timeout(60)
 
-SIZES = pytest.mark.parametrize("small", [0, 1 << 60], ids=["one by one", "together"])
+LIMITS = {"one by one": (0, 0), "all at once": (0, 2**40), "joined": (2**40, 2**40)}
+"""Elements of a parameter on average, below which gradients are joined, and taken together."""
+WAYS = pytest.mark.parametrize("how", LIMITS)
+ON_BOTH = pytest.mark.parametrize("where", ["", pytest.param("gpu", marks=pytest.mark.gpu)])
+STEPS = 6
+CONFIGS: dict[str, dict[str, Any]] = {
+    "clipped": {"clipping": 0.1},
+    "k half": {"clipping": 0.1, "gpu_fraction": 0.5},
+    "accumulated": {"clipping": 0.1, "accumulation": 2},
+    "fp32 sums": {"clipping": 0.1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "not clipped": {"clipping": 0.0},
+    "committed at once": {"clipping": 0.0, "checks": False},
+    "fp16": {"bf16": False, "fp16": {"enabled": True, "initial_scale_power": 4}, "clipping": 0.1},
+}
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Of every engine that is built."""
+    for name, limit in zip(("_JOINED", "_TOGETHER"), LIMITS[how], strict=True):
+        monkeypatch.setattr(gradients_module, name, limit)
 
 
 class Uneven(Mlp):
@@ -53,13 +75,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@SIZES
+@WAYS
 @pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["mlp", "uneven", "repeated"])
 def test_each_step_is_that_of_a_plain_model(
-    monkeypatch: pytest.MonkeyPatch, small: int, gpu_fraction: float, kind: str
+    monkeypatch: pytest.MonkeyPatch, how: str, gpu_fraction: float, kind: str
 ) -> None:
-    monkeypatch.setattr(gradients_module, "_SMALL", small)
+    set_limits(monkeypatch, how)
     model: Any = {"mlp": lambda: make_model("mlp"), "uneven": Uneven, "repeated": Faulty}[kind]()
     twin = Twin(model)
 
@@ -74,12 +96,10 @@ def test_each_step_is_that_of_a_plain_model(
     train_and_compare(model, gpu_fraction=gpu_fraction, before=before, twin=twin)
 
 
-@SIZES
+@WAYS
 @pytest.mark.parametrize("dtype", [None, "fp32"])
-def test_micro_batches_add_up(
-    monkeypatch: pytest.MonkeyPatch, small: int, dtype: str | None
-) -> None:
-    monkeypatch.setattr(gradients_module, "_SMALL", small)
+def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch, how: str, dtype: str | None) -> None:
+    set_limits(monkeypatch, how)
     types = {"grad_accum_dtype": dtype} if dtype else None
     config = make_config(gpu_fraction=0.5, accumulation=3, clipping=0.1, data_types=types)
     with built(make_model("mlp"), config) as engine:
@@ -92,19 +112,6 @@ def test_micro_batches_add_up(
         shadow.check()
 
 
-def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[list[torch.Tensor]] = []
-    for small in (0, 1 << 60):
-        monkeypatch.setattr(gradients_module, "_SMALL", small)
-        with built(Uneven(), make_config(gpu_fraction=0.5, accumulation=2)) as engine:
-            for number in range(6):
-                backward(engine, number)
-                engine.step()
-            engine.synchronize()
-            found.append([p.detach().clone() for p in engine.module.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_a_layer_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = launches(monkeypatch)
     model = make_model("mlp")
@@ -115,3 +122,137 @@ def test_a_layer_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = [len(state.layout.slots) for state in engine.optimizer.layer_states]
         assert max(sizes) > 1
         assert sorted(taken) == sorted(size for size in sizes if size > 1)
+
+
+class Odd(nn.Module):
+    """Sizes that leave gaps in a layer, a strided gradient, a scale that some steps leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = inputs.to(self.blocks[0].turned)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().pow(2).mean()
+
+
+class OddBlock(nn.Module):
+    """17 parameters: more than one launch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 37)
+        self.down = nn.Linear(37, HIDDEN)
+        self.turned = nn.Parameter(0.1 * torch.randn(HIDDEN, HIDDEN))
+        self.scales = nn.ParameterList(torch.ones(HIDDEN) for _ in range(11))
+        self.left_out = nn.Parameter(torch.ones(3))
+        self.uses_all = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.tanh(self.up(x))) + x @ self.turned.t()
+        for scale in self.scales:
+            x = x * scale
+        return x * self.left_out.sum() if self.uses_all else x
+
+
+class End(NamedTuple):
+    """What a training leaves."""
+
+    norms: list[float]
+    tensors: list[torch.Tensor]
+    calls: int
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    config: dict[str, Any],
+    before: Callable[[Any, int], None] | None = None,
+) -> End:
+    """Some steps with these limits; how often a layer was copied at once."""
+    calls: list[int] = []
+    copy_all = GradientCopier.copy_all
+
+    def counted(copier: GradientCopier, some: Any, layer: torch.Tensor) -> None:
+        calls.append(len(some))
+        copy_all(copier, some, layer)
+
+    with monkeypatch.context() as patch:
+        set_limits(patch, how)
+        patch.setattr(GradientCopier, "copy_all", counted)
+        checks = config.get("checks", True)
+        loaded = make_config(**{key: value for key, value in config.items() if key != "checks"})
+        loaded["bf16"]["check_grad_overflow"] = checks
+        with built(Odd(), loaded) as engine:
+            norms: list[float] = []
+            for number in range(STEPS * config.get("accumulation", 1)):
+                if before is not None:
+                    before(engine, number)
+                backward(engine, number)
+                engine.step()
+                norms.append(float(engine.get_global_grad_norm() or 0.0))
+            engine.optimizer.flush()
+            engine.synchronize()
+            states = [t.clone() for x in engine.optimizer.layer_states for t in x.state]
+            weights = [p.detach().clone() for p in engine.module.parameters()]
+            return End(norms, states + weights, len(calls))
+
+
+def assert_same(one: End, other: End) -> None:
+    assert one.norms == other.norms
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
+
+
+@ON_BOTH
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, where: str) -> None:
+    """Joined gradients' squares are added in another order: their norm is close."""
+    each = train(monkeypatch, "one by one", CONFIGS[case])
+    at_once = train(monkeypatch, "all at once", CONFIGS[case])
+    joined = train(monkeypatch, "joined", CONFIGS[case])
+    assert each.calls == joined.calls == 0
+    # Where updates are committed as gradients come, nobody waits for the norm.
+    assert (at_once.calls > 0) is (case != "committed at once")
+    assert_same(at_once, each)
+    assert joined.norms == pytest.approx(each.norms, rel=1e-5)
+    for one, other in zip(joined.tensors, each.tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
+
+
+@ON_BOTH
+def test_a_parameter_that_some_steps_leave_out(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The squares are not what was copied then, and are taken anew."""
+
+    def leave_out(engine: Any, number: int) -> None:
+        for block in engine.module.blocks:
+            block.uses_all = number not in (2, 4)
+
+    ends = [
+        train(monkeypatch, how, CONFIGS["clipped"], leave_out)
+        for how in ("one by one", "all at once")
+    ]
+    assert 0 < ends[1].calls < 4 * STEPS
+    assert_same(ends[1], ends[0])
+
+
+@ON_BOTH
+def test_squares_are_those_of_what_was_copied(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The norm is made of them, without another read."""
+    found: list[bool] = []
+    squares: Any = vars(LayerGradient)["squares"].fget
+
+    def seen(layer: LayerGradient) -> torch.Tensor | None:
+        sums = squares(layer)
+        found.append(sums is not None)
+        if sums is not None:
+            assert layer.local is not None
+            expected = float(layer.local.double().pow(2).sum())
+            assert float(sums.sum()) == pytest.approx(expected, rel=1e-9)
+        return sums
+
+    monkeypatch.setattr(LayerGradient, "squares", property(seen))
+    train(monkeypatch, "all at once", CONFIGS["clipped"])
+    assert all(found)
