@@ -116,12 +116,13 @@ class OffloadedStates:
             for copy, tensor in zip(on_host, holder.tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
             away.append(_Holder(holder.kind, on_host, holder.put))
-        if not non_blocking:
-            # Without this wait a reader on the host could see a copy that has not arrived.
-            self._kept.pipeline.streams.synchronize()
         for holder in away:
             holder.put(holder.tensors)
         self._away += away
+        if not non_blocking:
+            # Without this wait a reader on the host could see a copy that has not arrived. It comes
+            # last: pointing everything to the host takes the host as long as some copies.
+            self._kept.pipeline.streams.synchronize()
 
     def _come_to_rest(self) -> None:
         """No update is under way, no layer is gathered, and no move has been begun."""

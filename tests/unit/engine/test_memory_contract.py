@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import textwrap
 from pathlib import Path
@@ -298,6 +299,7 @@ def test_the_engine_says_what_its_model_keeps(changes: dict[str, Any], itemsize:
 def test_gradients_in_flight_on_the_gpu(phase: str, stage: int, tmp_path: Path) -> None:
     """38 M parameters: 72 MiB of gradients, of which the delayed update has fetched few."""
     join_process_group()
+    gc.collect()  # models of earlier tests, which would go later: they would be needed, it seems
     x = torch.ones(1, 1536, dtype=torch.bfloat16, device=device())
     layers = [torch.nn.Linear(1536, 1536, bias=False, dtype=torch.bfloat16) for _ in range(16)]
     # cuBLAS's workspaces, 32 MiB each, are there before the engine is.

@@ -386,7 +386,10 @@ def test_200_cycles_take_no_more_memory() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
 def test_a_gpu_is_free_and_copies_are_fast(stage: int, k: float) -> None:
-    """Nothing but some MiB stays; 80 % of what one copy of as many bytes reaches."""
+    """Nothing but some MiB stays; 80 % of what one copy of as many bytes reaches, but for 1 ms.
+
+    That is what the host and the driver take to give 14 blocks back, however large they are.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     config = make_config(stage=stage, gpu_fraction=k, offload={"chunk_elements": 2**20})
     with built(make_model("llama-100m"), config) as engine:
@@ -420,9 +423,9 @@ def test_a_gpu_is_free_and_copies_are_fast(stage: int, k: float) -> None:
         rates = copy_rates(moved, device)
         print(f"zero{stage} k{k:g}: {full / 2**20:.0f} MiB, left {left[-1] / 2**20:.1f} MiB")
         for name, times in seconds.items():
-            reached = moved / sorted(times)[len(times) // 2]
-            print(f"  {name}: {reached / 1e9:.1f} GB/s, one copy {rates[name] / 1e9:.1f}")
-            assert reached >= 0.8 * rates[name]
+            took = sorted(times)[len(times) // 2]
+            print(f"  {name}: {moved / took / 1e9:.1f} GB/s, one copy {rates[name] / 1e9:.1f}")
+            assert took - 1e-3 <= moved / (0.8 * rates[name])
         assert len(set(left)) == 1  # nothing grows
         assert left[-1] < 0.02 * full + (8 << 20)
         assert _requested(device) <= asked

@@ -127,12 +127,23 @@ def test_the_trainings_results_are_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], traced[name]) for name in plain)
 
 
+MOST_PER_KERNEL_S = 15e-6
+"""Of host time; a launch takes about 5 us without a profiler, on a slow host 10."""
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 def test_what_recording_takes(traces: dict[bool, Trace], kernels: bool) -> None:
     """2 % of a step is the aim at 2.9 B; this model is small, and bound by launches."""
-    (header,) = traces[kernels].file.headers
+    trace = traces[kernels]
+    (header,) = trace.file.headers
     assert header.recording_overhead is not None
-    print(f"kernels {kernels}: {header.recording_overhead:+.1%} of {header.unprofiled_step_s} s")
-    assert header.recording_overhead < 0.25
+    assert header.unprofiled_step_s is not None
+    spent = header.recording_overhead * header.unprofiled_step_s
+    launched = len(trace.spans(names.GPU_COMPUTE, step=12))
+    print(f"kernels {kernels}: {1e3 * spent:.1f} ms a step, {launched} spans of the device")
+    if kernels:
+        assert spent < MOST_PER_KERNEL_S * launched
+    else:
+        assert header.recording_overhead < 0.25
     assert header.peaks.d2h_bytes_per_s is not None
     assert header.peaks.h2d_bytes_per_s is not None
