@@ -25,6 +25,8 @@ from pydantic import (
 
 from hytrain.errors import ConfigError
 
+CHUNK_ELEMENTS = 16 * 1024 * 1024
+"""Default of "hytrain.offload.chunk_elements": profiles and plans take it for what runs have."""
 SECTION = "hytrain"
 
 
@@ -61,7 +63,7 @@ class OffloadConfig(_Section):
     """Where a host has several NUMA nodes: "auto" has the threads of updates, and the memory that
     they use, on the node of the rank's GPU, unless all cores are measured to be faster."""
 
-    chunk_elements: Count = Field(default=16 * 1024 * 1024, ge=1024, le=2**30)
+    chunk_elements: Count = Field(default=CHUNK_ELEMENTS, ge=1024, le=2**30)
     """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
 
     overlap_forward: Flag = True

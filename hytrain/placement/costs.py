@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hytrain.config import CHUNK_ELEMENTS
 from hytrain.errors import PlacementError
 from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
 
@@ -91,7 +92,7 @@ class StepCosts:
     between: float = 0.0
     tail: float = 0.0
     clipped_share: float = 0.0
-    chunk_elements: int = 16 * 1024 * 1024
+    chunk_elements: int = CHUNK_ELEMENTS
 
     def __post_init__(self) -> None:
         if not self.layers:

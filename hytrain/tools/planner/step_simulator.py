@@ -40,6 +40,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hytrain.config import CHUNK_ELEMENTS
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile, Host
@@ -62,8 +63,6 @@ from hytrain.tools.planner.problem import PlanProblem
 _PREVIEW = 0.8
 _ROUNDS = 4
 _SETTLED = 1e-6
-# Elements of a chunk, the default of "hytrain.offload.chunk_elements".
-_CHUNK = 16 * 1024 * 1024
 # More GPU layers must gain so much of the step.
 _WORTHWHILE = 0.003
 _MOST_CANDIDATES = 24
@@ -381,7 +380,7 @@ def _rank(
     copied = model.itemsize * shard / gpu.copy_rate
     update = shard / rate
     gpu_update = shard / gpu.update_rate
-    chunk = copied * min(1.0, _CHUNK / max(shard, 1.0))
+    chunk = copied * min(1.0, CHUNK_ELEMENTS / max(shard, 1.0))
     # Where the host has the weights, they come when they are gathered.
     sent, written, back = copied, 0.0, chunk
     if problem.offload_param:

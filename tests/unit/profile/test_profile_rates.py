@@ -6,15 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hytrain.formats.moment_kinds import MomentsName
+from hytrain.kernels.cpu_adam import commit_then_preview
+from hytrain.model.moment_format import StateArrays
 from hytrain.tools.kernel_bench import training_load
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler import rates
 from hytrain.tools.profiler.collective_profile import collective_samples, uneven_sizes
 from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.rates import UpdateArrays
 
 CPU = torch.device("cpu")
 ALONE = Ranks(alone=True)
@@ -126,3 +131,31 @@ def test_uneven_shards_differ_and_fit(world_size: int, elements: int) -> None:
 
 def test_one_rank_has_no_collectives() -> None:
     assert collective_samples(CPU, ALONE) == ()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_an_update_is_of_chunks_as_in_training(
+    monkeypatch: pytest.MonkeyPatch, moments: MomentsName
+) -> None:
+    """One after the other they are all of it, in memory that a single pass would update alike."""
+    sizes: list[int] = []
+
+    def update(*arrays: Any, **options: Any) -> None:
+        sizes.append(arrays[0].numel())
+        commit_then_preview(*arrays, **options)
+
+    monkeypatch.setattr(rates, "commit_then_preview", update)
+    gradients = torch.linspace(-1.0, 2.0, 3008, dtype=torch.bfloat16)
+    ends: list[StateArrays] = []
+    for most in (1 << 10, 1 << 20):
+        arrays = UpdateArrays(3000, moments, most)
+        for number, chunk in enumerate(arrays._chunks):
+            for step in chunk.steps:
+                step.tensor.copy_(gradients[number * most :][: step.tensor.numel()])
+        arrays.update(2)
+        assert all(chunk.state.master.any() and chunk.out.any() for chunk in arrays._chunks)
+        ends.append(arrays._state)
+    assert sizes == [1024, 1024, 960, 3008]
+    if moments == "fp32":  # random bits follow the place in a pass
+        one, other = ends
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
