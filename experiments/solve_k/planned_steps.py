@@ -3,12 +3,14 @@
     python experiments/solve_k/planned_steps.py --workloads 0.37B/4x512 0.95B/2x512
     python experiments/solve_k/planned_steps.py --workloads toy/2x16 --device cpu
 
-A workload is profiled as `hytrain profile` does it, for some seconds and its own batch only. Then a
-fresh engine trains it with no, half and all layers on the GPU, some steps of each in turns, and the
-same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps have:
-a plan takes the best number, which training finds only later, by trials. Hosts drift: the bare
-model's forward and backward are timed beside these steps, and printed beside the profile's. After
-every workload DIR/planned_steps.json is rewritten and the table so far is printed.
+Hosts drift: in some seconds they launch kernels half as fast again as in others. So profiles and
+steps take turns. In each round the workload is profiled as `hytrain profile` does it, for some
+seconds and its own batch only; then an engine trains it with no, half and all layers on the GPU,
+some steps of each, and the same numbers are predicted as `hytrain plan` predicts them, with the
+threads that these steps have: a plan takes the best number, which training finds only later, by
+trials. Medians over the rounds are reported, of the times and of the ratio, with its least and its
+largest; the bare model's forward and backward beside the profile's, too. After every workload
+DIR/planned_steps.json is rewritten and the table so far is printed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,10 @@ from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
 _PARTS = (0.0, 0.5, 1.0)
-HEADER = ("workload", "layers on the GPU", "predicted ms", "measured ms", "predicted / measured")
+HEADER = (
+    "workload", "layers on the GPU", "predicted ms", "measured ms", "predicted / measured",
+    "least", "largest",
+)  # fmt: skip
 
 
 def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
@@ -98,7 +104,7 @@ def predict(found: ProfileFile, cell: Cell, part: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a fresh engine.
+    """Of one round's steps.
 
     Attributes:
         seconds: of a step, the median, by the part of the layers on the GPU.
@@ -114,37 +120,77 @@ class Measured:
     compute: float | None
 
 
-def measure(cell: Cell, device: str, rounds: int) -> Measured:
-    """Steps with these parts of the layers on the GPU."""
+@dataclass(frozen=True)
+class Round:
+    """A profile, the steps that followed on it, and what they should have taken by it."""
+
+    found: ProfileFile
+    measured: Measured
+    predicted: dict[float, float]
+
+    def ratio(self, part: float) -> float:
+        """Predicted over measured."""
+        return self.predicted[part] / self.measured.seconds[part]
+
+
+def start(cell: Cell, device: str) -> Contest:
+    """An engine that has trained, with its number of threads fixed."""
     contest = Contest(cell, device)
-    has_rival = contest.rival_fits
-    if has_rival:
+    if contest.rival_fits:
         contest.start_rival()
     contest.start_engine()
-    placement = contest.engine.optimizer.placement
-    if placement.tuned_threads is not None:
-        placement.tuned_threads.end()
+    tuned = contest.engine.optimizer.placement.tuned_threads
+    if tuned is not None:
+        tuned.end()
     contest.train(4)
-    seen: dict[float, list[float]] = {part: [] for part in _PARTS}
+    return contest
+
+
+def measure(contest: Contest, *, backwards: bool) -> Measured:
+    """Steps with each part of the layers on the GPU."""
+    placement = contest.engine.optimizer.placement
+    compute = contest.compute(6)[1:] if contest.rival_fits else []
+    seconds: dict[float, float] = {}
     costs: dict[float, Json] = {}
-    compute: list[float] = []
-    for turn in range(rounds):
-        if has_rival:
-            compute += contest.compute(6)[1:]
-        for part in _PARTS if turn % 2 else reversed(_PARTS):
-            contest.engine.set_gpu_fraction(part)
-            seen[part] += contest.train(9)[4:]
-            found = placement.costs()
-            if found is not None:
-                costs[part] = asdict(found)
+    for part in reversed(_PARTS) if backwards else _PARTS:
+        contest.engine.set_gpu_fraction(part)
+        seconds[part] = statistics.median(contest.train(12)[4:])
+        found = placement.costs()
+        if found is not None:
+            costs[part] = asdict(found)
     threads = placement.threads.num_threads
+    return Measured(seconds, costs, threads, statistics.median(compute) if compute else None)
+
+
+def rounds_of(cell: Cell, device: str, seconds: float, number: int) -> list[Round]:
+    """Profiles and steps in turns."""
+    contest = start(cell, device)
+    rounds: list[Round] = []
+    for turn in range(number):
+        found = profile(cell, device, seconds)
+        measured = measure(contest, backwards=turn % 2 == 1)
+        threaded = with_threads(found, measured.threads)
+        predicted = {part: predict(threaded, cell, part) for part in _PARTS}
+        rounds.append(Round(found, measured, predicted))
+        print(worker_line(found, measured), flush=True)
+        print(compute_line(found, measured), flush=True)
+    print(profile_table(rounds[-1].found), flush=True)
     contest.close()
-    return Measured(
-        {part: statistics.median(times) for part, times in seen.items()},
-        costs,
-        threads,
-        statistics.median(compute) if compute else None,
-    )
+    return rounds
+
+
+def row(text: str, part: float, rounds: Sequence[Round]) -> list[str]:
+    """Of the table."""
+    times = [
+        statistics.median(each.predicted[part] for each in rounds),
+        statistics.median(each.measured.seconds[part] for each in rounds),
+    ]
+    ratios = sorted(each.ratio(part) for each in rounds)
+    shown = statistics.median(ratios), ratios[0], ratios[-1]
+    return [
+        text, f"{part:.0%}", *(f"{1e3 * each:.1f}" for each in times),
+        *(f"{each:.3f}" for each in shown),
+    ]  # fmt: skip
 
 
 def worker_line(found: ProfileFile, measured: Measured) -> str:
@@ -178,7 +224,7 @@ def main() -> None:
     add("--out", type=Path, default=Path(), help="folder for planned_steps.json")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--seconds", type=float, default=3.0, help="of measuring a block's passes")
-    add("--rounds", type=int, default=2, help="of every number of layers")
+    add("--rounds", type=int, default=3, help="of a profile and steps")
     arguments = parser.parse_args()
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(names, MASTER_PORT=str(free_port()))
@@ -187,25 +233,16 @@ def main() -> None:
     record: Json = {"command": sys.argv, "workloads": {}}
     for text in arguments.workloads:
         cell = Cell.of(f"{text}/{len(os.sched_getaffinity(0))}")
-        found = profile(cell, arguments.device, arguments.seconds)
-        print(profile_table(found), flush=True)
-        measured = measure(cell, arguments.device, arguments.rounds)
-        print(worker_line(found, measured), flush=True)
-        print(compute_line(found, measured), flush=True)
-        threaded = with_threads(found, measured.threads)
-        predicted = {part: predict(threaded, cell, part) for part in _PARTS}
-        for part in _PARTS:
-            pair = (predicted[part], measured.seconds[part])
-            times = [f"{1e3 * seconds:.1f}" for seconds in pair]
-            rows.append([text, f"{part:.0%}", *times, f"{pair[0] / pair[1]:.3f}"])
-        record["workloads"][text] = {
-            "profile": found.model_dump(mode="json"),
-            "predicted": predicted,
-            "measured": measured.seconds,
-            "threads": measured.threads,
-            "costs": measured.costs,
-            "compute": measured.compute,
-        }
+        rounds = rounds_of(cell, arguments.device, arguments.seconds, arguments.rounds)
+        rows += [row(text, part, rounds) for part in _PARTS]
+        record["workloads"][text] = [
+            {
+                "profile": each.found.model_dump(mode="json"),
+                "predicted": each.predicted,
+                **asdict(each.measured),
+            }
+            for each in rounds
+        ]
         write_json(arguments.out / "planned_steps.json", record)
         print(markdown(HEADER, rows), flush=True)
     end(0)

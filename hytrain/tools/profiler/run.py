@@ -11,6 +11,7 @@ import datetime
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from hytrain.placement.calibration import (
     accumulation_seconds_per_parameter,
     gpu_seconds_per_parameter,
 )
+from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler import collective_profile, rates
 from hytrain.tools.profiler.launching import launch_slowdown
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
@@ -225,7 +227,10 @@ def _measure(
     def beside(launch: Callable[[], float]) -> float:
         elements = options.cpu_elements or rates.update_elements(me.ranks_on_host)
         arrays = rates.UpdateArrays(elements, options.moments)
-        return launch_slowdown(launch, arrays, max(1, me.cores - 1))
+        load = TrainingLoad(device, arrays.out_bytes)
+        # The thread that launches is the real one here: of the load there are only the copies.
+        update = partial(load.beside, partial(arrays.update, max(1, me.cores - 1)))
+        return launch_slowdown(launch, update)
 
     layer = ranks.together(
         lambda: profile_layer(subject, device, options.layer, on_size=on_size, beside=beside)

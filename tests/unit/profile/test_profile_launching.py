@@ -16,7 +16,6 @@ from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, Allocated, Pass, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
-from hytrain.tools.profiler.rates import UpdateArrays
 
 CPU = torch.device("cpu")
 
@@ -93,37 +92,35 @@ def test_passes_are_launched_for_some_seconds(
     assert clock.now - before == pytest.approx(10.0 * passes)
 
 
-class _Arrays(UpdateArrays):
-    """Counts updates."""
+class _Updates:
+    """Counts them."""
 
     def __init__(self) -> None:
-        self.threads: list[int] = []
+        self.number = 0
         self.is_updating = threading.Event()
 
-    def update(self, threads: int) -> float:
-        self.threads.append(threads)
+    def __call__(self) -> None:
+        self.number += 1
         self.is_updating.set()
         time.sleep(1e-4)
-        return 1e-4
 
 
 def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, calls = _Arrays(), 0
+    update, calls = _Updates(), 0
 
     def launch() -> float:
         nonlocal calls
         calls += 1
         if calls % 2:
             return 2.0
-        arrays.is_updating.clear()
-        assert arrays.is_updating.wait(60.0)  # they go on all the time
+        update.is_updating.clear()
+        assert update.is_updating.wait(60.0)  # they go on all the time
         return 3.0
 
-    assert launching.launch_slowdown(launch, arrays, 3) == 1.5
-    assert set(arrays.threads) == {3}
-    number = len(arrays.threads)
+    assert launching.launch_slowdown(launch, update) == 1.5
+    number = update.number
     time.sleep(0.01)
-    assert len(arrays.threads) == number
+    assert update.number == number
     # A host that was faster beside updates than alone is one that drifts.
     monkeypatch.setattr(launching, "_TURNS", 1)
-    assert launching.launch_slowdown(iter([2.0, 1.0]).__next__, arrays, 1) == 1.0
+    assert launching.launch_slowdown(iter([2.0, 1.0]).__next__, update) == 1.0
