@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Callable, Generator
 
-_TURNS = 3
+_TURNS = 5
 
 
 @contextlib.contextmanager

@@ -77,13 +77,13 @@ def _layer_launch(launches: _Times) -> float | None:
     each: list[float] = []
     for block in TURNS:
         keeping = [points for turn, points in launches if turn == block]
-        forward = _usual(keeping, ("enter", block), ("leave", block))
-        each.append(forward + _usual(keeping, ("gradient", block), ("gradient", block - 1)))
+        forward = usual(keeping, ("enter", block), ("leave", block))
+        each.append(forward + usual(keeping, ("gradient", block), ("gradient", block - 1)))
     return statistics.mean(each)
 
 
 def _outside_launch(launches: _Times) -> float | None:
-    return sum(_outside_passes(launches, _usual)) if launches else None
+    return sum(_outside_passes(launches, usual)) if launches else None
 
 
 def _layer_sample(
@@ -120,8 +120,8 @@ def _median(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
     return statistics.median(points[end] - points[begin] for points in passes)
 
 
-def _usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
-    """The mean without the slowest tenth.
+def usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
+    """The mean without the slowest tenth, in milliseconds.
 
     A step's launches are the sum over all its layers, to which those that are slow now and then add
     what they take; a median would leave it out. What happens to few steps is left out.

@@ -92,6 +92,18 @@ def test_passes_are_launched_for_some_seconds(
     assert clock.now - before == pytest.approx(10.0 * passes)
 
 
+def test_what_a_pass_takes_counts_slow_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside updates a third of the launches may be slow: in a median they would not be seen."""
+    build = paced_build(FakeDevice(monkeypatch, has_events=False), lambda _: 0.0, lambda _: 0.0)
+    subject = MeasuredModel("paced", build, seq_len=4, dtype=torch.float32)
+    bench = LayerBench(subject, subject.copy(DEPTH, CPU), CPU)
+    each = [1e3] * 14 + [4e3] * 7  # milliseconds
+    passes = [(1, {BEGIN: 0.0, END: taken}) for taken in each]
+    monkeypatch.setattr(bench, "_launches", lambda _batch: passes)
+    assert bench.launch_seconds(1) == pytest.approx((14 * 1.0 + 5 * 4.0) / 19)
+    bench.close()
+
+
 class _Updates:
     """Counts them."""
 
