@@ -128,10 +128,10 @@ class GradientCopier:
         """:meth:`copy_all` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors.
 
         Returns:
-            False where it does nothing, as not all lengths, places and addresses are even. Then
-            some parameters are summed in another order than others, as Triton makes it.
+            False where it does nothing: not all lengths, places and addresses are even, so that
+            Triton sums some parameters in another order than others; or it has no such dtype.
         """
-        if not self._is_even:
+        if not self._is_even or gradients[0].dtype not in _TRITON_DTYPES:
             return False
         # Kept to the end: what is contiguous may be a copy, whose memory the launch still reads. On
         # this stream what takes that memory next comes behind the launch.

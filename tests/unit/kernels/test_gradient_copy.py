@@ -108,6 +108,16 @@ def test_all_at_once(
         assert torch.equal(both.squares, one.squares)
 
 
+def test_all_at_once_of_a_dtype_that_is_no_kernels() -> None:
+    copier = GradientCopier([(0, 16)], torch.device("cpu"))
+    copied = torch.full((16,), GAP)
+    assert not copier.triton_copy_all([torch.ones(16, dtype=torch.float64)], copied)
+    assert (copied == GAP).all()
+    copier.copy_all([torch.ones(16, dtype=torch.float64)], copied)
+    assert (copied == 1.0).all()
+    assert float(copier.squares.sum()) == 16.0
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def test_all_at_once_of_any_strides(device: str) -> None:
     sources = [torch.arange(12.0, device=device).view(3, 4).t(), torch.ones(4, device=device)]
