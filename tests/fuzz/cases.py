@@ -168,6 +168,7 @@ class Case:
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
         short: with several ranks, no device holds all gradients to the end of a first backward.
+        gradients: how they are taken over, see `support/gradient_ways.py`.
     """
 
     seed: int
@@ -194,6 +195,7 @@ class Case:
     async_saves: bool = False
     traced: tuple[int, int] | None = None
     short: bool = False
+    gradients: str = "joined"
 
     @property
     def checks_overflow(self) -> bool:

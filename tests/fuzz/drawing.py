@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from support.gradient_ways import WAYS
+
 from fuzz.cases import Build, Case, Event, ModelSpec, OptimizerSpec, Pairs, Step
 from fuzz.phases import with_phases
 from fuzz.precision import PRECISIONS
@@ -54,6 +56,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
         precision="" if bf16 else _precision(random.Random(f"precision {seed}"), model),
         short=random.Random(f"short {seed}").random() < 0.5,
+        gradients=random.Random(f"gradients {seed}").choice(tuple(WAYS)),
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:

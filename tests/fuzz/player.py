@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.engines import built, device, environment
+from support.gradient_ways import taking_gradients
 from support.short_memory import short_of_memory
 from torch import nn
 
@@ -194,7 +195,8 @@ class Player:
     def play(self) -> Trace:
         """All of it."""
         delays = environment("HYTRAIN_DELAYS", self.case.delays)
-        with precision.allowed(), delays, self._stack:
+        ways = taking_gradients(self.case.gradients)
+        with precision.allowed(), delays, ways, self._stack:
             if self.case.short and self.case.ranks > 1:
                 self._stack.enter_context(short_of_memory())
             try:

@@ -39,6 +39,7 @@ CASE = {
     "async_saves": False,
     "traced": None,
     "short": False,
+    "gradients": "joined",
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
 STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}

@@ -8,21 +8,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.engines import built, make_config
+from support.gradient_ways import WAYS, taking_gradients
 from support.models import HIDDEN, Mlp, make_model
 from support.shadow import Shadow, Twin
 from torch import nn
 from training import Faulty, backward, inputs, train_and_compare
 
 from hytrain.kernels.gradient_copy import GradientCopier
-from hytrain.optimizer import gradients as gradients_module
 from hytrain.optimizer import layer_gradient
 from hytrain.optimizer.layer_gradient import LayerGradient
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMITS = {"one by one": (0, 0), "all at once": (0, 2**40), "joined": (2**40, 2**40)}
-"""Elements of a parameter on average, below which gradients are joined, and taken together."""
-WAYS = pytest.mark.parametrize("how", LIMITS)
+HOW = pytest.mark.parametrize("how", WAYS)
 ON_BOTH = pytest.mark.parametrize("where", ["", pytest.param("gpu", marks=pytest.mark.gpu)])
 STEPS = 6
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -34,12 +32,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "committed at once": {"clipping": 0.0, "checks": False},
     "fp16": {"bf16": False, "fp16": {"enabled": True, "initial_scale_power": 4}, "clipping": 0.1},
 }
-
-
-def set_limits(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Of every engine that is built."""
-    for name, limit in zip(("_JOINED", "_TOGETHER"), LIMITS[how], strict=True):
-        monkeypatch.setattr(gradients_module, name, limit)
 
 
 class Uneven(Mlp):
@@ -75,13 +67,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@WAYS
+@HOW
 @pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["mlp", "uneven", "repeated"])
-def test_each_step_is_that_of_a_plain_model(
-    monkeypatch: pytest.MonkeyPatch, how: str, gpu_fraction: float, kind: str
-) -> None:
-    set_limits(monkeypatch, how)
+def test_each_step_is_that_of_a_plain_model(how: str, gpu_fraction: float, kind: str) -> None:
     model: Any = {"mlp": lambda: make_model("mlp"), "uneven": Uneven, "repeated": Faulty}[kind]()
     twin = Twin(model)
 
@@ -93,16 +82,16 @@ def test_each_step_is_that_of_a_plain_model(
             elif kind == "repeated":
                 each.repeats = 2
 
-    train_and_compare(model, gpu_fraction=gpu_fraction, before=before, twin=twin)
+    with taking_gradients(how):
+        train_and_compare(model, gpu_fraction=gpu_fraction, before=before, twin=twin)
 
 
-@WAYS
+@HOW
 @pytest.mark.parametrize("dtype", [None, "fp32"])
-def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch, how: str, dtype: str | None) -> None:
-    set_limits(monkeypatch, how)
+def test_micro_batches_add_up(how: str, dtype: str | None) -> None:
     types = {"grad_accum_dtype": dtype} if dtype else None
     config = make_config(gpu_fraction=0.5, accumulation=3, clipping=0.1, data_types=types)
-    with built(make_model("mlp"), config) as engine:
+    with taking_gradients(how), built(make_model("mlp"), config) as engine:
         shadow = Shadow(engine)
         for number in range(9):
             backward(engine, number)
@@ -180,8 +169,7 @@ def train(
         calls.append(len(some))
         copy_all(copier, some, layer)
 
-    with monkeypatch.context() as patch:
-        set_limits(patch, how)
+    with monkeypatch.context() as patch, taking_gradients(how):
         patch.setattr(GradientCopier, "copy_all", counted)
         checks = config.get("checks", True)
         loaded = make_config(**{key: value for key, value in config.items() if key != "checks"})
