@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hytrain.kernels.cpu_adam import sum_of_squares
+from hytrain.kernels.launch_tables import NEVER, TRITON_DTYPES, VECTOR, triton_dtypes
 
 _BLOCK = 2048
 _MAX_PROGRAMS = 1024
@@ -24,10 +25,6 @@ _ROWS = 16
 """Parameters of one launch: their addresses are its arguments, which need no copy to the device."""
 _NUM_FIELDS = 5
 """Of a table's: first program, elements, first element, elements of a program, first sum."""
-_NEVER = 2**62
-_VECTOR = 16
-"""Bytes, and elements: with addresses and lengths that are multiples the kernel moves vectors."""
-_TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class _Kernels(NamedTuple):
@@ -53,12 +50,9 @@ class _Table(NamedTuple):
 @functools.cache
 def _kernels() -> _Kernels:
     # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-
     from hytrain.kernels.triton_kernels import copy_squares_grouped_kernel, copy_squares_kernel
 
-    dtypes = {dtype: getattr(tl, name) for dtype, name in _TRITON_DTYPES.items()}
-    return _Kernels(copy_squares_kernel, copy_squares_grouped_kernel, dtypes)
+    return _Kernels(copy_squares_kernel, copy_squares_grouped_kernel, triton_dtypes())
 
 
 def num_partials(numel: int, device: torch.device) -> int:
@@ -86,7 +80,7 @@ class GradientCopier:
         self.squares = torch.zeros(sum(counts), dtype=torch.float64, device=device)
         self._parts = list(self.squares.split(counts))
         self._places = places
-        self._is_even = all(word % _VECTOR == 0 for place in places for word in place)
+        self._is_even = all(word % VECTOR == 0 for place in places for word in place)
         self._tables: list[_Table] = []
 
     def copy(self, index: int, gradient: torch.Tensor, destination: torch.Tensor) -> None:
@@ -131,13 +125,13 @@ class GradientCopier:
             False where it does nothing: not all lengths, places and addresses are even, so that
             Triton sums some parameters in another order than others; or it has no such dtype.
         """
-        if not self._is_even or gradients[0].dtype not in _TRITON_DTYPES:
+        if not self._is_even or gradients[0].dtype not in TRITON_DTYPES:
             return False
         # Kept to the end: what is contiguous may be a copy, whose memory the launch still reads. On
         # this stream what takes that memory next comes behind the launch.
         gradients = [gradient.contiguous() for gradient in gradients]
         addresses = [gradient.data_ptr() for gradient in gradients]
-        if functools.reduce(operator.or_, addresses, layer.data_ptr()) % _VECTOR:
+        if functools.reduce(operator.or_, addresses, layer.data_ptr()) % VECTOR:
             return False
         kernels = _kernels()
         if not self._tables:
@@ -155,7 +149,7 @@ class GradientCopier:
         tables: list[_Table] = []
         partial = 0
         for first in range(0, len(self._places), _ROWS):
-            words = torch.full((_NUM_FIELDS, _ROWS), _NEVER, dtype=torch.int64)
+            words = torch.full((_NUM_FIELDS, _ROWS), NEVER, dtype=torch.int64)
             programs = 0
             places = self._places[first : first + _ROWS]
             for row, (begin, n) in enumerate(places):

@@ -16,18 +16,15 @@ import torch
 
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import adam_constants, device_adam
+from hytrain.kernels.launch_tables import NEVER, VECTOR, triton_dtypes
 
 _BLOCK = 2048  # elements of a program, as in device_adam
 _NUM_FIELDS = 8
 _GRADIENT, _GROUP = 6, 7
 """Of a table's fields: first program, elements, p, m, v, weights, gradient, parameter group."""
 _FEWEST_ROWS = 16  # so that launches of few segments share a compiled kernel
-_NEVER = 2**62
 _NUM_CONSTANTS = 8
 _NUM_BUFFERS = 2
-_VECTOR = 16
-"""Bytes, and elements: with addresses and lengths that are multiples the kernel moves vectors."""
-_TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _kernel_cache: list[Any] = []
 
 
@@ -120,7 +117,7 @@ class GroupedAdam:
 
     def _fill(self, table: np.ndarray[Any, Any], segments: Sequence[Segment]) -> int:
         """Writes what stays; returns the number of programs."""
-        table[0] = _NEVER  # rows behind the last one are never reached
+        table[0] = NEVER  # rows behind the last one are never reached
         program = 0
         for row, segment in enumerate(segments):
             addresses = [t.data_ptr() for t in (*segment[:3], segment.weights)]
@@ -181,7 +178,7 @@ class GroupedAdam:
         if buffer.sent is not None:
             buffer.sent.record()
         bits = np.bitwise_or.reduceat(addresses, self._begins) | self._fixed_bits
-        self.aligned = (bits % _VECTOR == 0).tolist()
+        self.aligned = (bits % VECTOR == 0).tolist()
         self._hyper = hyper
 
     def launch(self, number: int, outcome: torch.Tensor) -> None:
@@ -201,12 +198,9 @@ class GroupedAdam:
         """:meth:`launch` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
         if not _kernel_cache:
             # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
-            import triton.language as tl  # pyright: ignore[reportMissingImports]
-
             from hytrain.kernels import triton_kernels
 
-            dtypes = {dtype: getattr(tl, name) for dtype, name in _TRITON_DTYPES.items()}
-            _kernel_cache.extend((triton_kernels.adam_grouped_kernel, dtypes))
+            _kernel_cache.extend((triton_kernels.adam_grouped_kernel, triton_dtypes()))
         kernel, dtypes = _kernel_cache
         launch = self._launches[number]
         kernel[(launch.programs,)](

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from hytrain.kernels.launch_tables import NEVER
 from hytrain.kernels.moments import Rounding, parameter_state
 
 _PERIOD = 2**32  # of the lower half of an element's index; the upper half is part of the key
 _FEWEST_ROWS = 16  # so that layers of few parameters share a compiled kernel
-_NEVER = 2**62
 
 
 class Run(NamedTuple):
@@ -73,4 +73,4 @@ class RoundedRuns:
                 program += -(-(stop - begin) // block)
                 begin = stop
         length = max(_FEWEST_ROWS, 1 << (len(rows) - 1).bit_length())
-        return rows + [(_NEVER, 0, 0, 0, 0)] * (length - len(rows)), program
+        return rows + [(NEVER, 0, 0, 0, 0)] * (length - len(rows)), program

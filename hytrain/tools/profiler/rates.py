@@ -23,7 +23,8 @@ from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.kernels.host_memory import host_zeros
-from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Rounding, native_moments
+from hytrain.kernels.moment_codes import part_of
+from hytrain.kernels.moments import Rounding, native_moments
 from hytrain.model.moment_format import MomentFormat, StateArrays
 from hytrain.model.partition import align_up
 from hytrain.offload.threads import candidates
@@ -151,9 +152,12 @@ class UpdateArrays:
         hyper = AdamHyper(lr=1e-3)
         self._chunks: list[_Chunk] = []
         for begin in range(0, n, chunk_elements):
-            here = slice(begin, min(n, begin + chunk_elements))
+            end = min(n, begin + chunk_elements)
+            here = slice(begin, end)
+            m, v = (part_of(moment, begin, end) for moment in self._state[1:])
             steps = Gradient(previous[here], 1.0, hyper), Gradient(current[here], 1.0, hyper)
-            self._chunks.append(_Chunk(_part(self._state, here), steps, out[here]))
+            state = StateArrays(self._state.master[here], m, v)
+            self._chunks.append(_Chunk(state, steps, out[here]))
 
     def update(self, threads: int) -> float:
         """Seconds of the passes that training makes."""
@@ -178,18 +182,6 @@ class _Chunk(NamedTuple):
     state: StateArrays
     steps: tuple[Gradient, Gradient]
     out: torch.Tensor
-
-
-def _part(state: StateArrays, here: slice) -> StateArrays:
-    """Of whole blocks of codes."""
-    blocks = slice(here.start // MOMENT_BLOCK, here.stop // MOMENT_BLOCK)
-    m, v = (
-        EightBit(moment.codes[here], moment.exponents[blocks])
-        if isinstance(moment, EightBit)
-        else moment[here]
-        for moment in state[1:]
-    )
-    return StateArrays(state.master[here], m, v)
 
 
 @dataclass(frozen=True, slots=True)

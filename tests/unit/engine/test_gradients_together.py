@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.gradient_ways import WAYS, taking_gradients
 from support.models import HIDDEN, Mlp, make_model
 from support.shadow import Shadow, Twin
@@ -21,6 +21,7 @@ from hytrain.optimizer.layer_gradient import LayerGradient
 pytestmark = pytest.mark.timeout(60)
 
 HOW = pytest.mark.parametrize("how", WAYS)
+# An engine is on the GPU where there is one: these are among its tests, too.
 ON_BOTH = pytest.mark.parametrize("where", ["", pytest.param("gpu", marks=pytest.mark.gpu)])
 STEPS = 6
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -113,13 +114,17 @@ def test_a_layer_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(taken) == sorted(size for size in sizes if size > 1)
 
 
-class Odd(nn.Module):
-    """Sizes that leave gaps in a layer, a strided gradient, a scale that some steps leave out."""
+SIZES = {"even": (48, 16), "odd": (37, 3)}
+"""Of some parameters: multiples of 16, as one launch for all of a layer needs, or not."""
 
-    def __init__(self) -> None:
+
+class Many(nn.Module):
+    """Many small parameters, a strided gradient, a scale that some steps leave out."""
+
+    def __init__(self, sizes: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.blocks = nn.ModuleList(ManyBlock(*SIZES[sizes]) for _ in range(4))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = inputs.to(self.blocks[0].turned)
@@ -128,31 +133,32 @@ class Odd(nn.Module):
         return x.float().pow(2).mean()
 
 
-class OddBlock(nn.Module):
+class ManyBlock(nn.Module):
     """17 parameters: more than one launch takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int, scaled: int) -> None:
         super().__init__()
-        self.up = nn.Linear(HIDDEN, 37)
-        self.down = nn.Linear(37, HIDDEN)
+        self.up = nn.Linear(HIDDEN, inner)
+        self.down = nn.Linear(inner, HIDDEN)
         self.turned = nn.Parameter(0.1 * torch.randn(HIDDEN, HIDDEN))
         self.scales = nn.ParameterList(torch.ones(HIDDEN) for _ in range(11))
-        self.left_out = nn.Parameter(torch.ones(3))
+        self.left_out = nn.Parameter(torch.ones(scaled))
         self.uses_all = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.down(torch.tanh(self.up(x))) + x @ self.turned.t()
         for scale in self.scales:
             x = x * scale
-        return x * self.left_out.sum() if self.uses_all else x
+        return x * self.left_out.mean() if self.uses_all else x
 
 
 class End(NamedTuple):
-    """What a training leaves."""
+    """What a training leaves; layers copied at once, and those of them in one launch for all."""
 
     norms: list[float]
     tensors: list[torch.Tensor]
     calls: int
+    launched: int
 
 
 def train(
@@ -160,21 +166,29 @@ def train(
     how: str,
     config: dict[str, Any],
     before: Callable[[Any, int], None] | None = None,
+    sizes: str = "odd",
 ) -> End:
-    """Some steps with these limits; how often a layer was copied at once."""
+    """Some steps in which gradients are taken over in this way."""
     calls: list[int] = []
+    launched: list[bool] = []
+    triton_copy_all = GradientCopier.triton_copy_all
     copy_all = GradientCopier.copy_all
 
     def counted(copier: GradientCopier, some: Any, layer: torch.Tensor) -> None:
         calls.append(len(some))
         copy_all(copier, some, layer)
 
+    def noted(copier: GradientCopier, some: Any, layer: torch.Tensor) -> bool:
+        launched.append(triton_copy_all(copier, some, layer))
+        return launched[-1]
+
     with monkeypatch.context() as patch, taking_gradients(how):
         patch.setattr(GradientCopier, "copy_all", counted)
+        patch.setattr(GradientCopier, "triton_copy_all", noted)
         checks = config.get("checks", True)
         loaded = make_config(**{key: value for key, value in config.items() if key != "checks"})
         loaded["bf16"]["check_grad_overflow"] = checks
-        with built(Odd(), loaded) as engine:
+        with built(Many(sizes), loaded) as engine:
             norms: list[float] = []
             for number in range(STEPS * config.get("accumulation", 1)):
                 if before is not None:
@@ -186,7 +200,7 @@ def train(
             engine.synchronize()
             states = [t.clone() for x in engine.optimizer.layer_states for t in x.state]
             weights = [p.detach().clone() for p in engine.module.parameters()]
-            return End(norms, states + weights, len(calls))
+            return End(norms, states + weights, len(calls), launched.count(True))
 
 
 def assert_same(one: End, other: End) -> None:
@@ -196,11 +210,14 @@ def assert_same(one: End, other: End) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("case", CONFIGS)
-def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, where: str) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: str, case: str, where: str) -> None:
     """Joined gradients' squares are added in another order: their norm is close."""
-    each = train(monkeypatch, "one by one", CONFIGS[case])
-    at_once = train(monkeypatch, "all at once", CONFIGS[case])
-    joined = train(monkeypatch, "joined", CONFIGS[case])
+    each = train(monkeypatch, "one by one", CONFIGS[case], sizes=sizes)
+    at_once = train(monkeypatch, "all at once", CONFIGS[case], sizes=sizes)
+    joined = train(monkeypatch, "joined", CONFIGS[case], sizes=sizes)
+    is_launched = device().type == "cuda" and sizes == "even"
+    assert at_once.launched == (at_once.calls if is_launched else 0)
     assert each.calls == joined.calls == 0
     # Where updates are committed as gradients come, nobody waits for the norm.
     assert (at_once.calls > 0) is (case != "committed at once")
@@ -243,4 +260,5 @@ def test_squares_are_those_of_what_was_copied(monkeypatch: pytest.MonkeyPatch, w
 
     monkeypatch.setattr(LayerGradient, "squares", property(seen))
     train(monkeypatch, "all at once", CONFIGS["clipped"])
+    assert len(found) >= 4 * STEPS
     assert all(found)

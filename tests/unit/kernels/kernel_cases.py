@@ -1,11 +1,13 @@
-"""Shared by the kernel tests: cases, buffers with canaries, and the error bound."""
+"""Shared by the kernel tests: cases, buffers with canaries, the error bound, what they need."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from support.reference_adam import AdamState, adam_step_float64
 
@@ -28,6 +30,12 @@ HYPERS = {
 }
 
 CANARY = -7.0
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
+)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def placed(values: torch.Tensor, offset: int) -> torch.Tensor:

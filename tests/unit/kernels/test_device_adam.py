@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
+from kernel_cases import INTERPRETED, NEEDS_CUDA
 from moment_cases import KINDS, RoundedCase, make_rounded, same_moment
 from support.reference_adam import stored_moments
 
@@ -16,12 +16,6 @@ from hytrain.kernels.device_adam import adam_constants, cuda_adam, device_adam
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import EightBit, Moment, Rounding
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
-
-INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
-)
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HYPERS = [
     AdamHyper(lr=1e-3, weight_decay=0.1, step=7),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from kernel_cases import INTERPRETED, NEEDS_CUDA
 
 from hytrain.kernels.gradient_copy import GradientCopier, reference_copy
 
@@ -18,14 +17,7 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
     (torch.float16, torch.float32),
 ]
-INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
-)
-ON_A_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+ON_A_GPU = [pytest.mark.gpu, NEEDS_CUDA]
 GAP = 3.0
 
 

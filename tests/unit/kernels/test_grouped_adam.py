@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_cases import INTERPRETED, NEEDS_CUDA
 
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import adam_constants, cuda_adam, device_adam
 from hytrain.kernels.grouped_adam import GroupedAdam, Segment
 
-INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton and TRITON_INTERPRET=1, which runs its kernels on a CPU",
-)
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = [
     "cpu",
     pytest.param("interpreter", marks=INTERPRETED),
