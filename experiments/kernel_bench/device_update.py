@@ -95,7 +95,7 @@ def measure(
                 else nullcontext()
             ):
                 at = time.perf_counter()
-                updates[kind].run(HYPER[:groups], outcome, (), in_line=False)
+                updates[kind].run(HYPER[:groups], outcome, ())
                 seconds = time.perf_counter() - at
             end.record(streams.update)
             torch.cuda.synchronize()

@@ -208,8 +208,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         # Before updates on the device: giving a layer up makes compute, and with it the update
         # stream, wait for its gather. Otherwise a gather could send a shard half overwritten.
         self.weights.forget()
-        in_line = self.placement.begin_updates()
-        outcome = self.pipeline.finish_step(self._hyper.read(), in_line=in_line)
+        outcome = self.pipeline.finish_step(self._hyper.read())
         passes.open_step.end()
         self._record(outcome)
         if not self.settings.overlap_forward:

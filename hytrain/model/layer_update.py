@@ -57,19 +57,11 @@ class LayerUpdate:
         """The gradient has left the device, has been applied, or is somebody else's now."""
         self.gradient = None
 
-    def apply(self, updated: torch.cuda.Event | None, *, in_line: bool) -> None:
-        """An update on the device is queued, with ``updated`` to follow; the gradient is let go.
-
-        Args:
-            updated: see the attribute.
-            in_line: the compute stream waits for it before it is given anything else.
-        """
+    def apply(self, updated: torch.cuda.Event | None) -> None:
+        """An update on the device is queued, with ``updated`` to follow; the gradient is let go."""
         self.gradient = None
         self.updated = updated
-        if in_line:
-            self.wait()
-        else:
-            self.overwrite()
+        self.overwrite()
 
     def overwrite(self) -> None:
         """The training copy will be overwritten, or is: it must not be read before a wait."""

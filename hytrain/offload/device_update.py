@@ -143,8 +143,6 @@ class DeviceUpdate:
         hyper: tuple[AdamHyper, ...],
         outcome: torch.Tensor,
         observers: Sequence[UpdateObserver],
-        *,
-        in_line: bool,
     ) -> None:
         """Queues the updates on their stream; the host waits for nothing.
 
@@ -152,7 +150,6 @@ class DeviceUpdate:
             hyper: each parameter group's hyper-parameters.
             outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
             observers: are told.
-            in_line: compute waits for all of them at once, not for each layer's in its forward.
         """
         layers = [layer for layer in self._layers if layer.placement == "gpu"]
         gradients: list[torch.Tensor] = []
@@ -176,11 +173,9 @@ class DeviceUpdate:
                 else:
                     for number in batch.launches:
                         plan.grouped.launch(number, outcome)
-                self._queued(batch, observers, in_line=in_line)
+                self._queued(batch, observers)
             # The next decision drops it: compute could write there before the update has read it.
             self._streams.used_on_update(outcome)
-        if in_line:
-            self._streams.compute_waits_for_update()
 
     def _current_plan(
         self, layers: Sequence[LayerState], gradients: Sequence[torch.Tensor], num_groups: int
@@ -217,7 +212,7 @@ class DeviceUpdate:
                     launch.rounding,
                 )
 
-    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver], *, in_line: bool) -> None:
+    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver]) -> None:
         if batch.updated is not None:
             # Behind each launch: the first layers' forward need not wait for the last's update.
             # Without it forward would read weights that are being written.
@@ -227,6 +222,6 @@ class DeviceUpdate:
             assert update.gradient is not None
             # It is dropped here, with the launch that reads it still to run.
             self._streams.used_on_update(update.gradient)
-            update.apply(batch.updated, in_line=in_line)
+            update.apply(batch.updated)
         for observer in observers:
             observer.layers_updated(batch.sizes)

@@ -49,8 +49,6 @@ class UpdatePipeline:
         self.exposure = ExposureMeter(streams)
         self._collectives = collectives
         self._direct = norm.settings.direct
-        is_sharded = any(layer.storage.is_sharded for layer in self.layers)
-        self._is_whole = collectives.world_size == 1 and not is_sharded
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
         self.room = GradientRoom(self.layers, cpu, streams)
@@ -186,22 +184,12 @@ class UpdatePipeline:
         if numbers:
             self.norm.measure(numbers, gradients)
 
-    @property
-    def may_update_in_line(self) -> bool:
-        """Whether :meth:`finish_step` may be told so.
-
-        Other ranks' shards are waited for in forward anyway, and a trace tells of each wait.
-        """
-        return self._is_whole and self.trace is None
-
-    def finish_step(self, hyper: tuple[AdamHyper, ...], *, in_line: bool = False) -> Outcome | None:
+    def finish_step(self, hyper: tuple[AdamHyper, ...]) -> Outcome | None:
         """Makes the step final, or skips it.
 
         Args:
             hyper: hyper-parameters as they are now; where they changed since backward began,
                 layers are previewed once more.
-            in_line: compute waits for updates on the device here, once, and not in each layer's
-                forward: that costs the host less, and no update runs beside the next forward.
 
         Returns:
             The outcome; None for direct commit, where the host has not waited for the device.
@@ -216,10 +204,10 @@ class UpdatePipeline:
                     "clipping and overflow check updates are committed during backward: change "
                     'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
                 )
-            self._update_on_device(hyper, in_line=in_line)
+            self._update_on_device(hyper)
             self._after_step(skipped=False)
             return None
-        self._update_on_device(hyper, in_line=in_line)
+        self._update_on_device(hyper)
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
         self._forecast.note(outcome)
@@ -230,10 +218,10 @@ class UpdatePipeline:
         self._after_step(skipped=outcome.skip)
         return outcome
 
-    def _update_on_device(self, hyper: tuple[AdamHyper, ...], *, in_line: bool) -> None:
+    def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
-        self._device_update.run(hyper, self.norm.outcome, observers, in_line=in_line)
+        self._device_update.run(hyper, self.norm.outcome, observers)
 
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""

@@ -45,7 +45,6 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self._behind_update: torch.cuda.Stream | None = None  # waited for updates in step()
         if self.is_cuda:
             # Two copy streams: a copy to the host that waits for a gradient must not hold up the
             # weights that go to the device (and PCIe carries both directions at once).
@@ -147,20 +146,6 @@ class Streams:
         """What the GPU update's stream runs from now on comes after the event."""
         if self.is_cuda and event is not None:
             self.update.wait_event(event)
-
-    def compute_waits_for_update(self) -> None:
-        """What the compute stream runs from now on comes after all updates on the GPU so far."""
-        if self.is_cuda:
-            self._behind_update = current_stream(self.device)
-            # Without this wait compute reads weights that are being written.
-            self._behind_update.wait_stream(self.update)
-
-    def forward_follows_update(self) -> None:
-        """As :meth:`compute_waits_for_update`, where step() was called in another stream."""
-        behind = self._behind_update
-        if behind is not None and current_stream(self.device) is not behind:
-            # Without this wait only that stream would come after the updates.
-            current_stream(self.device).wait_stream(self.update)
 
     def used_on_communication(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's memory from being reused before the communication stream is done."""

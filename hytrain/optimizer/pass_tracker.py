@@ -392,8 +392,6 @@ class PassTracker:
         if self.open_step.by_layer:
             return  # one of several, which count as one
         self.clean_up_aborted()
-        if enters_model:
-            self.pipeline.streams.forward_follows_update()
         if enters_model and torch.is_grad_enabled() and not self.is_in_graph:
             self._restore_views()
         self.timer.begin_forward()

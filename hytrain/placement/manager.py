@@ -178,17 +178,6 @@ class PlacementManager:
         launch_bound = estimator.launch_bound
         controller.consider(self._steps, costs, self._current_limits(), launch_bound=launch_bound)
 
-    def begin_updates(self) -> bool:
-        """Updates on the device are about to be queued.
-
-        Returns:
-            Whether compute waits for them at once. Where the GPU waits for the host it has time
-            for them, and the host has none for a wait in each layer's forward.
-        """
-        in_line = self._estimator.launch_bound and self._pipeline.may_update_in_line
-        self.timer.updates_in_line(is_so=in_line)
-        return in_line
-
     def _look_for_news(self, samples: Sequence[StepSample]) -> None:
         """Has the next steps measured where these differ from what was usual."""
         for sample in samples:

@@ -104,8 +104,6 @@ class _Recording:
     launch_bound: bool = False
     host_waited: bool = False
     """For something else than the device, which had nothing to do at last."""
-    in_line: bool = False
-    """Compute waits for the updates before the next forward begins."""
     valid: bool = True
 
     def marks(self) -> list[_Mark]:
@@ -231,10 +229,6 @@ class StepTimer:
         if self.measures:
             self._current.backward_end = self._clock.mark()
 
-    def updates_in_line(self, *, is_so: bool) -> None:
-        """Whether compute waits for the updates on the device before the next forward."""
-        self._current.in_line = is_so
-
     def updates_begin(self) -> None:
         """Updates on the device follow, on the current stream."""
         if self.measures:
@@ -328,9 +322,6 @@ class StepTimer:
         tail = seconds(r.backward_end, r.next_begin)
         if not isinstance(r.backward_end, torch.cuda.Event):
             tail -= sum(gpu_update.values())  # a CPU's one thread does these in between
-        elif r.in_line:
-            tail -= sum(gpu_update.values())
-            waits["wait_gpu"] += sum(gpu_update.values())
         return StepSample(
             forward=forward,
             cpu_wait=waits["wait_cpu"],

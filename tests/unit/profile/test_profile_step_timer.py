@@ -349,23 +349,6 @@ def test_an_update_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert sample.tail == 0.5
 
 
-@pytest.mark.parametrize("in_line", [False, True])
-def test_updates_before_the_next_forward_are_a_wait_for_them(
-    monkeypatch: pytest.MonkeyPatch, *, in_line: bool
-) -> None:
-    device = FakeDevice(monkeypatch, has_events=True)
-    life = Life(device)
-    life.forward(gpu_waits={1: 0.25})
-    life.backward()
-    life.timer.updates_in_line(is_so=in_line)
-    life.step(updates={0: 3.0, 1: 1.0}, tail=0.5)
-    (sample,) = life.samples()
-    assert sample.gpu_update == {0: 3.0, 1: 1.0}
-    assert sample.tail == (0.5 if in_line else 4.5)
-    assert sample.gpu_wait == (4.25 if in_line else 0.25)
-    assert sample.seconds == sum(FORWARD) + sum(BACKWARD) + 4.75
-
-
 def test_a_device_that_never_comes_costs_a_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch, has_events=True)
     life = Life(device)

@@ -23,7 +23,6 @@ from hytrain.offload.cpu_updater import CpuUpdater
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.pass_tracker import PassTracker
-from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.manager import PlacementManager
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.launching import UpdateLaunchSeconds
@@ -126,9 +125,8 @@ def of_profile(on_gpu: int, on_cpu: int, matrices: int) -> Counter[str]:
 
 
 @pytest.fixture
-def _in_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are launch-bound, and none is measured."""
-    monkeypatch.setattr(CostEstimator, "launch_bound", True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is measured."""
     monkeypatch.setattr(PlacementManager, "_measures_next", lambda _: False)
 
 
@@ -145,13 +143,13 @@ COUNTED = (
     "DeviceUpdate._queued",
     "Streams.used_on_update",
     "Streams.record_compute",
-    "Streams.compute_waits_for_update",
+    "Streams.compute_waits",
     "CpuUpdater.send",
     "CpuUpdater.wait_weights",
 )
 
 
-@pytest.mark.usefixtures("_in_line", "process_group")
+@pytest.mark.usefixtures("_unmeasured", "process_group")
 @pytest.mark.parametrize("matrices", [1, 2], ids=["with squares", "together"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_a_layer_of_a_profiled_step_launches_what_one_of_a_training_step_does(
@@ -189,7 +187,7 @@ POLLED = {
 """Called as often as the worker, on its thread, is found to have come along."""
 
 
-@pytest.mark.usefixtures("_in_line", "process_group")
+@pytest.mark.usefixtures("_unmeasured", "process_group")
 @pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
@@ -227,7 +225,7 @@ AROUND = (
 """What HyTrainEngine's own methods are, and what they ask before and behind a step."""
 
 
-@pytest.mark.usefixtures("_in_line", "process_group")
+@pytest.mark.usefixtures("_unmeasured", "process_group")
 def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
     """Of what a step calls once, or some times: only what stands around the optimizer is not."""
     trained, profiled = of_training(5, 1.0), of_profile(6, 0, 1)
@@ -235,7 +233,7 @@ def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
     assert {name for name in missing if not name.startswith(AROUND)} == set()
 
 
-@pytest.mark.usefixtures("_in_line", "process_group")
+@pytest.mark.usefixtures("_unmeasured", "process_group")
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
     """And the layers on either side, as it counts for equal layers and what is outside."""
