@@ -108,6 +108,11 @@ class LayerSample(Record):
     and nothing updates beside it; None where it was not measured. Where it is as long as both
     passes, the device waits for the host: a launch-bound size."""
 
+    device_ms: float | None = Field(ge=0.0, default=None)
+    """What the device needs for both passes, without recomputation, where all of them is launched
+    before; measured of sizes for which it waits for the host, or nearly. What is left of both
+    passes is room for updates. None where it was not measured."""
+
     @property
     def is_launch_bound(self) -> bool:
         """Whether the device waits for the host; so far as that was measured."""
@@ -126,6 +131,9 @@ class OutsideSample(Record):
 
     launch_ms: float | None = Field(ge=0.0, default=None)
     """Of the host, to launch both passes; see :class:`LayerSample`."""
+
+    device_ms: float | None = Field(ge=0.0, default=None)
+    """Of the device, likewise."""
 
 
 class CopyRates(Record):

@@ -73,16 +73,29 @@ class LaunchTimes:
         outside_ms: what is outside of the layers, likewise; None for nothing.
         slowdown: of launching, beside updates on the CPU.
         updates: what updates take.
+        layer_device_ms: one layer's forward and backward on the device where all of it is launched
+            before; None where that was not measured.
+        outside_device_ms: likewise, of what is outside of the layers.
     """
 
     layer_ms: Table
     outside_ms: Table | None
     slowdown: float
     updates: UpdateLaunchTimes = field(default_factory=UpdateLaunchTimes)
+    layer_device_ms: Table | None = None
+    outside_device_ms: Table | None = None
 
     def outside(self, samples: int) -> float:
         """To launch what is outside of the layers."""
         return 0.0 if self.outside_ms is None else self.outside_ms.at(samples)
+
+    def device(self, samples: int, taken: float) -> float:
+        """What one layer's passes need of the device; they took so many milliseconds."""
+        return taken if self.layer_device_ms is None else self.layer_device_ms.at(samples)
+
+    def outside_device(self, samples: int, taken: float) -> float:
+        """Likewise, what is outside of the layers."""
+        return taken if self.outside_device_ms is None else self.outside_device_ms.at(samples)
 
 
 @dataclass(frozen=True, slots=True)

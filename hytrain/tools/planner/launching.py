@@ -56,6 +56,8 @@ class StepLaunches:
         passes: to launch a step's forward and backward, nothing beside it.
         slowdown: ratio of the same beside updates on the CPU.
         updates: what updates take besides; None for nothing.
+        device_share: what the device needs of the time that passes take on it, by themselves; the
+            rest of it waits for launches.
         end: from a decision to the first kernel of the next forward. About as long as launching a
             block: 0.7, 1.0 and 1.2 times that on three hosts (experiments/solve_k/regimes.json,
             the tail of steps without updates on the GPU).
@@ -64,6 +66,7 @@ class StepLaunches:
     passes: float = 0.0
     slowdown: float = 1.0
     updates: UpdateLaunchSeconds | None = None
+    device_share: float = 1.0
     end: float = 0.0
 
     @staticmethod
@@ -77,17 +80,22 @@ class StepLaunches:
         """For micro-batches of these sizes (numbers of them, samples), and a part of the state."""
         if gpu.launches is None or not sizes:
             return StepLaunches()
-        times, passes = gpu.launches, 0.0
+        times, passes, taken, needed = gpu.launches, 0.0, 0.0, 0.0
         for count, size in sizes:
             # A recomputed forward is launched again.
             kept = gpu.forward_ms.at(size) + gpu.backward_ms.at(size)
             again = 1e3 * sum(micro_seconds(gpu, size, activations)) / kept if kept > 0.0 else 1.0
-            layers = model.num_layers * again * times.layer_ms.at(size)
-            passes += count * (layers + times.outside(size))
+            layers = count * model.num_layers * again
+            outside = 0.0 if gpu.outside_ms is None else count * gpu.outside_ms.at(size)
+            passes += layers * times.layer_ms.at(size) + count * times.outside(size)
+            taken += layers * kept + outside
+            needed += layers * min(kept, times.device(size, kept))
+            needed += min(outside, count * times.outside_device(size, outside / count))
         return StepLaunches(
             passes=passes / 1e3,
             slowdown=times.slowdown,
             updates=UpdateLaunchSeconds.of(times.updates, model, fraction),
+            device_share=needed / taken if taken > 0.0 else 1.0,
             end=times.layer_ms.at(sizes[0][1]) / 1e3,
         )
 

@@ -210,12 +210,20 @@ def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
     if not rows:
         return None
     outside = [row for row in device.outside if row.launch_ms is not None]
+    is_known = any(row.device_ms is not None for row in rows)
     return LaunchTimes(
         layer_ms=times(rows, lambda row: row.launch_ms or 0.0),
         outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else None,
         slowdown=device.launch_slowdown or 1.0,
         updates=_update_launches(device, shares=shares),
+        layer_device_ms=times(rows, _device_ms) if is_known else None,
+        outside_device_ms=times(outside, _device_ms) if is_known and outside else None,
     )
+
+
+def _device_ms(row: LayerSample | OutsideSample) -> float:
+    """Where the device does not wait for the host, what it takes is what it needs."""
+    return row.forward_ms + row.backward_ms if row.device_ms is None else row.device_ms
 
 
 def _update_launches(device: DeviceProfile, *, shares: bool) -> UpdateLaunchTimes:

@@ -7,7 +7,8 @@ time from one decision on clipping to the next:
 
 - GPU of a rank: the update of its K layers, then forward, where each layer waits for its weights,
   further micro-batches, the last one's backward (layer-major: all micro-batches, layer by layer).
-  Where its host needs longer to launch all that, it goes at the host's pace (launching.py).
+  No layer is through before its host has launched it (launching.py). Host and GPU meet at the
+  decision; then the host goes on to forward, while the GPU still updates.
 - Worker of a rank: among the layers whose gradient is final it takes the lowest; a layer takes the
   longer of its update and its copies, its first chunk must have come and its last one go back.
 - Where the decision, at 0, is that the step is clipped: what a job that began before it previewed
@@ -100,34 +101,96 @@ class _Rank:
     back: float
     launches: StepLaunches
 
-    @property
-    def begin(self) -> float:
-        """When its forward may begin."""
-        launched = self.launches.update_seconds(self.gpu_layers, self._compute - self._launched)
-        return max(self.gpu_layers * self.gpu_update, launched) + self.launches.end
+    def passes(self, gathered: Sequence[float], busy: float) -> _Passes:
+        """From a decision, at 0, through both passes.
 
-    @property
-    def pace(self) -> float:
-        """By how much longer its passes take than on a host with time for them: 1 or more."""
-        return max(1.0, self._launched / self._compute) if self._compute > 0.0 else 1.0
+        Args:
+            gathered: when each layer's new weights are there, the first one's first.
+            busy: seconds of them for which the worker updates.
+        """
+        compute = self.layers * (self.first + self.last) + self.middle
+        launched = self.launches.passes_beside(busy, self.gpu_layers)
+        needs = self.launches.device_share
+        late = self.launches.update_seconds(self.gpu_layers, needs * compute - launched)
+        clocks = _Clocks(
+            device=max(self.gpu_layers * self.gpu_update, late),
+            host=late + self.launches.end,
+            needs=needs,
+            launching=launched / compute if compute > 0.0 else 0.0,
+        )
+        waited = 0.0
+        if self.first > 0.0:  # a rank without samples waits for nothing
+            for layer, weights in enumerate(gathered):
+                if layer >= self.gpu_layers:  # for the worker the host waits, too
+                    waited += clocks.wait_on_host(weights)
+                clocks.compute(self.first, weights)
+        clocks.compute(self.middle)
+        final: list[float] = []
+        for _ in range(self.layers):
+            clocks.compute(self.last)
+            final.append(clocks.device)
+        return _Passes(final, waited)
 
-    @property
-    def _compute(self) -> float:
-        return self.layers * (self.first + self.last) + self.middle
+    def busy_seconds(self, waited: float, *, clipped: bool) -> float:
+        """For which its worker updates while its host has something to launch.
 
-    @property
-    def _launched(self) -> float:
-        """To launch the passes beside the worker's updates."""
-        busy = (self.layers - self.gpu_layers) * self.cpu_update
-        return self.launches.passes_beside(busy, self.gpu_layers)
+        ``waited``: seconds for which the host waited for the worker.
+        """
+        each = self.cpu_update + (self.cpu_preview if clipped else 0.0)
+        return max(0.0, (self.layers - self.gpu_layers) * each - waited)
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """How far a GPU and the host that launches its work have come, seconds.
+
+    Attributes:
+        device: what is launched is computed up to then.
+        host: next, it launches.
+        needs: of compute's measured time, the device's own share.
+        launching: what launching it takes, as a share of the same.
+    """
+
+    device: float
+    host: float
+    needs: float
+    launching: float
+
+    def compute(self, seconds: float, ready: float = 0.0) -> None:
+        """A layer or several; ``ready``: when the device may begin."""
+        begin = max(self.device, self.host, ready)
+        self.host += self.launching * seconds
+        self.device = max(begin + self.needs * seconds, self.host)
+
+    def wait_on_host(self, until: float) -> float:
+        """The host launches no more up to then; returns for how long."""
+        waited = max(0.0, until - self.host)
+        self.host += waited
+        return waited
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """When a rank's gradients are final, from the last layer to the first, and how long its host
+    waited for its worker."""
+
+    final: list[float]
+    waited: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """One walk: its length, and when each layer's gradient was final, counted from its end."""
+    """One walk.
+
+    Attributes:
+        seconds: its length.
+        final: when each layer's gradient was, counted from its end.
+        waited: for each kind of rank, how long its host waited for its worker.
+    """
 
     seconds: float
     final: tuple[float, ...]
+    waited: tuple[float, ...]
 
 
 class StepSimulator:
@@ -238,11 +301,12 @@ class StepSimulator:
         Several ranks may take turns: who waited long for weights begins backward late, and its
         gradients come when the worker has more time. Then it is the mean of two steps.
         """
-        walked = self._walk(kinds, [0.0] * self._num_layers)
+        walked = self._walk(kinds, [0.0] * self._num_layers, [0.0] * len(kinds), clipped=clipped)
         seconds = walked.seconds
         for _ in range(_ROUNDS):
             weights = [_weights(rank, walked.final, clipped=clipped) for rank in updating]
-            again = self._walk(kinds, [max(times) for times in zip(*weights, strict=True)])
+            updated = [max(times) for times in zip(*weights, strict=True)]
+            again = self._walk(kinds, updated, walked.waited, clipped=clipped)
             is_settled = _is_same(walked, again)
             seconds = (walked.seconds + again.seconds) / 2.0
             walked = again
@@ -250,28 +314,35 @@ class StepSimulator:
                 break
         return seconds
 
-    def _walk(self, kinds: Sequence[_Rank], updated: Sequence[float]) -> _Walked:
-        """From a decision, at 0, to the next; ``updated`` says when each layer's shards are."""
+    def _walk(
+        self,
+        kinds: Sequence[_Rank],
+        updated: Sequence[float],
+        waited: Sequence[float],
+        *,
+        clipped: bool,
+    ) -> _Walked:
+        """From a decision, at 0, to the next.
+
+        ``updated``: when each layer's shards are; ``waited``: what each kind's host waits for its
+        worker.
+        """
         gathered: list[float] = []
         now = 0.0
         for time in updated:
             now = max(now, time) + self._gather
             gathered.append(now)
-        finals: list[list[float]] = []
-        for rank in kinds:
-            now, pace = rank.begin, rank.pace
-            if rank.first > 0.0:  # a rank without samples waits for nothing
-                for weights in gathered:
-                    now = max(now, weights) + pace * rank.first
-            now += pace * rank.middle
-            last = pace * rank.last
-            finals.append([now + last * number for number in range(1, self._num_layers + 1)])
+        passes = [
+            rank.passes(gathered, rank.busy_seconds(idle, clipped=clipped))
+            for rank, idle in zip(kinds, waited, strict=True)
+        ]
         reduced: list[float] = []
         now = 0.0
-        for times in zip(*finals, strict=True):
+        for times in zip(*(each.final for each in passes), strict=True):
             now = max(now, *times) + self._collectives.scatter
             reduced.append(now)
-        return _Walked(now, tuple(time - now for time in reversed(reduced)))
+        final = tuple(time - now for time in reversed(reduced))
+        return _Walked(now, final, tuple(each.waited for each in passes))
 
 
 def _is_same(one: _Walked, other: _Walked) -> bool:

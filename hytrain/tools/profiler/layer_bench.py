@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +39,12 @@ _LAUNCHED_PASSES = (3, 20)
 """Of each turn, whose launches are timed: at least, and at most."""
 _LAUNCH_SECONDS = 0.2
 """In which passes whose launches are timed begin, beyond the fewest."""
+_QUEUED_PASSES = 3
+"""Of each turn, of which all is queued before the device begins."""
+_AHEAD = 2.0
+"""For so many times what launching a pass takes the device sleeps before it."""
+_MOST_CYCLES_A_SECOND = 3e9
+"""Of a GPU, so that it sleeps long enough."""
 _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
 
@@ -110,6 +116,8 @@ class LayerBench:
         one = time.perf_counter() - begin
         number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
         found = SizeMeasurements(self._times(batch, number), memory, self._launches(batch))
+        if found.is_launch_bound:
+            found.queued = self._queued(batch, found.launches)
         self._boundary_bytes = self._hooks.boundary_bytes // size
         return found
 
@@ -122,6 +130,8 @@ class LayerBench:
         batch = self._batch(size)
         found.times += self._times(batch, len(found.times))
         found.launches += self._launches(batch)
+        if found.queued:
+            found.queued += self._queued(batch, found.launches)
 
     def launch_seconds(self, size: int) -> float:
         """What the host takes to launch a pass of a size that fits; nothing is queued.
@@ -157,6 +167,26 @@ class LayerBench:
         self._wait()
         return passes
 
+    def _queued(
+        self, batch: Mapping[str, Any], launches: Sequence[tuple[int, Pass[float]]]
+    ) -> list[tuple[int, Pass[float]]]:
+        """When the device comes to the points of some passes, each queued while it sleeps.
+
+        It sleeps in front of the blocks: many models have the host wait for the device before them,
+        to see which mask they need.
+
+        ``launches``: of the same batch.
+        """
+        launched = usual([points for _, points in launches], BEGIN, END) / 1e3
+        cycles = int(_MOST_CYCLES_A_SECOND * _AHEAD * launched)
+        passes: list[tuple[int, Pass[float]]] = []
+        for turn in TURNS * _QUEUED_PASSES:
+            self._wait()
+            marks = self._time_pass(batch, turn, asleep=cycles)
+            self._wait()
+            passes.append((turn, self._milliseconds(marks)))
+        return passes
+
     def _launch_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[float]:
         points: dict[Point, float] = {}
         self._wait()
@@ -174,9 +204,16 @@ class LayerBench:
         tell(END)
         self._sink.end_pass()
 
-    def _time_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[Any]:
+    def _time_pass(self, batch: Mapping[str, Any], turn: int, asleep: int = 0) -> Pass[Any]:
+        """``asleep``: clock cycles of the device in the first block, whose times count for none."""
         marks: dict[Point, Any] = {}
-        self._pass(batch, turn, lambda point: set_once(marks, point, self._clock.mark()))
+
+        def tell(point: Point) -> None:
+            set_once(marks, point, self._clock.mark())
+            if asleep and point == ("enter", 0):
+                torch.cuda._sleep(asleep)  # pyright: ignore[reportPrivateUsage]
+
+        self._pass(batch, turn, tell)
         return complete(marks, self._subject.name)
 
     def _milliseconds(self, marks: Pass[Any]) -> Pass[float]:

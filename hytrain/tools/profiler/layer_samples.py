@@ -15,6 +15,8 @@ DEPTH = 3
 """Blocks of the copy. The first one's forward follows the start of a pass and is not reported."""
 TURNS = (1, 2)
 """Which of them keeps its activations, in turns."""
+_NEARLY = 0.7
+"""Of the device's time: where launching takes more, training may have to wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,34 @@ class SizeMeasurements:
     memory: dict[int, Pass[Allocated]]
     launches: list[tuple[int, Pass[float]]] = field(default_factory=list)
     """When the host came to the points, nothing queued on the device; empty without a GPU."""
+    queued: list[tuple[int, Pass[float]]] = field(default_factory=list)
+    """When the device did, all of a pass queued before; empty where it never waits."""
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the device waits for the host, or nearly does."""
+        if not self.launches:
+            return False
+        launched, taken = ([points for _, points in each] for each in (self.launches, self.times))
+        return usual(launched, BEGIN, END) > _NEARLY * _median(taken, BEGIN, END)
 
     def row(self, size: int) -> Row:
         """What a profile has of it."""
+        layer = _layer_sample(size, self.times, self.memory)
+        outside = _outside_sample(size, self.times, self.memory)
         return (
-            _layer_sample(size, self.times, self.memory, _layer_launch(self.launches)),
-            _outside_sample(size, self.times, self.memory, _outside_launch(self.launches)),
+            layer.model_copy(
+                update={
+                    "launch_ms": _kept_layer(self.launches, usual),
+                    "device_ms": _kept_layer(self.queued, _median),
+                }
+            ),
+            outside.model_copy(
+                update={
+                    "launch_ms": _outside(self.launches, usual),
+                    "device_ms": _outside(self.queued, _median),
+                }
+            ),
         )
 
 
@@ -70,25 +94,26 @@ _Times = Sequence[tuple[int, Pass[float]]]
 _MemoryOfTurns = Mapping[int, Pass[Allocated]]
 
 
-def _layer_launch(launches: _Times) -> float | None:
-    """Of both passes of a block that keeps its activations."""
-    if not launches:
+_Between = Callable[[Sequence[Pass[float]], Point, Point], float]
+
+
+def _kept_layer(times: _Times, between: _Between) -> float | None:
+    """Both passes of a block that keeps its activations."""
+    if not times:
         return None
     each: list[float] = []
     for block in TURNS:
-        keeping = [points for turn, points in launches if turn == block]
-        forward = usual(keeping, ("enter", block), ("leave", block))
-        each.append(forward + usual(keeping, ("gradient", block), ("gradient", block - 1)))
+        keeping = [points for turn, points in times if turn == block]
+        forward = between(keeping, ("enter", block), ("leave", block))
+        each.append(forward + between(keeping, ("gradient", block), ("gradient", block - 1)))
     return statistics.mean(each)
 
 
-def _outside_launch(launches: _Times) -> float | None:
-    return sum(_outside_passes(launches, usual)) if launches else None
+def _outside(times: _Times, between: _Between) -> float | None:
+    return sum(_outside_passes(times, between)) if times else None
 
 
-def _layer_sample(
-    size: int, times: _Times, memory: _MemoryOfTurns, launch: float | None
-) -> LayerSample:
+def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSample:
     # Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
     forward: list[float] = []
     backward: list[float] = []
@@ -112,7 +137,6 @@ def _layer_sample(
         kept_bytes=max(kept),
         peak_bytes=max(peaks),
         recompute_peak_bytes=max(recompute_peaks),
-        launch_ms=launch,
     )
 
 
@@ -128,9 +152,6 @@ def usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
     """
     seconds = sorted(points[end] - points[begin] for points in passes)
     return statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
-
-
-_Between = Callable[[Sequence[Pass[float]], Point, Point], float]
 
 
 def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
@@ -154,9 +175,7 @@ def _outside_passes(times: _Times, between: _Between = _median) -> tuple[float, 
     return max(0.0, forward), max(0.0, backward)
 
 
-def _outside_sample(
-    size: int, times: _Times, memory: _MemoryOfTurns, launch: float | None
-) -> OutsideSample:
+def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> OutsideSample:
     last = DEPTH - 1
     forward, backward = _outside_passes(times)
     peaks: list[int] = []
@@ -170,6 +189,5 @@ def _outside_sample(
         if points["gradient", -1] is not points[END]:
             peaks.append(points[END].peak - points["gradient", -1].now)
     return OutsideSample(
-        samples=size, forward_ms=forward, backward_ms=backward, peak_bytes=max(0, *peaks),
-        launch_ms=launch,
-    )  # fmt: skip
+        samples=size, forward_ms=forward, backward_ms=backward, peak_bytes=max(0, *peaks)
+    )

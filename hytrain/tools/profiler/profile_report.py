@@ -97,6 +97,8 @@ def _launch_lines(device: DeviceProfile) -> list[str]:
         f"  launch-bound up to a micro-batch of {last.samples}: the device waits for the host, "
         f"which needs {last.launch_ms:.3f} ms to launch a layer's passes"
     ]
+    if last.device_ms is not None:
+        lines.append(f"  and itself needs {last.device_ms:.3f} ms for them")
     if device.launch_slowdown is not None:
         lines.append(
             f"  beside updates on the CPU launching takes {device.launch_slowdown:.2f} times as "

@@ -18,6 +18,24 @@ class TwinRank:
     update: float
     preview: float
     chunk: float
+    launches: TwinLaunches | None = None
+
+
+@dataclass(frozen=True)
+class TwinLaunches:
+    """Of a rank's host, which nothing slows down.
+
+    Attributes:
+        updates: seconds to launch the updates on the GPU, from the decision on.
+        end: then, seconds to the first kernel of forward.
+        passes: seconds to launch both passes.
+        device: seconds that both take on a device which need not wait for launches.
+    """
+
+    updates: float
+    end: float
+    passes: float
+    device: float
 
 
 @dataclass(frozen=True)
@@ -129,17 +147,38 @@ def _gradients(
     for layer in range(num_layers):
         network = max(network, *(times[layer] for times in weights)) + gather
         gathered.append(network)
-    clocks: list[float] = []
-    for rank in ranks:
-        clock = begin + rank.gpu_layers * rank.gpu_update
-        for layer in range(num_layers):
-            if rank.first > 0.0:
-                clock = max(clock, gathered[layer]) + rank.first
-        clocks.append(clock + rank.middle)
+    all_through = [_through(rank, num_layers, begin, gathered) for rank in ranks]
     final = [0.0] * num_layers
     network = begin
     for layer in reversed(range(num_layers)):
-        clocks = [clock + rank.last for clock, rank in zip(clocks, ranks, strict=True)]
-        network = max(network, *clocks) + scatter
+        network = max(network, *(through[layer] for through in all_through)) + scatter
         final[layer] = network
     return final
+
+
+def _through(
+    rank: TwinRank, num_layers: int, begin: float, gathered: Sequence[float]
+) -> list[float]:
+    """When its GPU has been through each layer's backward."""
+    work = [(rank.first, gathered[layer], layer >= rank.gpu_layers) for layer in range(num_layers)]
+    if rank.first == 0.0:
+        work = [(0.0, begin, False)] * num_layers
+    work += [(rank.middle, begin, False)]
+    work += [(rank.last, begin, False)] * num_layers
+    measured = sum(seconds for seconds, _, _ in work)
+    host, updated, pace, share = begin, begin, 0.0, 1.0
+    if rank.launches is not None and measured > 0.0:
+        updated += rank.launches.updates
+        host += rank.launches.updates + rank.launches.end
+        pace = rank.launches.passes / measured
+        share = rank.launches.device / measured
+    device = max(updated, begin + rank.gpu_layers * rank.gpu_update)
+    ends: list[float] = []
+    for seconds, weights, is_by_worker in work:
+        if is_by_worker:
+            host = max(host, weights)
+        started = host
+        host = started + pace * seconds
+        device = max(max(device, started, weights) + share * seconds, host)
+        ends.append(device)
+    return ends[: -num_layers - 1 : -1]

@@ -7,12 +7,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from steps_twin import TwinRank, train
+from steps_twin import TwinLaunches, TwinRank, train
 
 from hytrain.errors import PlanError
 from hytrain.tools.planner import step_simulator as planner_steps
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cluster import (
+    Cluster,
+    GpuProfile,
+    Host,
+    LaunchTimes,
+    UpdateLaunchTimes,
+)
 from hytrain.tools.planner.cost_model import Collectives, Load, load
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
@@ -25,19 +31,37 @@ ITEMSIZE = 2
 ROUNDS = 5
 
 
+def launches(rng: random.Random, layer_ms: float) -> LaunchTimes | None:
+    """Of a host that is in time, or late, or was not measured; nothing slows it down."""
+    if rng.random() < 0.3:
+        return None
+    pace, device = rng.uniform(0.1, 2.0), rng.uniform(0.2, 1.0)
+    return LaunchTimes(
+        layer_ms=Table(((1.0, pace * layer_ms),)),
+        outside_ms=Table(((1.0, rng.uniform(0.0, 9.0)),)),
+        slowdown=1.0,
+        updates=UpdateLaunchTimes(
+            *(rng.uniform(0.0, most) for most in (1.0, 1.0, 0.5, 0.3, 3.0, 0.2))
+        ),
+        layer_device_ms=Table(((1.0, device * layer_ms),)),
+    )
+
+
 def gpu(rng: random.Random) -> GpuProfile:
     ms = rng.uniform(0.5, 8.0)
+    backward_ms = rng.uniform(1.5, 3.0) * ms
     return GpuProfile(
         name="random",
         memory_bytes=80 * 10**9,
         forward_ms=Table(((1.0, ms),)),
-        backward_ms=Table(((1.0, rng.uniform(1.5, 3.0) * ms),)),
+        backward_ms=Table(((1.0, backward_ms),)),
         peak_bytes=Table(((1.0, 1e9),)),
         idle_bytes=10**9,
         update_rate=rng.uniform(2e10, 2e11),
         copy_rate=rng.choice((2e9, 2e10, 2e11)) * rng.uniform(0.9, 1.1),
         outside_ms=Table(((1.0, rng.uniform(0.0, 9.0)),)),
         stored_bytes=Table(((1.0, 1e9),)),
+        launches=launches(rng, ms + backward_ms),
     )
 
 
@@ -74,6 +98,18 @@ def cases(
     ]
 
 
+def twin_launches(rank: planner_steps._Rank) -> TwinLaunches:
+    measured = rank.layers * (rank.first + rank.last) + rank.middle
+    passes = rank.launches.passes_beside(0.0, rank.gpu_layers)
+    device = rank.launches.device_share * measured
+    updates = 0.0
+    if rank.launches.updates is not None:
+        updates = max(
+            0.0, rank.launches.updates.on_gpu[rank.gpu_layers] - max(0.0, device - passes)
+        )
+    return TwinLaunches(updates, rank.launches.end, passes, device)
+
+
 def twins(steps: StepSimulator) -> list[TwinRank]:
     return [
         TwinRank(
@@ -85,6 +121,7 @@ def twins(steps: StepSimulator) -> list[TwinRank]:
             update=rank.cpu_update,
             preview=rank.cpu_preview,
             chunk=rank.chunk,
+            launches=twin_launches(rank),
         )
         for rank in steps._ranks
     ]
@@ -104,7 +141,8 @@ def test_every_walk_is_that_of_the_twin(clipped: bool) -> None:
         expected = train(
             twins(steps), layers, times.gather, times.scatter, [clipped] * (ROUNDS + 1)
         )
-        walked = steps._walk(steps._ranks, [0.0] * layers)
+        never = [0.0] * len(steps._ranks)  # without a slowdown it makes no difference
+        walked = steps._walk(steps._ranks, [0.0] * layers, never, clipped=clipped)
         assert walked.seconds == pytest.approx(expected[0].seconds, rel=1e-9)
         for step in expected[1:]:
             weights = [
@@ -115,7 +153,8 @@ def test_every_walk_is_that_of_the_twin(clipped: bool) -> None:
             for rank, found in zip(steps._ranks, weights, strict=True):
                 unclipped = planner_steps._weights(rank, walked.final, clipped=False)
                 second_passes += found != unclipped
-            walked = steps._walk(steps._ranks, [max(times) for times in zip(*weights, strict=True)])
+            updated = [max(times) for times in zip(*weights, strict=True)]
+            walked = steps._walk(steps._ranks, updated, never, clipped=clipped)
             assert walked.seconds == pytest.approx(step.seconds, rel=1e-9)
     # Clipping made a difference in enough of them for the comparison to mean something.
     assert (second_passes > 500) == clipped

@@ -50,9 +50,30 @@ def test_a_row_has_the_hosts_time_beside_the_devices() -> None:
     assert outside.launch_ms == pytest.approx(2.0)
     assert not layer.is_launch_bound
     assert layer.model_copy(update={"launch_ms": 7.5}).is_launch_bound
+    assert layer.device_ms is None is outside.device_ms
     layer, outside = SizeMeasurements(times, memory).row(4)
     assert layer.launch_ms is None is outside.launch_ms
     assert not layer.is_launch_bound
+
+
+def test_a_row_has_what_the_device_needs_by_itself() -> None:
+    memory: dict[int, Pass[Allocated]] = {
+        turn: {p: Allocated(0, 0) for p in _points(1.0, 1.0, 1.0)} for turn in (1, 2)
+    }
+    times = [(turn, _points(3.0, 5.0, 1.0)) for turn in (1, 2)]
+    queued = [(turn, _points(forward, 1.5, 0.25)) for forward in (0.5, 1.0, 9.0) for turn in (1, 2)]
+    layer, outside = SizeMeasurements(times, memory, times, queued).row(4)
+    assert layer.device_ms == pytest.approx(1.0 + 1.5)
+    assert outside.device_ms == pytest.approx(4 * 0.25)
+    assert layer.forward_ms == 3.0
+
+
+@pytest.mark.parametrize(("share", "is_bound"), [(0.6, False), (0.8, True)])
+def test_a_size_is_launch_bound_before_its_passes_take_longer(share: float, is_bound: bool) -> None:
+    times = [(turn, _points(3.0, 5.0, 1.0)) for turn in (1, 2)]
+    launches = [(turn, _points(3.0 * share, 5.0 * share, share)) for turn in (1, 2)]
+    assert SizeMeasurements(times, {}, launches).is_launch_bound == is_bound
+    assert not SizeMeasurements(times, {}).is_launch_bound  # without a GPU
 
 
 def test_launches_that_are_slow_now_and_then_count() -> None:
@@ -101,6 +122,42 @@ def test_what_a_pass_takes_counts_slow_ones_too(monkeypatch: pytest.MonkeyPatch)
     passes = [(1, {BEGIN: 0.0, END: taken}) for taken in each]
     monkeypatch.setattr(bench, "_launches", lambda _batch: passes)
     assert bench.launch_seconds(1) == pytest.approx((14 * 1.0 + 5 * 4.0) / 19)
+    bench.close()
+
+
+def test_what_the_device_needs_is_measured_while_it_has_all_of_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sleeps in the first block, for twice as long as launching takes; blocks 1 and 2 count."""
+    clock = FakeDevice(monkeypatch, has_events=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    slept: list[tuple[int, float]] = []
+
+    def sleep(cycles: int) -> None:
+        slept.append((cycles, clock.now))
+        clock.now += 100.0
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    subject = MeasuredModel("paced", paced_build(clock, lambda _: 2.0, lambda _: 3.0), seq_len=4)
+    bench = LayerBench(subject, subject.copy(DEPTH, CPU), CPU)
+    launches = [(turn, {BEGIN: 0.0, END: 7.0}) for turn in (1, 2)]
+    with bench.recomputing():
+        monkeypatch.setattr(bench, "_launches", lambda _batch: launches)
+        found = bench.measure(1, 0.0)
+        assert not slept
+        assert not found.queued  # launching takes next to nothing of the pass
+        launches = [(turn, {BEGIN: 0.0, END: 1e5}) for turn in (1, 2)]  # milliseconds
+        found = bench.measure(1, 0.0)
+        assert [cycles for cycles, _ in slept] == [int(2 * 100.0 * 3e9)] * 6
+        assert sorted(turn for turn, _ in found.queued) == [1] * 3 + [2] * 3
+        for turn, points in found.queued:
+            between = points["leave", turn] - points["enter", turn]
+            between += points["gradient", turn - 1] - points["gradient", turn]
+            assert between == pytest.approx(5e3)
+            assert points["leave", 0] - points["enter", 0] == pytest.approx(102e3)
+            assert points["enter", 0] - points[BEGIN] == pytest.approx(1e3)
+        bench.measure_again(1, found)
+        assert len(slept) == len(found.queued) == 12
     bench.close()
 
 
