@@ -3,24 +3,30 @@
     python experiments/solve_k/planned_steps.py --workloads 0.37B/4x512 0.95B/2x512
     python experiments/solve_k/planned_steps.py --workloads toy/2x16 --device cpu
 
-Hosts drift: in some seconds they launch kernels half as fast again as in others. So profiles and
-steps take turns. In each round the workload is profiled as `hytrain profile` does it, for some
-seconds and its own batch only; then an engine trains it with no, half and all layers on the GPU,
-some steps of each, and the same numbers are predicted as `hytrain plan` predicts them, with the
-threads that these steps have: a plan takes the best number, which training finds only later, by
-trials. Medians over the rounds are reported, of the times and of the ratio, with its least and its
-largest; the bare model's forward and backward beside the profile's, too. After every workload
-DIR/planned_steps.json is rewritten and the table so far is printed.
+In each round the workload is profiled as `hytrain profile` does it, for some seconds and its own
+batch only; then an engine trains it with no, half and all layers on the GPU, and the same numbers
+are predicted as `hytrain plan` predicts them, with the threads that these steps have: a plan takes
+the best number, which training finds only later, by trials.
+
+Hosts drift: in some seconds they launch kernels half as fast again as in others, and a profile is
+some seconds old when training begins. So there are two predictions. One is the plan's, by the
+profile alone. For the other, steps and the profile's passes over three blocks take turns of less
+than a second, and what these passes took replaces what they took in the profile: what is left is
+the error of the plan, not of the host. Steps are queued as in training, and timed from decision to
+decision. After every round DIR/planned_steps.json is rewritten and the table so far is printed:
+medians over the rounds, of the times and of the ratio, with its least and its largest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +45,25 @@ from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.step_simulator import StepSimulator
+from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_profile import LayerOptions
+from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
 _PARTS = (0.0, 0.5, 1.0)
+_TURNS = 6
+_STEPS = 4
+"""Of a turn, after one that follows on a pause and counts for none."""
 HEADER = (
     "workload", "layers on the GPU", "predicted ms", "measured ms", "predicted / measured",
-    "least", "largest",
+    "least", "largest", "by the profile alone", "least", "largest",
 )  # fmt: skip
 
 
-def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
-    """Of the cell's model and batch."""
+def subject_of(cell: Cell) -> MeasuredModel:
+    """The cell's model, for a profile."""
 
     def build(layers: int | None, seq_len: int) -> tuple[Any, Any]:
         blocks = SHAPES[cell.model][0] if layers is None else layers
@@ -64,12 +75,14 @@ def profile(cell: Cell, device: str, seconds: float) -> ProfileFile:
 
         return model, batch
 
-    subject = MeasuredModel(cell.model, build, seq_len=cell.tokens)
+    return MeasuredModel(cell.model, build, seq_len=cell.tokens)
+
+
+def profile(cell: Cell, device: torch.device, seconds: float) -> ProfileFile:
+    """Of the cell's model and batch."""
     layer = LayerOptions(micro_batches=(cell.batch,), seconds=seconds)
     options = ProfileOptions(layer=layer, rate_seconds=0.1)
-    # Of its memory's limit torch tells by number only.
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    return profile_ranks(subject, where, options)
+    return profile_ranks(subject_of(cell), device, options)
 
 
 def with_threads(found: ProfileFile, threads: int) -> ProfileFile:
@@ -83,6 +96,14 @@ def with_threads(found: ProfileFile, threads: int) -> ProfileFile:
     level = [UpdateRate(threads=n, rate=rate, in_training=beside) for n in (1, host.cores + 1)]
     changed = host.model_copy(update={"updates": tuple(level)})
     return found.model_copy(update={"hosts": (changed,)})
+
+
+def with_passes(found: ProfileFile, passes: Row) -> ProfileFile:
+    """The profile with other passes of its one size."""
+    (device,) = found.devices
+    layer, outside = passes
+    changed = device.model_copy(update={"layer": (layer,), "outside": (outside,)})
+    return found.model_copy(update={"devices": (changed,)})
 
 
 def predict(found: ProfileFile, cell: Cell, part: float) -> float:
@@ -104,118 +125,186 @@ def predict(found: ProfileFile, cell: Cell, part: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one round's steps.
+    """With one number of layers on the GPU.
 
     Attributes:
-        seconds: of a step, the median, by the part of the layers on the GPU.
-        costs: what it was made of, by the same, as the engine has measured it.
-        threads: of updates on the CPU.
-        compute: seconds of the bare model's forward and backward meanwhile; None where the device
-            does not hold a second model.
+        seconds: of a step, the mean without the slowest tenth of the turns.
+        passes: of the profile's three blocks, between these steps.
+        update_rate: parameters/s of the worker's updates; None without any.
     """
 
-    seconds: dict[float, float]
-    costs: dict[float, Json]
-    threads: int
-    compute: float | None
+    seconds: float
+    passes: Row
+    update_rate: float | None
 
 
 @dataclass(frozen=True)
 class Round:
-    """A profile, the steps that followed on it, and what they should have taken by it."""
+    """A profile, the steps that followed on it, and what they should have taken.
+
+    Attributes:
+        found: the profile.
+        measured: by the part of the layers on the GPU, as all that follows.
+        predicted: seconds, by the passes between the steps.
+        alone: by the profile alone.
+        threads: of updates on the CPU.
+    """
 
     found: ProfileFile
-    measured: Measured
-    predicted: dict[float, float]
+    measured: Mapping[float, Measured]
+    predicted: Mapping[float, float]
+    alone: Mapping[float, float]
+    threads: int
 
-    def ratio(self, part: float) -> float:
-        """Predicted over measured."""
-        return self.predicted[part] / self.measured.seconds[part]
-
-
-def start(cell: Cell, device: str) -> Contest:
-    """An engine that has trained, with its number of threads fixed."""
-    contest = Contest(cell, device)
-    if contest.rival_fits:
-        contest.start_rival()
-    contest.start_engine()
-    tuned = contest.engine.optimizer.placement.tuned_threads
-    if tuned is not None:
-        tuned.end()
-    contest.train(4)
-    return contest
-
-
-def measure(contest: Contest, *, backwards: bool) -> Measured:
-    """Steps with each part of the layers on the GPU."""
-    placement = contest.engine.optimizer.placement
-    compute = contest.compute(6)[1:] if contest.rival_fits else []
-    seconds: dict[float, float] = {}
-    costs: dict[float, Json] = {}
-    for part in reversed(_PARTS) if backwards else _PARTS:
-        contest.engine.set_gpu_fraction(part)
-        seconds[part] = statistics.median(contest.train(12)[4:])
-        found = placement.costs()
-        if found is not None:
-            costs[part] = asdict(found)
-    threads = placement.threads.num_threads
-    return Measured(seconds, costs, threads, statistics.median(compute) if compute else None)
+    def record(self) -> Json:
+        """For planned_steps.json."""
+        return {
+            "threads": self.threads,
+            "profile": self.found.model_dump(mode="json"),
+            "parts": {
+                str(part): {
+                    "seconds": one.seconds,
+                    "predicted": self.predicted[part],
+                    "predicted_by_the_profile_alone": self.alone[part],
+                    "layer": one.passes[0].model_dump(mode="json"),
+                    "outside": one.passes[1].model_dump(mode="json"),
+                    "update_rate": one.update_rate,
+                }
+                for part, one in self.measured.items()
+            },
+        }
 
 
-def rounds_of(cell: Cell, device: str, seconds: float, number: int) -> list[Round]:
-    """Profiles and steps in turns."""
-    contest = start(cell, device)
-    rounds: list[Round] = []
-    for turn in range(number):
-        found = profile(cell, device, seconds)
-        measured = measure(contest, backwards=turn % 2 == 1)
-        threaded = with_threads(found, measured.threads)
-        predicted = {part: predict(threaded, cell, part) for part in _PARTS}
-        rounds.append(Round(found, measured, predicted))
-        print(worker_line(found, measured), flush=True)
-        print(compute_line(found, measured), flush=True)
-    print(profile_table(rounds[-1].found), flush=True)
-    contest.close()
-    return rounds
+class Workload:
+    """A cell's engine, whose number of update threads is settled, and the profile's passes."""
+
+    def __init__(self, cell: Cell, device: torch.device) -> None:
+        """Trains some steps; :meth:`close` frees all of it."""
+        self._cell, self._device = cell, device
+        self._contest = Contest(cell, device.type)
+        self._contest.start_engine()
+        tuned = self._placement.tuned_threads
+        if tuned is not None:
+            tuned.end()
+        self._contest.train(4)
+        subject = subject_of(cell)
+        self._bench = LayerBench(subject, subject.copy(DEPTH, device), device)
+
+    @property
+    def _placement(self) -> Any:
+        return self._contest.engine.optimizer.placement
+
+    def round(self, seconds: float, *, backwards: bool) -> Round:
+        """One, with a profile of so many seconds; ``backwards``: all layers on the GPU first."""
+        found = profile(self._cell, self._device, seconds)
+        parts = tuple(reversed(_PARTS)) if backwards else _PARTS
+        with self._bench.recomputing():
+            measured = {part: self._measure(part) for part in parts}
+        threads = int(self._placement.threads.num_threads)
+        threaded = with_threads(found, threads)
+        predicted = {
+            part: predict(with_passes(threaded, one.passes), self._cell, part)
+            for part, one in measured.items()
+        }
+        alone = {part: predict(threaded, self._cell, part) for part in measured}
+        return Round(found, measured, predicted, alone, threads)
+
+    def _measure(self, part: float) -> Measured:
+        """Steps and passes in turns."""
+        self._contest.engine.set_gpu_fraction(part)
+        self._contest.train(5)  # layers move
+        seconds: list[float] = []
+        passes: list[SizeMeasurements] = []
+        for _ in range(_TURNS):
+            # The worker's updates after the last step would slow the passes down.
+            self._contest.engine.optimizer.pipeline.wait_all()
+            passes.append(self._bench.measure(self._cell.batch, 0.2))
+            seconds.append(self._contest.queued_steps(_STEPS))
+        seconds.sort()
+        usual = statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
+        return Measured(usual, joined(passes).row(self._cell.batch), self._update_rate())
+
+    def _update_rate(self) -> float | None:
+        """As the engine has measured it: of updates in one pass."""
+        costs = self._placement.costs()
+        if costs is None or self._placement.controller.num_gpu_layers == len(costs.layers):
+            return None
+        size = sum(layer.parameters for layer in costs.layers)
+        return size / sum(layer.cpu_update for layer in costs.layers)
+
+    def close(self) -> None:
+        """Removes the hooks and destroys the engine."""
+        self._bench.close()
+        self._contest.close()
+
+
+def joined(measurements: Sequence[SizeMeasurements]) -> SizeMeasurements:
+    """All passes of one size; memory is the first one's."""
+    return SizeMeasurements(
+        times=[each for one in measurements for each in one.times],
+        memory=measurements[0].memory,
+        launches=[each for one in measurements for each in one.launches],
+        queued=[each for one in measurements for each in one.queued],
+    )
 
 
 def row(text: str, part: float, rounds: Sequence[Round]) -> list[str]:
     """Of the table."""
-    times = [
-        statistics.median(each.predicted[part] for each in rounds),
-        statistics.median(each.measured.seconds[part] for each in rounds),
-    ]
-    ratios = sorted(each.ratio(part) for each in rounds)
-    shown = statistics.median(ratios), ratios[0], ratios[-1]
-    return [
-        text, f"{part:.0%}", *(f"{1e3 * each:.1f}" for each in times),
-        *(f"{each:.3f}" for each in shown),
-    ]  # fmt: skip
+    measured = [each.measured[part].seconds for each in rounds]
+    predicted, alone = ([plan[part] for plan in plans] for plans in zip(
+        *((each.predicted, each.alone) for each in rounds), strict=True
+    ))  # fmt: skip
+    cells = [text, f"{part:.0%}"]
+    cells += [f"{1e3 * statistics.median(times):.1f}" for times in (predicted, measured)]
+    for times in (predicted, alone):
+        ratios = sorted(time / step for time, step in zip(times, measured, strict=True))
+        cells += [f"{each:.3f}" for each in (statistics.median(ratios), ratios[0], ratios[-1])]
+    return cells
 
 
-def worker_line(found: ProfileFile, measured: Measured) -> str:
-    """What the update worker reached with nothing on the GPU, beside the profile's rate."""
-    (host,) = with_threads(found, measured.threads).hosts
-    rates = [f"{(host.updates[0].in_training or 0.0) / 1e9:.2f} by the profile"]
-    if 0.0 in measured.costs:
-        layers = measured.costs[0.0]["layers"]
-        size = sum(layer["parameters"] for layer in layers)
-        for kind in ("cpu_update", "cpu_commit", "cpu_preview"):
-            rates.append(f"{kind} {size / sum(layer[kind] for layer in layers) / 1e9:.2f}")
-    return f"{measured.threads} threads update, G parameters/s: {', '.join(rates)}"
+def update_line(one: Round) -> str:
+    """The worker's rate with nothing on the GPU, beside the profile's."""
+    (host,) = with_threads(one.found, one.threads).hosts
+    rates = [host.updates[0].in_training, one.measured[0.0].update_rate]
+    by_profile, in_training = ("-" if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
+    return (
+        f"{one.threads} threads update, G parameters/s: {by_profile} by the profile, "
+        f"{in_training} in training"
+    )
 
 
-def compute_line(found: ProfileFile, measured: Measured) -> str:
-    """The bare model's passes in the profile, beside those of the training's time."""
-    (device,) = found.devices
-    passes = [(found.model.num_layers, device.layer[0]), (1, device.outside[0])]
-    profiled = sum(n * max(p.forward_ms + p.backward_ms, p.launch_ms or 0.0) for n, p in passes)
-    meanwhile = "-" if measured.compute is None else f"{1e3 * measured.compute:.1f}"
-    return f"forward and backward alone, ms: {profiled:.1f} by the profile, {meanwhile} meanwhile"
+def passes_line(one: Round) -> str:
+    """Forward and backward alone, by the profile and between the steps."""
+    (device,) = one.found.devices
+    layers = one.found.model.num_layers
+
+    def ms(passes: Row) -> str:
+        each = [(layers, passes[0]), (1, passes[1])]
+        return (
+            f"{sum(n * max(p.forward_ms + p.backward_ms, p.launch_ms or 0) for n, p in each):.1f}"
+        )
+
+    between = ", ".join(ms(one.measured[part].passes) for part in _PARTS)
+    return (
+        f"forward and backward alone, ms: {ms((device.layer[0], device.outside[0]))} by the "
+        f"profile, {between} between the steps"
+    )
 
 
-def main() -> None:
-    """The command."""
+def run(cell: Cell, text: str, where: torch.device, seconds: float) -> Generator[Round]:
+    """A workload's rounds, until nobody wants more."""
+    workload = Workload(cell, where)
+    try:
+        for number in itertools.count():
+            found = workload.round(seconds, backwards=number % 2 == 1)
+            print(text, update_line(found), passes_line(found), sep="\n", flush=True)
+            yield found
+    finally:
+        workload.close()
+
+
+def arguments_of() -> argparse.Namespace:
+    """The command's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -225,26 +314,32 @@ def main() -> None:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--seconds", type=float, default=3.0, help="of measuring a block's passes")
     add("--rounds", type=int, default=3, help="of a profile and steps")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """The command."""
+    arguments = arguments_of()
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(names, MASTER_PORT=str(free_port()))
     arguments.out.mkdir(parents=True, exist_ok=True)
+    # Of its memory's limit torch tells by number only.
+    where = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     rows: list[list[str]] = []
     record: Json = {"command": sys.argv, "workloads": {}}
     for text in arguments.workloads:
         cell = Cell.of(f"{text}/{len(os.sched_getaffinity(0))}")
-        rounds = rounds_of(cell, arguments.device, arguments.seconds, arguments.rounds)
-        rows += [row(text, part, rounds) for part in _PARTS]
-        record["workloads"][text] = [
-            {
-                "profile": each.found.model_dump(mode="json"),
-                "predicted": each.predicted,
-                **asdict(each.measured),
-            }
-            for each in rounds
-        ]
-        write_json(arguments.out / "planned_steps.json", record)
-        print(markdown(HEADER, rows), flush=True)
+        rounds: list[Round] = []
+        new: list[list[str]] = []
+        with contextlib.closing(run(cell, text, where, arguments.seconds)) as every:
+            for found in itertools.islice(every, arguments.rounds):
+                rounds.append(found)
+                record["workloads"][text] = [each.record() for each in rounds]
+                write_json(arguments.out / "planned_steps.json", record)
+                new = [row(text, part, rounds) for part in _PARTS]
+                print(markdown(HEADER, rows + new), flush=True)
+        rows += new
+        print(profile_table(rounds[-1].found), flush=True)
     end(0)
 
 

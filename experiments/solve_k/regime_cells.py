@@ -231,6 +231,22 @@ class Contest:
         finally:
             self._waits = True
 
+    def queued_steps(self, steps: int) -> float:
+        """Seconds of each of some steps of the engine, from decision to decision.
+
+        One goes before: what is done between steps, after a pause, is its to wait for.
+        """
+        times: list[float] = []
+        self._waits = False
+        try:
+            for _ in range(steps + 1):
+                self.train(1)
+                times.append(time.perf_counter())
+        finally:
+            self._waits = True
+        self._wait()
+        return (times[-1] - times[0]) / steps
+
     def close(self) -> None:
         """Frees all of it."""
         self.engine.destroy()

@@ -210,7 +210,7 @@ def test_compute_does_not_wait_for_updates_that_it_does_not_need(
             step(engine, number)
         torch.cuda.synchronize()
         with torch.cuda.stream(pipeline.streams.update):
-            torch.cuda._sleep(400_000_000)  # clock cycles: 0.2 s or more
+            torch.cuda._sleep(2_000_000_000)  # clock cycles: 1 s or more, many steps
         step(engine, 3)  # its own forward uses what was updated before the sleep
         torch.cuda.current_stream().synchronize()
         assert not pipeline.layers[-1].update.updated.query()

@@ -11,22 +11,34 @@ from typing import Any
 import pytest
 
 from experiments.solve_k import planned_steps
-from experiments.solve_k.planned_steps import Measured, Round, row
+from experiments.solve_k.planned_steps import HEADER, Measured, Round, joined, row
+from hytrain.tools.profiler.layer_samples import SizeMeasurements
 
 PARTS = ("0.0", "0.5", "1.0")
 
 
-def _round(predicted: float, seconds: float) -> Round:
+def _round(predicted: float, alone: float, seconds: float) -> Round:
     found: Any = None
-    measured = Measured({0.5: seconds}, {}, 1, None)
-    return Round(found, measured, {0.5: predicted})
+    measured = Measured(seconds, found, None)
+    return Round(found, {0.5: measured}, {0.5: predicted}, {0.5: alone}, 1)
 
 
 def test_a_ratio_is_of_one_rounds_times() -> None:
     """The medians' own ratio would be 1: a host that drifts is another one in each round."""
-    rounds = [_round(0.1, 0.2), _round(0.2, 0.4), _round(0.3, 0.1)]
+    rounds = [_round(0.1, 0.4, 0.2), _round(0.2, 0.4, 0.4), _round(0.3, 0.1, 0.1)]
     found = row("toy/2x16", 0.5, rounds)
-    assert found == ["toy/2x16", "50%", "200.0", "200.0", "0.500", "0.500", "3.000"]
+    assert found[:4] == ["toy/2x16", "50%", "200.0", "200.0"]
+    assert found[4:7] == ["0.500", "0.500", "3.000"]
+    assert found[7:] == ["1.000", "1.000", "2.000"]
+    assert len(found) == len(HEADER)
+
+
+def test_passes_of_all_turns_are_one_measurement() -> None:
+    one: Any = (1, {"a": 1.0})
+    other: Any = (2, {"a": 2.0})
+    memory: Any = {1: {"a": 0}}
+    parts = [SizeMeasurements([one], memory, [one], []), SizeMeasurements([other], {}, [], [other])]
+    assert joined(parts) == SizeMeasurements([one, other], memory, [one], [other])
 
 
 @pytest.mark.experiment
@@ -37,9 +49,14 @@ def test_rounds_of_a_toy(tmp_path: Path) -> None:
     rounds = json.loads((tmp_path / "planned_steps.json").read_text())["workloads"]["toy/2x16"]
     assert len(rounds) == 2
     for each in rounds:
-        assert set(each["predicted"]) == set(each["seconds"]) == set(PARTS)
-        assert min(*each["predicted"].values(), *each["seconds"].values()) > 0.0
-        assert each["compute"] > 0.0
         assert each["profile"]["model"]["name"] == "toy"
+        assert set(each["parts"]) == set(PARTS)
+        for part in each["parts"].values():
+            predicted = part["predicted"], part["predicted_by_the_profile_alone"]
+            assert min(*predicted, part["seconds"]) > 0.0
+            assert part["layer"]["samples"] == 2
+        assert each["parts"]["0.0"]["update_rate"] > 0.0
+        assert each["parts"]["1.0"]["update_rate"] is None
     lines = [line for line in done.stdout.splitlines() if line.startswith("| toy/2x16 |")]
-    assert [line.split("|")[2].strip() for line in lines] == ["0%", "50%", "100%"]
+    # After each round the table so far.
+    assert [line.split("|")[2].strip() for line in lines] == ["0%", "50%", "100%"] * 2
