@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from experiments.solve_k import planned_steps
 from experiments.solve_k.planned_steps import HEADER, Measured, Round, joined, row
+from experiments.solve_k.regime_cells import Cell
+from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.profiler.layer_samples import SizeMeasurements
 
 PARTS = ("0.0", "0.5", "1.0")
@@ -39,6 +42,26 @@ def test_passes_of_all_turns_are_one_measurement() -> None:
     memory: Any = {1: {"a": 0}}
     parts = [SizeMeasurements([one], memory, [one], []), SizeMeasurements([other], {}, [], [other])]
     assert joined(parts) == SizeMeasurements([one, other], memory, [one], [other])
+
+
+RUNS: list[Any] = json.loads(
+    Path(planned_steps.__file__).with_name("planned_steps.json").read_text()
+)["runs"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['gpu']} {run['workload']}")
+def test_plans_of_recorded_profiles_are_near_the_steps(run: Any, part: str) -> None:
+    """Medians of some profiles: single ones are of hosts that were others when training began."""
+    cell = Cell.of(f"{run['workload']}/16")
+    ratios: list[float] = []
+    for one in run["rounds"]:
+        found = ProfileFile.model_validate_json(json.dumps(one["profile"]))
+        threaded = planned_steps.with_threads(found, one["threads"])
+        seconds = planned_steps.predict(threaded, cell, float(part))
+        ratios.append(seconds / one["seconds"][part])
+    assert len(ratios) >= 5
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.12)
 
 
 @pytest.mark.experiment
