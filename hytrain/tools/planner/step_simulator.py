@@ -37,7 +37,6 @@ In thousands of random cases no clipped step came out shorter than an unclipped 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +55,7 @@ from hytrain.tools.planner.passes import (
     outside_seconds,
 )
 from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.rank_walk import RankWalk
 
 # A preview as a share of an update. By the bytes that they move it would be 0.53. On the host of an
 # H200 it was 0.67 to 0.93 (experiments/solve_k: median 0.80 of 14 windows with every step clipped,
@@ -67,115 +67,6 @@ _SETTLED = 1e-6
 # More GPU layers must gain so much of the step.
 _WORTHWHILE = 0.003
 _MOST_CANDIDATES = 24
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """One rank's times, seconds. Equal ranks are walked once.
-
-    Attributes:
-        first: of a layer's forward that waits for weights.
-        middle: of all that comes between the first forward and the last backward.
-        last: of a layer's backward that gives gradients.
-        layers: of the model.
-        gpu_layers: K.
-        gpu_update: of one layer's shard.
-        gpu_written: the same with its copy to the host, where weights are kept there.
-        cpu_update: of one layer's shard in one pass, copies beside it.
-        cpu_preview: of the second one, the weights' copy beside it.
-        chunk: of its first chunk's way to the host.
-        back: of its last one's back.
-        launches: of its host.
-    """
-
-    first: float
-    middle: float
-    last: float
-    layers: int
-    gpu_layers: int
-    gpu_update: float
-    gpu_written: float
-    cpu_update: float
-    cpu_preview: float
-    chunk: float
-    back: float
-    launches: StepLaunches
-
-    def passes(self, gathered: Sequence[float], busy: float) -> _Passes:
-        """From a decision, at 0, through both passes.
-
-        Args:
-            gathered: when each layer's new weights are there, the first one's first.
-            busy: seconds of them for which the worker updates.
-        """
-        compute = self.layers * (self.first + self.last) + self.middle
-        launched = self.launches.passes_beside(busy, self.gpu_layers)
-        needs = self.launches.device_share
-        late = self.launches.update_seconds(self.gpu_layers, needs * compute - launched)
-        clocks = _Clocks(
-            device=max(self.gpu_layers * self.gpu_update, late),
-            host=late + self.launches.end,
-            needs=needs,
-            launching=launched / compute if compute > 0.0 else 0.0,
-        )
-        waited = 0.0
-        if self.first > 0.0:  # a rank without samples waits for nothing
-            for layer, weights in enumerate(gathered):
-                if layer >= self.gpu_layers:  # for the worker the host waits, too
-                    waited += clocks.wait_on_host(weights)
-                clocks.compute(self.first, weights)
-        clocks.compute(self.middle)
-        final: list[float] = []
-        for _ in range(self.layers):
-            clocks.compute(self.last)
-            final.append(clocks.device)
-        return _Passes(final, waited)
-
-    def busy_seconds(self, waited: float, *, clipped: bool) -> float:
-        """For which its worker updates while its host has something to launch.
-
-        ``waited``: seconds for which the host waited for the worker.
-        """
-        each = self.cpu_update + (self.cpu_preview if clipped else 0.0)
-        return max(0.0, (self.layers - self.gpu_layers) * each - waited)
-
-
-@dataclass(slots=True)
-class _Clocks:
-    """How far a GPU and the host that launches its work have come, seconds.
-
-    Attributes:
-        device: what is launched is computed up to then.
-        host: next, it launches.
-        needs: of compute's measured time, the device's own share.
-        launching: what launching it takes, as a share of the same.
-    """
-
-    device: float
-    host: float
-    needs: float
-    launching: float
-
-    def compute(self, seconds: float, ready: float = 0.0) -> None:
-        """A layer or several; ``ready``: when the device may begin."""
-        begin = max(self.device, self.host, ready)
-        self.host += self.launching * seconds
-        self.device = max(begin + self.needs * seconds, self.host)
-
-    def wait_on_host(self, until: float) -> float:
-        """The host launches no more up to then; returns for how long."""
-        waited = max(0.0, until - self.host)
-        self.host += waited
-        return waited
-
-
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """When a rank's gradients are final, from the last layer to the first, and how long its host
-    waited for its worker."""
-
-    final: list[float]
-    waited: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +102,7 @@ class StepSimulator:
         self._gather = 0.0 if problem.stage == 3 else self._collectives.gather
         self._num_layers = problem.model.num_layers
         self._clipped_share = problem.clipped_share
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankWalk] = []
         fetches = [
             fetch_seconds(problem, gpu, work.activations, share.fraction * problem.model.parameters)
             for (_, gpu), work, share in zip(problem.cluster.ranks, loads, shares, strict=True)
@@ -267,13 +158,13 @@ class StepSimulator:
             For each rank its own number, or a larger one that gains.
         """
         kinds = list(dict.fromkeys(self._ranks))
-        found: dict[tuple[_Rank, int], int] = {}
+        found: dict[tuple[RankWalk, int], int] = {}
         for rank, limit in zip(self._ranks, most, strict=True):
             if (rank, limit) not in found:
                 found[rank, limit] = self._worthwhile(kinds, rank, limit)
         return [found[rank, limit] for rank, limit in zip(self._ranks, most, strict=True)]
 
-    def _worthwhile(self, kinds: Sequence[_Rank], rank: _Rank, most: int) -> int:
+    def _worthwhile(self, kinds: Sequence[RankWalk], rank: RankWalk, most: int) -> int:
         if most <= rank.gpu_layers or rank.gpu_layers == rank.layers:
             return rank.gpu_layers
         stride = -(-(most - rank.gpu_layers) // _MOST_CANDIDATES)
@@ -286,7 +177,7 @@ class StepSimulator:
         allowed = min(steps) * (1.0 + _WORTHWHILE)
         return next(number for number, step in zip(numbers, steps, strict=True) if step <= allowed)
 
-    def _mean(self, kinds: Sequence[_Rank], updating: Sequence[_Rank], share: float) -> float:
+    def _mean(self, kinds: Sequence[RankWalk], updating: Sequence[RankWalk], share: float) -> float:
         """The mean step where a share of them is clipped."""
         seconds = 0.0
         if share < 1.0:
@@ -295,7 +186,9 @@ class StepSimulator:
             seconds += share * self._settle(kinds, updating, clipped=True)
         return seconds
 
-    def _settle(self, kinds: Sequence[_Rank], updating: Sequence[_Rank], *, clipped: bool) -> float:
+    def _settle(
+        self, kinds: Sequence[RankWalk], updating: Sequence[RankWalk], *, clipped: bool
+    ) -> float:
         """The step where only some kinds' updates are waited for.
 
         Several ranks may take turns: who waited long for weights begins backward late, and its
@@ -304,7 +197,7 @@ class StepSimulator:
         walked = self._walk(kinds, [0.0] * self._num_layers, [0.0] * len(kinds), clipped=clipped)
         seconds = walked.seconds
         for _ in range(_ROUNDS):
-            weights = [_weights(rank, walked.final, clipped=clipped) for rank in updating]
+            weights = [rank.updated(walked.final, clipped=clipped) for rank in updating]
             updated = [max(times) for times in zip(*weights, strict=True)]
             again = self._walk(kinds, updated, walked.waited, clipped=clipped)
             is_settled = _is_same(walked, again)
@@ -316,7 +209,7 @@ class StepSimulator:
 
     def _walk(
         self,
-        kinds: Sequence[_Rank],
+        kinds: Sequence[RankWalk],
         updated: Sequence[float],
         waited: Sequence[float],
         *,
@@ -353,7 +246,7 @@ def _is_same(one: _Walked, other: _Walked) -> bool:
     return all(abs(a - b) <= allowed for a, b in zip(one.final, other.final, strict=True))
 
 
-def _layer_by_layer(ranks: Sequence[_Rank]) -> list[_Rank]:
+def _layer_by_layer(ranks: Sequence[RankWalk]) -> list[RankWalk]:
     """The ranks with the passes of the slowest in each layer, which all of them wait for."""
     first, last = max(rank.first for rank in ranks), max(rank.last for rank in ranks)
     middle = max(rank.middle for rank in ranks)
@@ -365,10 +258,10 @@ def _layer_by_layer(ranks: Sequence[_Rank]) -> list[_Rank]:
 
 def _in_rounds(
     problem: PlanProblem,
-    ranks: Sequence[_Rank],
+    ranks: Sequence[RankWalk],
     loads: Sequence[Load],
     fetch: tuple[float, float],
-) -> list[_Rank]:
+) -> list[RankWalk]:
     """The ranks with the passes of the slowest of each round, which all of them wait for.
 
     ``fetch``: seconds of each layer's, in forward and in backward.
@@ -394,42 +287,6 @@ def _in_rounds(
     ]
 
 
-def _weights(rank: _Rank, final: Sequence[float], *, clipped: bool) -> list[float]:
-    """When a rank has updated each layer's shard, counted from the decision.
-
-    ``final``: when each layer's gradient was, ascending from the last layer to the first: 0.
-    """
-    updated = [(number + 1) * rank.gpu_written for number in range(rank.gpu_layers)]
-    updated += [0.0] * (rank.layers - rank.gpu_layers)
-    ready: list[int] = []
-    held: list[int] = []  # previewed in vain, to be previewed anew after the decision
-    is_second = [False] * rank.layers
-    coming = rank.layers - 1  # gradients become final from the last layer down
-    now = final[-1]
-    left = rank.layers - rank.gpu_layers
-    while left:
-        if not ready:  # the next gradient; where all are there, the decision
-            now = max(now, final[coming] if coming >= rank.gpu_layers else 0.0)
-        while coming >= rank.gpu_layers and final[coming] <= now:
-            heapq.heappush(ready, coming)
-            coming -= 1
-        if held and now >= 0.0:
-            ready += held
-            heapq.heapify(ready)
-            held = []
-        layer = heapq.heappop(ready)
-        begin = max(now, final[layer] + rank.chunk)
-        if clipped and begin < 0.0:
-            now = begin + rank.cpu_update
-            is_second[layer] = True
-            held.append(layer)
-            continue
-        now = begin + (rank.cpu_preview if is_second[layer] else rank.cpu_update)
-        updated[layer] = now + rank.back
-        left -= 1
-    return updated
-
-
 def _worker_rate(problem: PlanProblem, host: Host, shares: Sequence[Share]) -> float:
     """Parameters/s of each worker of a host, all of them busy."""
     layers = problem.model.num_layers
@@ -445,7 +302,7 @@ def _rank(
     share: Share,
     rate: float,
     launches: StepLaunches,
-) -> _Rank:
+) -> RankWalk:
     model = problem.model
     shard = share.fraction * model.parameters / model.num_layers
     copied = model.itemsize * shard / gpu.copy_rate
@@ -457,7 +314,7 @@ def _rank(
     if problem.offload_param:
         sent, written, back = 0.0, copied, 0.0
     first, middle, last = passes
-    return _Rank(
+    return RankWalk(
         first=first,
         middle=middle,
         last=last,

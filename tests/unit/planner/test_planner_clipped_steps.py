@@ -10,7 +10,6 @@ import pytest
 from steps_twin import TwinLaunches, TwinRank, train
 
 from hytrain.errors import PlanError
-from hytrain.tools.planner import step_simulator as planner_steps
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import (
     Cluster,
@@ -24,6 +23,7 @@ from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.rank_walk import RankWalk
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
 
@@ -98,7 +98,7 @@ def cases(
     ]
 
 
-def twin_launches(rank: planner_steps._Rank) -> TwinLaunches:
+def twin_launches(rank: RankWalk) -> TwinLaunches:
     measured = rank.layers * (rank.first + rank.last) + rank.middle
     passes = rank.launches.passes_beside(0.0, rank.gpu_layers)
     device = rank.launches.device_share * measured
@@ -145,13 +145,11 @@ def test_every_walk_is_that_of_the_twin(clipped: bool) -> None:
         walked = steps._walk(steps._ranks, [0.0] * layers, never, clipped=clipped)
         assert walked.seconds == pytest.approx(expected[0].seconds, rel=1e-9)
         for step in expected[1:]:
-            weights = [
-                planner_steps._weights(rank, walked.final, clipped=clipped) for rank in steps._ranks
-            ]
+            weights = [rank.updated(walked.final, clipped=clipped) for rank in steps._ranks]
             for found, twin in zip(weights, step.weights, strict=True):
                 assert found == pytest.approx(twin, abs=1e-9)
             for rank, found in zip(steps._ranks, weights, strict=True):
-                unclipped = planner_steps._weights(rank, walked.final, clipped=False)
+                unclipped = rank.updated(walked.final, clipped=False)
                 second_passes += found != unclipped
             updated = [max(times) for times in zip(*weights, strict=True)]
             walked = steps._walk(steps._ranks, updated, never, clipped=clipped)

@@ -29,7 +29,6 @@ from hytrain.formats.profile_file import (
 )
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
-from hytrain.tools.planner import step_simulator
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, load
@@ -39,6 +38,7 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
+from hytrain.tools.planner.rank_walk import RankWalk
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
 
@@ -278,7 +278,7 @@ def test_the_second_passes_of_clipped_steps_slow_launching_down_too() -> None:
 
 def test_while_the_host_waits_for_the_worker_nothing_is_slowed_down() -> None:
     launches = StepLaunches(passes=2.0, slowdown=2.0)
-    rank = step_simulator._Rank(
+    rank = RankWalk(
         first=0.5, middle=0.0, last=0.5, layers=2, gpu_layers=0, gpu_update=0.0, gpu_written=0.0,
         cpu_update=0.6, cpu_preview=0.4, chunk=0.0, back=0.0, launches=launches,
     )  # fmt: skip
