@@ -150,7 +150,9 @@ def test_profile(factor: float) -> None:
                     type(row)(
                         **{
                             name: type(value)(value * (1 if name == "samples" else factor))
-                            for name, value in (row.model_dump() | {"launch_ms": 100.0}).items()
+                            for name, value in (
+                                row.model_dump() | {"launch_ms": 100.0, "device_ms": 50.0}
+                            ).items()
                         }
                     )
                     for row in device.layer
