@@ -214,6 +214,10 @@ class DeviceProfile(Record):
     """Ratio of launching beside updates on the CPU, with all but one of the rank's cores, to
     launching alone; None where it was not measured."""
 
+    launch_spread: float | None = Field(ge=0.0, default=None)
+    """By which launching took longer in some seconds of that measurement than in others, nothing
+    beside it, as a share; launch-bound steps may do so, too. None where it was not measured."""
+
     update_launch_ms: float | None = Field(ge=0.0, default=None)
     """Of the host, to launch the update of one layer on the GPU with a norm and a launch of its
     own, which none has any more: read from profiles of November 24, 2026, no longer measured."""

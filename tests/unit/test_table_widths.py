@@ -140,6 +140,7 @@ def test_profile(factor: float) -> None:
             update={
                 "settings": "words about clocks and power limits " * 5,
                 "launch_slowdown": 2.0 * factor,
+                "launch_spread": 2.0 * factor,
                 "update_launches": UpdateLaunches(
                     gpu_step_ms=0.1 * factor,
                     launch_ms=0.1 * factor,

@@ -76,6 +76,7 @@ class LaunchTimes:
         layer_device_ms: one layer's forward and backward on the device where all of it is launched
             before; None where that was not measured.
         outside_device_ms: likewise, of what is outside of the layers.
+        spread: by which launching took longer in some seconds than in others, as a share.
     """
 
     layer_ms: Table
@@ -84,6 +85,7 @@ class LaunchTimes:
     updates: UpdateLaunchTimes = field(default_factory=UpdateLaunchTimes)
     layer_device_ms: Table | None = None
     outside_device_ms: Table | None = None
+    spread: float = 0.0
 
     def outside(self, samples: int) -> float:
         """To launch what is outside of the layers."""

@@ -24,6 +24,8 @@ _LIMITS = {
 }
 # By this share clipped steps take another time: worth a line.
 _DIFFERENT = 0.01
+# By this share a host that launches may be slower in some seconds than in others.
+_STEADY = 0.1
 # Of a GPU's memory: a plan that uses more is limited by it, too.
 _FULL = 0.95
 _HEADING = (
@@ -54,6 +56,7 @@ def plan_text(
         if plan.gap > plan.limits_gap + 1e-3:
             parts[-1] += f" (by the limits alone {max(0.0, plan.limits_gap):.1%})"
     parts += _clipped_words(plan) + _mode_words(plan) + _unfilled_words(problem, plan)
+    parts += _unsteady_words(problem, plan)
     if not problem.keeps_gradients:
         parts.append(
             "the GPUs have no room for the gradients of their shards besides: the first backward "
@@ -147,6 +150,24 @@ def _unfilled_words(problem: PlanProblem, plan: Plan) -> list[str]:
         f"rank{'s' if len(unfilled) > 1 else ''} {', '.join(unfilled)}: micro-batches of twice as "
         "many samples would take hardly longer. What takes the time is the host, which starts the "
         "GPU's kernels: steps are as long as planned only while it is as fast as in the profile"
+    ]
+
+
+def _unsteady_words(problem: PlanProblem, plan: Plan) -> list[str]:
+    """A line about hosts of launch-bound ranks that were not as fast in all of the profile."""
+    spread = max(
+        (
+            gpu.launches.spread
+            for rank, (_, gpu) in zip(plan.ranks, problem.cluster.ranks, strict=True)
+            if gpu.launches is not None and gpu.is_launch_bound(rank.microbatch_size)
+        ),
+        default=0.0,
+    )
+    if spread <= _STEADY:
+        return []
+    return [
+        f"in some seconds of the profile launching took {spread:.0%} longer than in others: steps "
+        "may be as much off their prediction"
     ]
 
 

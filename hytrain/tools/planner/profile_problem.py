@@ -218,6 +218,7 @@ def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
         updates=_update_launches(device, shares=shares),
         layer_device_ms=times(rows, _device_ms) if is_known else None,
         outside_device_ms=times(outside, _device_ms) if is_known and outside else None,
+        spread=device.launch_spread or 0.0,
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import statistics
 import threading
 from collections.abc import Callable, Generator
+from typing import NamedTuple
 
 _TURNS = 5
 
@@ -32,17 +33,30 @@ def updating(update: Callable[[], object]) -> Generator[None]:
         worker.join()
 
 
-def launch_slowdown(launch: Callable[[], float], update: Callable[[], object]) -> float:
-    """Ratio of what launching takes beside updates to what it takes alone; at least 1.
+class Launching(NamedTuple):
+    """How launching differs from what it takes alone, and from itself.
+
+    Attributes:
+        slowdown: ratio of what it takes beside updates to what it takes alone; at least 1.
+        spread: by which the longest of some turns alone exceeded the shortest, as a share of it.
+    """
+
+    slowdown: float
+    spread: float
+
+
+def measure_launching(launch: Callable[[], float], update: Callable[[], object]) -> Launching:
+    """Launches alone and beside updates, in turns.
 
     Args:
         launch: launches some passes and returns the seconds of one.
         update: updates once, as in training.
     """
     update()  # touches pages, wakes threads
+    alone: list[float] = []
     ratios: list[float] = []
     for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
-        alone = launch()
+        alone.append(launch())
         with updating(update):
-            ratios.append(launch() / alone)
-    return max(1.0, statistics.median(ratios))
+            ratios.append(launch() / alone[-1])
+    return Launching(max(1.0, statistics.median(ratios)), max(alone) / min(alone) - 1.0)

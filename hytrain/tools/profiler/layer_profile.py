@@ -24,6 +24,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import LayerSample, OutsideSample
 from hytrain.hardware.gpu_memory import usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
+from hytrain.tools.profiler.launching import Launching
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
@@ -74,7 +75,7 @@ class LayerProfile:
         outside: of all that is outside of the blocks.
         boundary_bytes: activations between two blocks, a sample.
         idle_bytes: what the allocator holds without model and batch (workspaces).
-        launch_slowdown: of launching, beside updates on the CPU; None where it was not measured.
+        launching: alone and beside updates on the CPU; None where it was not measured.
         sums_squares: whether gradients come with the squares that their norm is made of.
         block_tensors: trained parameters of a block, as tensors.
     """
@@ -83,7 +84,7 @@ class LayerProfile:
     outside: tuple[OutsideSample, ...]
     boundary_bytes: int
     idle_bytes: int
-    launch_slowdown: float | None = None
+    launching: Launching | None = None
     sums_squares: bool = False
     block_tensors: int = 1
 
@@ -94,7 +95,7 @@ def profile_layer(
     options: LayerOptions,
     *,
     on_size: Callable[[int, float], None] = lambda size, share: None,
-    beside: Callable[[Callable[[], float]], float] | None = None,
+    beside: Callable[[Callable[[], float]], Launching] | None = None,
 ) -> LayerProfile:
     """Measures on the current stream of a device.
 
@@ -103,7 +104,7 @@ def profile_layer(
         device: where; on a CPU it works for trying, memory of operations' insides not counted.
         options: which sizes, and how long.
         on_size: called with a size when it begins, and the share of the work that is done.
-        beside: by what updates on the CPU slow launching down; is given what launches passes of the
+        beside: launches alone and beside updates on the CPU; is given what launches passes of the
             smallest size and returns their seconds. None: that is not measured.
 
     Raises:
@@ -122,7 +123,7 @@ def _profile_copy(
     device: torch.device,
     options: LayerOptions,
     on_size: Callable[[int, float], None],
-    beside: Callable[[Callable[[], float]], float] | None,
+    beside: Callable[[Callable[[], float]], Launching] | None,
 ) -> LayerProfile:
     try:
         model = subject.copy(DEPTH, device)
@@ -137,7 +138,7 @@ def _profile_copy(
         if beside is None or device.type != "cuda":
             return found
         smallest = found.layer[0].samples
-        return replace(found, launch_slowdown=beside(lambda: bench.launch_seconds(smallest)))
+        return replace(found, launching=beside(lambda: bench.launch_seconds(smallest)))
     finally:
         bench.close()
 

@@ -104,6 +104,11 @@ def _launch_lines(device: DeviceProfile) -> list[str]:
             f"  beside updates on the CPU launching takes {device.launch_slowdown:.2f} times as "
             "long"
         )
+    if device.launch_spread is not None:
+        lines.append(
+            f"  in some seconds it took {device.launch_spread:.0%} longer than in others, as steps "
+            "may"
+        )
     updates = device.update_launches
     if updates is not None:
         lines += [

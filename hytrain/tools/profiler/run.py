@@ -40,7 +40,7 @@ from hytrain.placement.calibration import (
 )
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler import collective_profile, rates
-from hytrain.tools.profiler.launching import launch_slowdown
+from hytrain.tools.profiler.launching import Launching, measure_launching
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
 from hytrain.tools.profiler.progress import Progress
@@ -224,13 +224,13 @@ def _measure(
 
     me = everybody[ranks.rank]
 
-    def beside(launch: Callable[[], float]) -> float:
+    def beside(launch: Callable[[], float]) -> Launching:
         elements = options.cpu_elements or rates.update_elements(me.ranks_on_host)
         arrays = rates.UpdateArrays(elements, options.moments)
         load = TrainingLoad(device, arrays.out_bytes)
         # The thread that launches is the real one here: of the load there are only the copies.
         update = partial(load.beside, partial(arrays.update, max(1, me.cores - 1)))
-        return launch_slowdown(launch, update)
+        return measure_launching(launch, update)
 
     layer = ranks.together(
         lambda: profile_layer(subject, device, options.layer, on_size=on_size, beside=beside)
@@ -298,6 +298,7 @@ class _Groups:
         rank = self.everybody[numbers[0]]
         measured = [self.measured[number] for number in numbers]
         layers = [one.layer for one in measured]
+        launching = [layer.launching for layer in layers if layer.launching is not None]
         return DeviceProfile(
             host=rank.host,
             label=rank.facts.label,
@@ -319,7 +320,8 @@ class _Groups:
                 }
             ),
             accumulation_ms=1e3 * self.layer_parameters * max(one.accumulation for one in measured),
-            launch_slowdown=_most([layer.launch_slowdown for layer in layers]),
+            launch_slowdown=_most([one.slowdown for one in launching]),
+            launch_spread=_most([one.spread for one in launching]),
             update_launches=_longest([one.update_launches for one in measured]),
             measured=self.now,
             settings=self.settings[numbers[0]],

@@ -196,6 +196,27 @@ def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> N
     assert not replace(gpu, launches=None).is_launch_bound(1)
 
 
+@pytest.mark.parametrize(("spread", "is_told"), [(0.05, False), (0.4, True)])
+def test_a_plan_tells_of_a_host_that_drifts(spread: float, is_told: bool) -> None:
+    problem = problem_of("0.37B/4x512/16")
+    host, gpu = problem.cluster.ranks[0]
+    assert gpu.launches is not None
+    gpu = replace(gpu, launches=replace(gpu.launches, spread=spread))
+    cluster = replace(problem.cluster, hosts=(replace(host, gpus=(gpu,)),))
+    problem = replace(problem, cluster=cluster)
+    found = make_plan(problem)
+    assert isinstance(found, Plan)
+    told = "launching took 40% longer than in others" in plan_text(problem, found, ())
+    assert told == is_told
+    # Where the GPU has more to do than the host, it makes no difference.
+    layer = Table(((1.0, 0.1),))
+    gpu = replace(gpu, launches=replace(gpu.launches, layer_ms=layer))
+    problem = replace(
+        problem, cluster=replace(problem.cluster, hosts=(replace(host, gpus=(gpu,)),))
+    )
+    assert "longer than in others" not in plan_text(problem, found, ())
+
+
 def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
     problem = problem_of("0.37B/4x512/16")
     step = partial(_step, problem)

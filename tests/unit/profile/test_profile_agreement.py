@@ -210,6 +210,7 @@ def test_a_profile_of_a_gpu(tmp_path: Path) -> None:
         assert row.launch_ms is not None
         assert 0.0 < row.launch_ms < 1e3
     assert found.launch_slowdown is not None
+    assert found.launch_spread is not None
     assert found.update_launches is not None
     assert max(found.update_launches.model_dump().values()) < 10.0
     assert found.update_launches.gpu_layer_ms + found.update_launches.launch_ms > 0.0
