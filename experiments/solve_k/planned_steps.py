@@ -128,7 +128,7 @@ class Measured:
     """With one number of layers on the GPU.
 
     Attributes:
-        seconds: of a step, the mean without the slowest tenth of the turns.
+        seconds: of a step, the median of the turns.
         passes: of the profile's three blocks, between these steps.
         update_rate: parameters/s of the worker's updates; None without any.
     """
@@ -220,9 +220,8 @@ class Workload:
             self._contest.engine.optimizer.pipeline.wait_all()
             passes.append(self._bench.measure(self._cell.batch, 0.2))
             seconds.append(self._contest.queued_steps(_STEPS))
-        seconds.sort()
-        usual = statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
-        return Measured(usual, joined(passes).row(self._cell.batch), self._update_rate())
+        found = joined(passes).row(self._cell.batch)
+        return Measured(statistics.median(seconds), found, self._update_rate())
 
     def _update_rate(self) -> float | None:
         """As the engine has measured it: of updates in one pass."""
@@ -251,9 +250,8 @@ def joined(measurements: Sequence[SizeMeasurements]) -> SizeMeasurements:
 def row(text: str, part: float, rounds: Sequence[Round]) -> list[str]:
     """Of the table."""
     measured = [each.measured[part].seconds for each in rounds]
-    predicted, alone = ([plan[part] for plan in plans] for plans in zip(
-        *((each.predicted, each.alone) for each in rounds), strict=True
-    ))  # fmt: skip
+    predicted = [each.predicted[part] for each in rounds]
+    alone = [each.alone[part] for each in rounds]
     cells = [text, f"{part:.0%}"]
     cells += [f"{1e3 * statistics.median(times):.1f}" for times in (predicted, measured)]
     for times in (predicted, alone):

@@ -42,7 +42,7 @@ _LAUNCH_SECONDS = 0.2
 _QUEUED_PASSES = 3
 """Of each turn, of which all is queued before the device begins."""
 _AHEAD = 2.0
-"""For so many times what launching a pass takes the device sleeps before it."""
+"""For so many times what launching a pass takes the device sleeps in it."""
 _MOST_CYCLES_A_SECOND = 3e9
 """Of a GPU, so that it sleeps long enough."""
 _SIZE_SECONDS = 3.0
@@ -116,7 +116,7 @@ class LayerBench:
         one = time.perf_counter() - begin
         number = max(_FEWEST_PASSES, min(_MOST_PASSES, int(min(seconds, _SIZE_SECONDS) / one)))
         found = SizeMeasurements(self._times(batch, number), memory, self._launches(batch))
-        if found.is_launch_bound:
+        if found.may_be_launch_bound:
             found.queued = self._queued(batch, found.launches)
         self._boundary_bytes = self._hooks.boundary_bytes // size
         return found
@@ -172,8 +172,8 @@ class LayerBench:
     ) -> list[tuple[int, Pass[float]]]:
         """When the device comes to the points of some passes, each queued while it sleeps.
 
-        It sleeps in front of the blocks: many models have the host wait for the device before them,
-        to see which mask they need.
+        It sleeps in the first block: many models have the host wait for the device before that, to
+        see which mask they need.
 
         ``launches``: of the same batch.
         """

@@ -44,7 +44,7 @@ class SizeMeasurements:
     """When the device did, all of a pass queued before; empty where it never waits."""
 
     @property
-    def is_launch_bound(self) -> bool:
+    def may_be_launch_bound(self) -> bool:
         """Whether the device waits for the host, or nearly does."""
         if not self.launches:
             return False
