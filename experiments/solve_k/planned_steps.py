@@ -10,11 +10,12 @@ the best number, which training finds only later, by trials.
 
 Hosts drift: in some seconds they launch kernels half as fast again as in others, and a profile is
 some seconds old when training begins. So there are two predictions. One is the plan's, by the
-profile alone. For the other, steps and the profile's passes over three blocks take turns of less
-than a second, and what these passes took replaces what they took in the profile: what is left is
-the error of the plan, not of the host. Steps are queued as in training, and timed from decision to
-decision. After every round DIR/planned_steps.json is rewritten and the table so far is printed:
-medians over the rounds, of the times and of the ratio, with its least and its largest.
+profile alone. For the other, steps and the profile's passes over three blocks take many turns of
+less than a second, and what these passes took replaces what they took in the profile: what is left
+is the error of the plan, not of the host. Steps are queued as in training, and timed from decision
+to decision; of steps as of passes the mean without the slowest tenth counts. After every round
+DIR/planned_steps.json is rewritten and the table so far is printed: medians over the rounds, of the
+times and of the ratio, with its least and its largest.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
+from experiments.common.hardware import describe
 from experiments.common.processes import end, free_port
 from experiments.common.records import Json, write_json
 from experiments.common.tables import markdown
@@ -47,13 +49,13 @@ from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.step_simulator import StepSimulator
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_profile import LayerOptions
-from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
+from hytrain.tools.profiler.layer_samples import DEPTH, Row
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
 
 _PARTS = (0.0, 0.5, 1.0)
-_TURNS = 6
+_TURNS = 20
 _STEPS = 4
 """Of a turn, after one that follows on a pause and counts for none."""
 HEADER = (
@@ -81,7 +83,7 @@ def subject_of(cell: Cell) -> MeasuredModel:
 def profile(cell: Cell, device: torch.device, seconds: float) -> ProfileFile:
     """Of the cell's model and batch."""
     layer = LayerOptions(micro_batches=(cell.batch,), seconds=seconds)
-    options = ProfileOptions(layer=layer, rate_seconds=0.1)
+    options = ProfileOptions(layer=layer)
     return profile_ranks(subject_of(cell), device, options)
 
 
@@ -128,7 +130,7 @@ class Measured:
     """With one number of layers on the GPU.
 
     Attributes:
-        seconds: of a step, the median of the turns.
+        seconds: of a step, the mean of the turns without their slowest tenth.
         passes: of the profile's three blocks, between these steps.
         update_rate: parameters/s of the worker's updates; None without any.
     """
@@ -213,15 +215,19 @@ class Workload:
         """Steps and passes in turns."""
         self._contest.engine.set_gpu_fraction(part)
         self._contest.train(5)  # layers move
+        pipeline = self._contest.engine.optimizer.pipeline
+        pipeline.wait_all()
+        size = self._cell.batch
+        passes = self._bench.measure(size, 0.2)
         seconds: list[float] = []
-        passes: list[SizeMeasurements] = []
         for _ in range(_TURNS):
             # The worker's updates after the last step would slow the passes down.
-            self._contest.engine.optimizer.pipeline.wait_all()
-            passes.append(self._bench.measure(self._cell.batch, 0.2))
+            pipeline.wait_all()
+            self._bench.launch_again(size, passes)
             seconds.append(self._contest.queued_steps(_STEPS))
-        found = joined(passes).row(self._cell.batch)
-        return Measured(statistics.median(seconds), found, self._update_rate())
+        seconds.sort()
+        mean = statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
+        return Measured(mean, passes.row(size), self._update_rate())
 
     def _update_rate(self) -> float | None:
         """As the engine has measured it: of updates in one pass."""
@@ -235,16 +241,6 @@ class Workload:
         """Removes the hooks and destroys the engine."""
         self._bench.close()
         self._contest.close()
-
-
-def joined(measurements: Sequence[SizeMeasurements]) -> SizeMeasurements:
-    """All passes of one size; memory is the first one's."""
-    return SizeMeasurements(
-        times=[each for one in measurements for each in one.times],
-        memory=measurements[0].memory,
-        launches=[each for one in measurements for each in one.launches],
-        queued=[each for one in measurements for each in one.queued],
-    )
 
 
 def row(text: str, part: float, rounds: Sequence[Round]) -> list[str]:
@@ -324,7 +320,7 @@ def main() -> None:
     # Of its memory's limit torch tells by number only.
     where = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     rows: list[list[str]] = []
-    record: Json = {"command": sys.argv, "workloads": {}}
+    record: Json = {"command": sys.argv, "hardware": describe(arguments.device), "workloads": {}}
     for text in arguments.workloads:
         cell = Cell.of(f"{text}/{len(os.sched_getaffinity(0))}")
         rounds: list[Round] = []

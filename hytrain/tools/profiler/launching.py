@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-_TURNS = 5
+_TURNS = 16
+_TENTH = 10
 
 
 @contextlib.contextmanager
@@ -38,7 +39,8 @@ class Launching(NamedTuple):
 
     Attributes:
         slowdown: ratio of what it takes beside updates to what it takes alone; at least 1.
-        spread: by which the longest of some turns alone exceeded the shortest, as a share of it.
+        spread: by which the slow turns alone took longer than the fast ones, as a share of these:
+            the slowest but a tenth of all, and the fastest but a tenth.
     """
 
     slowdown: float
@@ -59,4 +61,7 @@ def measure_launching(launch: Callable[[], float], update: Callable[[], object])
         alone.append(launch())
         with updating(update):
             ratios.append(launch() / alone[-1])
-    return Launching(max(1.0, statistics.median(ratios)), max(alone) / min(alone) - 1.0)
+    alone.sort()
+    left_out = len(alone) // _TENTH
+    spread = alone[-1 - left_out] / alone[left_out] - 1.0
+    return Launching(max(1.0, statistics.median(ratios)), spread)

@@ -38,7 +38,9 @@ _MOST_PASSES = 40
 _LAUNCHED_PASSES = (3, 20)
 """Of each turn, whose launches are timed: at least, and at most."""
 _LAUNCH_SECONDS = 0.2
-"""In which passes whose launches are timed begin, beyond the fewest."""
+"""In which passes of a visit whose launches are timed begin, beyond the fewest."""
+_SLICE_SECONDS = 0.05
+"""The same of one turn of many."""
 _QUEUED_PASSES = 3
 """Of each turn, of which all is queued before the device begins."""
 _AHEAD = 2.0
@@ -134,12 +136,21 @@ class LayerBench:
             found.queued += self._queued(batch, found.launches)
 
     def launch_seconds(self, size: int) -> float:
-        """What the host takes to launch a pass of a size that fits; nothing is queued.
+        """What the host takes to launch a pass of a size that fits, in one of many short turns.
 
-        Not a median: beside updates some launches take far longer, as their threads have the core.
+        Nothing is queued. Not a median: beside updates some launches take far longer, as their
+        threads have the core.
         """
-        passes = [points for _, points in self._launches(self._batch(size))]
+        passes = [points for _, points in self._launches(self._batch(size), _SLICE_SECONDS)]
         return usual(passes, BEGIN, END) / 1e3
+
+    def launch_again(self, size: int, found: SizeMeasurements) -> None:
+        """A few launches more, which are added: of one of many short turns.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: the size does not fit this time; :meth:`clean` then.
+        """
+        found.launches += self._launches(self._batch(size), _SLICE_SECONDS)
 
     def _batch(self, size: int) -> Mapping[str, Any]:
         with self._subject.defaults(self._device):
@@ -153,13 +164,15 @@ class LayerBench:
         # The first one's host was not ahead of the device.
         return [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
 
-    def _launches(self, batch: Mapping[str, Any]) -> list[tuple[int, Pass[float]]]:
+    def _launches(
+        self, batch: Mapping[str, Any], seconds: float = _LAUNCH_SECONDS
+    ) -> list[tuple[int, Pass[float]]]:
         """When the host comes to the points of some passes, each begun with an idle device."""
         if not self._is_cuda:
             return []  # the host computes
         passes: list[tuple[int, Pass[float]]] = []
         fewest, most = _LAUNCHED_PASSES
-        end = time.perf_counter() + _LAUNCH_SECONDS
+        end = time.perf_counter() + seconds
         for number in range(most):
             if number >= fewest and time.perf_counter() > end:
                 break

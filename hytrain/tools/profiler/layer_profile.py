@@ -6,7 +6,8 @@ others recompute them, in turns from pass to pass: one run measures both, interl
 reported are medians.
 
 Every size is visited twice where time allows: a host that cannot start small kernels fast enough
-does so in one second and not in the next, and training takes a mean of such seconds.
+does so in one second and not in the next, and training takes a mean of such seconds. Launches of
+the sizes that may wait for them are timed in many short turns besides.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _SMALLEST_LAST = 8
 """... of at least so many samples: a plan may go far beyond it, on a straight line."""
 _PASSES_SHARE = 0.4
 """Of the time, for the first visit's timed passes where the number of sizes is known."""
+_LAUNCH_TURNS = 10
+"""Of launches, at most: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
+_LAUNCH_SHARE = 0.2
+"""Of the time, for these turns, beyond it; after the first."""
 _FILL_SECONDS = 0.5
 """Of passes of a size that fills a gap."""
 _FILLED_UP_TO = 32
@@ -171,8 +176,9 @@ class _Sizes:
                     break
             if options.micro_batches is None and self._is_cuda:
                 self._fill(begin + 0.8 * options.seconds)
-            self._rows = [self._visited[size].row(size) for size in sorted(self._visited)]
             self._revisit(begin + options.seconds)
+            self._launch_in_turns(time.monotonic() + _LAUNCH_SHARE * options.seconds)
+            self._rows = [self._visited[size].row(size) for size in sorted(self._visited)]
         if not self._rows:
             raise ConfigError(
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
@@ -224,17 +230,23 @@ class _Sizes:
 
     def _revisit(self, deadline: float) -> None:
         """Once more the small sizes, then the larger ones, until time is up."""
-        rows: list[Row] = []
-        for row in self._rows:
-            size = row[0].samples
-            is_again = time.monotonic() < deadline and self._revisit_size(size)
-            rows.append(self._visited[size].row(size) if is_again else row)
-        self._rows = rows
+        for size in sorted(self._visited):
+            if time.monotonic() >= deadline:
+                break
+            self._again(size, self._bench.measure_again)
 
-    def _revisit_size(self, size: int) -> bool:
-        visited = self._visited[size]
+    def _launch_in_turns(self, deadline: float) -> None:
+        """Of all sizes that may wait for launches."""
+        sizes = [size for size in sorted(self._visited) if self._visited[size].may_be_launch_bound]
+        for turn in range(_LAUNCH_TURNS):
+            if not sizes or (turn and time.monotonic() > deadline):
+                break
+            sizes = [size for size in sizes if self._again(size, self._bench.launch_again)]
+
+    def _again(self, size: int, measure: Callable[[int, SizeMeasurements], None]) -> bool:
+        """Adds to what was measured of a size; False where it has no room this time."""
         try:
-            self._bench.measure_again(size, visited)
+            measure(size, self._visited[size])
             return True
         except torch.cuda.OutOfMemoryError as error:
             # It fitted before; what was measured then counts.

@@ -97,7 +97,7 @@ def test_passes_are_launched_for_some_seconds(
 ) -> None:
     clock = FakeDevice(monkeypatch, has_events=False)
     monkeypatch.setattr(layer_bench, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(layer_bench, "_LAUNCH_SECONDS", seconds)
+    monkeypatch.setattr(layer_bench, "_SLICE_SECONDS", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     # A pass takes 10 s outside of its blocks, which take no time.
     build = paced_build(clock, lambda size: 0.0, lambda size: 0.0)
@@ -120,7 +120,7 @@ def test_what_a_pass_takes_counts_slow_ones_too(monkeypatch: pytest.MonkeyPatch)
     bench = LayerBench(subject, subject.copy(DEPTH, CPU), CPU)
     each = [1e3] * 14 + [4e3] * 7  # milliseconds
     passes = [(1, {BEGIN: 0.0, END: taken}) for taken in each]
-    monkeypatch.setattr(bench, "_launches", lambda _batch: passes)
+    monkeypatch.setattr(bench, "_launches", lambda _batch, _seconds: passes)
     assert bench.launch_seconds(1) == pytest.approx((14 * 1.0 + 5 * 4.0) / 19)
     bench.close()
 
@@ -201,3 +201,8 @@ def test_a_host_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launching.measure_launching(times.__next__, _Updates())
     assert found.slowdown == pytest.approx(1.3)
     assert found.spread == pytest.approx(0.5)
+    monkeypatch.setattr(launching, "_TURNS", 10)
+    alone = [2.0, 1.0, *[2.5] * 6, 3.0, 9.0]  # one stall
+    times = iter([each for one in alone for each in (one, one)])
+    found = launching.measure_launching(times.__next__, _Updates())
+    assert (found.slowdown, found.spread) == pytest.approx((1.0, 0.5))

@@ -14,6 +14,7 @@ from torch import nn
 from hytrain.errors import ConfigError
 from hytrain.model.partition import align_up
 from hytrain.tools.profiler import layer_bench, layer_profile
+from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS
 from hytrain.tools.profiler.layer_profile import (
     LayerOptions,
     LayerProfile,
@@ -124,6 +125,41 @@ def test_a_second_visit_counts_as_much_as_the_first(clock: FakeDevice) -> None:
 
     row = profiled(paced_build(clock, forward, lambda n: 1.0), 2).layer[0]
     assert row.forward_ms == pytest.approx(1.5e3)
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(60.0, 10), (1e-9, 1)])
+def test_launches_that_may_be_waited_for_are_timed_in_many_turns(
+    clock: FakeDevice, monkeypatch: pytest.MonkeyPatch, seconds: float, turns: int
+) -> None:
+    """In half of them launching takes twice as long; all count but the slowest tenth."""
+    seen: list[int] = []
+
+    def launches(_bench: object, batch: Any, taken: float = 0.0) -> list[Any]:
+        size = len(batch["x"])
+        if taken != layer_bench._SLICE_SECONDS:  # a visit's
+            return [(turn, _evenly(1e4 / size)) for turn in (1, 2)]
+        seen.append(size)
+        return [(turn, _evenly(2e4 if seen.count(size) % 2 else 1e4)) for turn in (1, 2)]
+
+    monkeypatch.setattr(layer_bench.LayerBench, "_launches", launches)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: None)
+    build = paced_build(clock, lambda _: 2.0, lambda _: 3.0)
+    options = LayerOptions(micro_batches=(1, 2, 40), seconds=seconds)
+    rows = profile_layer(subject_of(build), CPU, options).layer
+    assert seen == [1, 2] * turns
+    visits = 2 if turns > 1 else 1
+    every = sorted(visits * [1e4] + [2e4, 1e4] * (turns // 2) + [2e4] * (turns % 2))
+    usual = every[: len(every) - len(every) // 10]
+    assert rows[0].launch_ms == pytest.approx(2 * sum(usual) / len(usual))
+    assert rows[2].launch_ms == pytest.approx(2 * 1e4 / 40)
+
+
+def _evenly(each: float) -> dict[Any, float]:
+    """A pass whose points follow on each other after as many milliseconds each."""
+    order: list[Any] = [BEGIN]
+    order += [(kind, block) for block in range(3) for kind in ("enter", "leave")]
+    order += [LOSS, *(("gradient", block) for block in (2, 1, 0, -1)), END]
+    return {point: number * each for number, point in enumerate(order)}
 
 
 # ---- memory ----

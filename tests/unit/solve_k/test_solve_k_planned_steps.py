@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from experiments.solve_k import planned_steps
-from experiments.solve_k.planned_steps import HEADER, Measured, Round, joined, row
+from experiments.solve_k.planned_steps import HEADER, Measured, Round, row
 from experiments.solve_k.regime_cells import Cell
 from hytrain.formats.profile_file import ProfileFile
-from hytrain.tools.profiler.layer_samples import SizeMeasurements
 
 PARTS = ("0.0", "0.5", "1.0")
 
@@ -34,14 +33,6 @@ def test_a_ratio_is_of_one_rounds_times() -> None:
     assert found[4:7] == ["0.500", "0.500", "3.000"]
     assert found[7:] == ["1.000", "1.000", "2.000"]
     assert len(found) == len(HEADER)
-
-
-def test_passes_of_all_turns_are_one_measurement() -> None:
-    one: Any = (1, {"a": 1.0})
-    other: Any = (2, {"a": 2.0})
-    memory: Any = {1: {"a": 0}}
-    parts = [SizeMeasurements([one], memory, [one], []), SizeMeasurements([other], {}, [], [other])]
-    assert joined(parts) == SizeMeasurements([one, other], memory, [one], [other])
 
 
 RUNS: list[Any] = json.loads(
