@@ -143,6 +143,8 @@ class DeviceUpdate:
         hyper: tuple[AdamHyper, ...],
         outcome: torch.Tensor,
         observers: Sequence[UpdateObserver],
+        *,
+        leaves_room: bool = False,
     ) -> None:
         """Queues the updates on their stream; the host waits for nothing.
 
@@ -150,6 +152,7 @@ class DeviceUpdate:
             hyper: each parameter group's hyper-parameters.
             outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
             observers: are told.
+            leaves_room: forward's kernels need not wait for those of updates to have begun.
         """
         layers = [layer for layer in self._layers if layer.placement == "gpu"]
         gradients: list[torch.Tensor] = []
@@ -172,7 +175,7 @@ class DeviceUpdate:
                     self._update_alone(batch.layers[0], hyper, outcome)
                 else:
                     for number in batch.launches:
-                        plan.grouped.launch(number, outcome)
+                        plan.grouped.launch(number, outcome, leaves_room=leaves_room)
                 self._queued(batch, observers)
             # The next decision drops it: compute could write there before the update has read it.
             self._streams.used_on_update(outcome)

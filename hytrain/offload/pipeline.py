@@ -51,6 +51,10 @@ class UpdatePipeline:
         self._direct = norm.settings.direct
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
+        self.updates_leave_room = False
+        """Updates on the device, to what else runs there, at some cost to themselves. Many models
+        have the host wait for the first kernels of forward, to see which mask they need: where
+        steps are launch-bound, it launches nothing until then."""
         self.room = GradientRoom(self.layers, cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
@@ -221,7 +225,9 @@ class UpdatePipeline:
     def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
-        self._device_update.run(hyper, self.norm.outcome, observers)
+        self._device_update.run(
+            hyper, self.norm.outcome, observers, leaves_room=self.updates_leave_room
+        )
 
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""

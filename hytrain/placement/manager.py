@@ -160,6 +160,8 @@ class PlacementManager:
         warm = min(self._warm_up, len(samples))
         self._warm_up -= warm
         estimator.add_samples(samples[warm:])
+        if estimator.num_samples:
+            self._pipeline.updates_leave_room = estimator.launch_bound
         if controller.is_settled:
             for sample in samples[warm:]:
                 controller.add_step(sample.seconds, launch_bound=sample.launch_bound)

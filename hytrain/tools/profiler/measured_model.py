@@ -61,6 +61,11 @@ class SubjectSizes:
     frozen_outside_parameters: tuple[int, int] = (0, 0)
     frozen_block_parameters: int = 0
 
+    @property
+    def parameters(self) -> int:
+        """Trained ones of the model."""
+        return self.num_layers * self.layer_parameters + sum(self.outside_parameters)
+
 
 class Copy:
     """The model with few layers, where it is measured."""

@@ -147,7 +147,7 @@ def profile_ranks(
         lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
     )
     everybody = ranks.gather(me)
-    measured = _measure(subject, device, options, ranks, everybody, progress)
+    measured = _measure(subject, sizes, device, options, ranks, everybody, progress)
     progress.show(0.9, "collectives")
     samples = collective_profile.collective_samples(
         device, ranks, dtype=subject.dtype, sizes=options.collective_bytes
@@ -213,6 +213,7 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
 
 def _measure(
     subject: MeasuredModel,
+    sizes: SubjectSizes,
     device: torch.device,
     options: ProfileOptions,
     ranks: Ranks,
@@ -252,6 +253,7 @@ def _measure(
         seconds=seconds,
         elements=options.cpu_elements,
         moments=options.moments,
+        parameters=sizes.parameters // len(everybody),
     )
     progress.show(0.85, "launches of training")
     kind = UpdatedKind(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_cases import INTERPRETED, NEEDS_CUDA
 
+from hytrain.kernels import grouped_adam
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import adam_constants, cuda_adam, device_adam
 from hytrain.kernels.grouped_adam import GroupedAdam, Segment
@@ -82,13 +83,20 @@ def update_each(layers: list[Layer], segments: list[Segment], outcome: Any, devi
             device_adam(*arrays, outcome, HYPERS[each.group])
 
 
-def update_together(grouped: GroupedAdam, layers: list[Layer], outcome: Any, device: str) -> None:
+def update_together(
+    grouped: GroupedAdam,
+    layers: list[Layer],
+    outcome: Any,
+    device: str,
+    *,
+    leaves_room: bool = False,
+) -> None:
     grouped.begin_step([layer.gradient for layer in layers], HYPERS)
     for number in range(len(grouped.aligned)):
         if device == "interpreter":
-            grouped.triton_launch(number, outcome)
+            grouped.triton_launch(number, outcome, leaves_room=leaves_room)
         else:
-            grouped.launch(number, outcome)
+            grouped.launch(number, outcome, leaves_room=leaves_room)
 
 
 def assert_same(actual: list[Layer], expected: list[Layer]) -> None:
@@ -147,6 +155,67 @@ def test_launches_of_several_dtypes_and_many_rows(device: str) -> None:
     update_each(expected, theirs, outcome, device)
     assert_same(actual, expected)
     assert all(float(layer.weights[0]) != GAP for layer in actual)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 6, 100])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [EVEN, ODD])
+def test_a_launch_that_leaves_room_is_bitwise_the_same(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], device: str, programs: int
+) -> None:
+    """Fewer programs than the table has, each with the work of several; or as many as that."""
+    monkeypatch.setattr(grouped_adam, "_few_programs", lambda _device: programs)
+    dtype = torch.bfloat16
+    actual, expected = (
+        [make_layer(n + 1, k, dtype, dtype, device) for k, n in enumerate(sizes)] for _ in range(2)
+    )
+    cuts = [n // 128 * 64 for n in sizes]
+    ours, theirs = segments_of(actual, cuts), segments_of(expected, cuts)
+    home = actual[0].p.device
+    grouped = GroupedAdam([ours[:3], ours[3:]], [dtype] * len(sizes), 2, home)
+    for skip in (0.0, 1.0, 0.0):
+        outcome = torch.tensor([0.37, skip], device=home)
+        update_together(grouped, actual, outcome, device, leaves_room=True)
+        update_each(expected, theirs, outcome, device)
+        assert_same(actual, expected)
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_kernels_of_another_stream_get_through_while_a_launch_leaves_room() -> None:
+    """Ten in a row, behind which forward's first wait of the host would lie."""
+    n = 200_000_000
+    state = [torch.zeros(n, device="cuda") for _ in range(3)]
+    weights, gradient = (torch.zeros(n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    layer = Layer(*state, weights, gradient)
+    segment = Segment(*layer.part(0, n)[:4], 0, 0, 0)
+    update = torch.cuda.Stream(priority=-1)
+    outcome = torch.tensor([1.0, 0.0], device="cuda")
+    x = torch.zeros(1, device="cuda")
+    with torch.cuda.stream(update):
+        grouped = GroupedAdam([[segment]], [torch.bfloat16], 1, torch.device("cuda"))
+
+    def share(leaves_room: bool) -> float:
+        """Of the update's time, when the others are through."""
+        begin, done, updated = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40_000_000)  # about 20 ms: all is queued by then
+        begin.record()
+        with torch.cuda.stream(update):
+            update.wait_event(begin)
+            grouped.begin_step([layer.gradient], HYPERS[:1])
+            grouped.launch(0, outcome, leaves_room=leaves_room)
+            updated.record()
+        torch.cuda._sleep(200_000)  # the update has begun
+        for _ in range(10):
+            x.add_(1.0)
+        done.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(done) / begin.elapsed_time(updated)
+
+    share(False), share(True)  # compiles them
+    assert share(False) > 0.7
+    assert share(True) < 0.4
 
 
 def test_vectors_where_every_address_and_length_allows_them() -> None:

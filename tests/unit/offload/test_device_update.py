@@ -274,3 +274,33 @@ def test_state_that_has_moved_is_found(kind: StateKind) -> None:
         after = [tensor for state in states for tensor in state.state]
         for one, other in zip(before, after, strict=True):
             assert not torch.equal(one, other)
+
+
+def test_updates_leave_room_where_steps_are_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before that is known, and no longer when they are not."""
+    seen: list[bool] = []
+    launch = GroupedAdam.launch
+
+    def watched(
+        self: GroupedAdam, number: int, outcome: torch.Tensor, *, leaves_room: bool = False
+    ) -> None:
+        seen.append(leaves_room)
+        launch(self, number, outcome)
+
+    monkeypatch.setattr(GroupedAdam, "launch", watched)
+    monkeypatch.setattr(CostEstimator, "launch_bound", True)
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        step(engine, 0)
+        assert seen
+        assert not any(seen)
+        for number in range(1, STEPS):
+            seen.clear()
+            step(engine, number)
+        assert seen
+        assert all(seen)
+        monkeypatch.setattr(CostEstimator, "launch_bound", False)
+        for number in range(STEPS, 2 * STEPS):
+            seen.clear()
+            step(engine, number)
+        assert seen
+        assert not any(seen)

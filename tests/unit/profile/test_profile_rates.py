@@ -149,13 +149,45 @@ def test_an_update_is_of_chunks_as_in_training(
     ends: list[StateArrays] = []
     for most in (1 << 10, 1 << 20):
         arrays = UpdateArrays(3000, moments, most)
-        for number, chunk in enumerate(arrays._chunks):
+        (chunks,) = arrays._parts
+        for number, chunk in enumerate(chunks):
             for step in chunk.steps:
                 step.tensor.copy_(gradients[number * most :][: step.tensor.numel()])
         arrays.update(2)
-        assert all(chunk.state.master.any() and chunk.out.any() for chunk in arrays._chunks)
+        assert all(chunk.state.master.any() and chunk.out.any() for chunk in chunks)
         ends.append(arrays._state)
     assert sizes == [1024, 1024, 960, 3008]
     if moments == "fp32":  # random bits follow the place in a pass
         one, other = ends
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_updates_take_turns_over_as_many_parameters_as_training_has(moments: MomentsName) -> None:
+    arrays = UpdateArrays(3000, moments, 1 << 10, parts=3)
+    assert arrays.elements == 3008
+    for part in arrays._parts:
+        for chunk in part:
+            for step in chunk.steps:
+                step.tensor.fill_(1.0)
+    for number in range(3):
+        arrays.update(2)
+        done = [all(bool(chunk.state.master.all()) for chunk in part) for part in arrays._parts]
+        assert done == [True] * (number + 1) + [False] * (2 - number)
+    once = arrays._state.master.clone()
+    arrays.sweep(2)
+    arrays.update(2)  # the first part's again
+    changed = arrays._state.master != once
+    assert changed[:3008].all()
+    assert not changed[3008:].any()
+
+
+def test_so_many_parts_as_the_shard_has_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "available_host_bytes", lambda: 200 << 30)
+    most = (8 << 30) // 18
+    assert rates.update_parts(100_000_000, 0) == 1
+    assert rates.update_parts(100_000_000, 370_000_000) == 3
+    assert rates.update_parts(100_000_000, 950_000_000) == most // 100_000_000 == 4
+    assert rates.update_parts(100_000_000, 950_000_000, 4) == 1  # four ranks together
+    monkeypatch.setattr(rates, "available_host_bytes", lambda: 12 << 30)
+    assert rates.update_parts(100_000_000, 950_000_000) == 2
