@@ -306,7 +306,7 @@ def arguments_of() -> argparse.Namespace:
     add("--workloads", nargs="+", required=True, help="MODEL/BATCHxTOKENS")
     add("--out", type=Path, default=Path(), help="folder for planned_steps.json")
     add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--seconds", type=float, default=3.0, help="of measuring a block's passes")
+    add("--seconds", type=float, default=10.0, help="of measuring a block's passes")
     add("--rounds", type=int, default=3, help="of a profile and steps")
     return parser.parse_args()
 

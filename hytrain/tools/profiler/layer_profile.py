@@ -38,7 +38,7 @@ _SMALLEST_LAST = 8
 """... of at least so many samples: a plan may go far beyond it, on a straight line."""
 _PASSES_SHARE = 0.4
 """Of the time, for the first visit's timed passes where the number of sizes is known."""
-_LAUNCH_TURNS = 10
+_LAUNCH_TURNS = 40
 """Of launches, at most: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
 _LAUNCH_SHARE = 0.2
 """Of the time, for these turns, beyond it; after the first."""

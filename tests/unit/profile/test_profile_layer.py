@@ -127,7 +127,7 @@ def test_a_second_visit_counts_as_much_as_the_first(clock: FakeDevice) -> None:
     assert row.forward_ms == pytest.approx(1.5e3)
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(60.0, 10), (1e-9, 1)])
+@pytest.mark.parametrize(("seconds", "turns"), [(60.0, 40), (1e-9, 1)])
 def test_launches_that_may_be_waited_for_are_timed_in_many_turns(
     clock: FakeDevice, monkeypatch: pytest.MonkeyPatch, seconds: float, turns: int
 ) -> None:
