@@ -14,7 +14,7 @@ import pytest
 from experiments.solve_k import planned_steps
 from experiments.solve_k.planned_steps import HEADER, Measured, Round, row
 from experiments.solve_k.regime_cells import Cell
-from hytrain.formats.profile_file import ProfileFile
+from hytrain.formats.profile_file import LayerSample, OutsideSample, ProfileFile
 
 PARTS = ("0.0", "0.5", "1.0")
 
@@ -38,21 +38,37 @@ def test_a_ratio_is_of_one_rounds_times() -> None:
 RUNS: list[Any] = json.loads(
     Path(planned_steps.__file__).with_name("planned_steps.json").read_text()
 )["runs"]
+CASES = [
+    pytest.param(run, workload, id=f"{run['hardware']['gpu']} {workload}")
+    for run in RUNS
+    for workload in run["workloads"]
+]
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['gpu']} {run['workload']}")
-def test_plans_of_recorded_profiles_are_near_the_steps(run: Any, part: str) -> None:
-    """Medians of some profiles: single ones are of hosts that were others when training began."""
-    cell = Cell.of(f"{run['workload']}/16")
-    ratios: list[float] = []
-    for one in run["rounds"]:
+@pytest.mark.parametrize(("run", "workload"), CASES)
+def test_plans_of_recorded_profiles_are_near_the_steps(run: Any, workload: str, part: str) -> None:
+    """By the passes between the steps, and by profiles of hosts that drifted until then."""
+    cell = Cell.of(f"{workload}/{run['hardware']['cores']}")
+    by_passes: list[float] = []
+    alone: list[float] = []
+    for one in run["workloads"][workload]:
         found = ProfileFile.model_validate_json(json.dumps(one["profile"]))
         threaded = planned_steps.with_threads(found, one["threads"])
-        seconds = planned_steps.predict(threaded, cell, float(part))
-        ratios.append(seconds / one["seconds"][part])
-    assert len(ratios) >= 5
-    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.12)
+        of_part = one["parts"][part]
+        passes = (
+            LayerSample.model_validate(of_part["layer"]),
+            OutsideSample.model_validate(of_part["outside"]),
+        )
+        seconds = of_part["seconds"]
+        predicted = planned_steps.predict(
+            planned_steps.with_passes(threaded, passes), cell, float(part)
+        )
+        by_passes.append(predicted / seconds)
+        alone.append(planned_steps.predict(threaded, cell, float(part)) / seconds)
+    assert len(by_passes) >= 3
+    assert statistics.median(by_passes) == pytest.approx(1.0, abs=0.1)
+    assert statistics.median(alone) == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.experiment
