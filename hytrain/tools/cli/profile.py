@@ -69,7 +69,7 @@ def add(profile: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seconds",
         type=positive_float,
-        help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 20",
+        help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 30",
     )
     how.add_argument(
         "--device-memory-fraction",

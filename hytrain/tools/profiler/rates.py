@@ -155,8 +155,7 @@ class UpdateArrays:
         n = parts * self.elements
         # In huge pages, like the memory that training updates.
         how = MomentFormat(moments)
-        self.state_bytes = how.state_bytes(n)
-        self._state = how.split(host_zeros(self.state_bytes, dtype=torch.uint8), n)
+        self._state = how.split(host_zeros(how.state_bytes(n), dtype=torch.uint8), n)
         self._moments = native_moments(*self._state[1:], None)
         previous, current, out = (host_zeros(-(-n // 2)).view(torch.bfloat16)[:n] for _ in range(3))
         self.out_bytes = self.elements * out.itemsize
