@@ -92,7 +92,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlacementManager, "_measures_next", no)
 
 
-def no(*_arguments: object) -> bool:
+def no(*_arguments: object, **_named: object) -> bool:
     return False
 
 
