@@ -20,9 +20,10 @@ from hytrain.kernels.launch_tables import NEVER, VECTOR, triton_dtypes
 
 _BLOCK = 2048  # elements of a program, as in device_adam
 _PROGRAMS_LEFT_ROOM = 2
-"""Of each multiprocessor, of a launch that leaves the rest of it to others. Updates of 50 M
-elements took 1.05 times as long, and ten small kernels of another stream beside them 0.15 ms
-instead of 2.5 (one H100); with one program they took 1.13 times as long."""
+"""Of each multiprocessor, of a launch that leaves the rest of it to others. Updates of 52 M
+elements took 1.05 times as long, with one program 1.13 times, and ten small kernels of another
+stream beside them 0.15 ms instead of 2.5 (one H100, a kernel with the same loads and stores, but no
+table)."""
 _NUM_FIELDS = 8
 _GRADIENT, _GROUP = 6, 7
 """Of a table's fields: first program, elements, p, m, v, weights, gradient, parameter group."""

@@ -43,8 +43,8 @@ _LLC_MULTIPLE = 4
 """The state of all ranks together is so many last-level caches."""
 _MEMORY_SHARE = 0.3
 _MAPPED_BYTES = 8 << 30
-"""Of a host's arrays, where the model has as many: more than its TLB maps in pages of 2 MiB. Over
-15 GB updates reached 0.95 of what they did over 2 (one H200's host, 15 threads of 16)."""
+"""Of a host's arrays, where the model has as many. Over 15 GB updates reached 0.95 of what they did
+over 2 (one H200's host, 15 threads of 16), probably as its TLB does not map as much."""
 
 
 def _repeat(run: Callable[[], float], ranks: Ranks, seconds: float) -> float:
@@ -169,7 +169,6 @@ class UpdateArrays:
             steps = Gradient(previous[here], 1.0, hyper), Gradient(current[here], 1.0, hyper)
             state = StateArrays(self._state.master[here], m, v)
             self._parts[part].append(_Chunk(state, steps, out[here]))
-        self.parts = parts
         self._turns = itertools.cycle(self._parts)
 
     def update(self, threads: int) -> float:
@@ -245,10 +244,12 @@ def cpu_rates(
         parameters: of the rank's shard in training, over as many of which updates go, up to a
             limit.
     """
-    n = elements or update_elements(ranks_on_host)
-    arrays = UpdateArrays(n, moments, parts=update_parts(n, parameters, ranks_on_host))
-    n, state_bytes = arrays.elements, MomentFormat(moments).state_bytes(arrays.elements)
-    for _ in range(arrays.parts):
+    each = elements or update_elements(ranks_on_host)
+    parts = update_parts(each, parameters, ranks_on_host)
+    arrays = UpdateArrays(each, moments, parts=parts)
+    n = arrays.elements
+    state_bytes = MomentFormat(moments).state_bytes(n)
+    for _ in range(parts):
         arrays.update(max(counts))  # touches pages
     load = TrainingLoad(device, arrays.out_bytes)
     updates: dict[int, float] = {}
@@ -275,7 +276,7 @@ def update_elements(ranks_on_host: int = 1) -> int:
 
 
 def update_parts(elements: int, parameters: int, ranks_on_host: int = 1) -> int:
-    """How many arrays of so many elements are as many parameters, up to what a TLB maps and fits.
+    """How many arrays of so many elements are as many parameters, up to a limit and what fits.
 
     Args:
         elements: of one.
