@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import math
 import os
 import statistics
 import sys
@@ -29,6 +30,8 @@ from hytrain.placement.costs import StepCosts
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _FAR = 1.4
 """Ratio to the best number from which on those beyond it are left out."""
+_WINDOW_SECONDS = 1.2
+"""Of steps of which only the last is waited for."""
 _CONTENDS = 1.15
 """A number that takes at most so much of the best one's steps is measured in the later rounds."""
 
@@ -196,7 +199,9 @@ def _beside_rival(contest: Contest, turns: int) -> Json:
     for turn in range(turns):
         for name in list(runs) if turn % 2 == 0 else reversed(list(runs)):
             waited[name].append(statistics.median(runs[name](7)[2:]))
-            queued[name].append(contest.queued(lambda name=name: runs[name](9)) / 9)
+            steps = _steps_of_window(waited["hytrain"])
+            seconds = contest.queued(lambda name=name, steps=steps: runs[name](steps))
+            queued[name].append(seconds / steps)
     found: Json = {}
     for prefix, seen in (("", waited), ("queued_", queued)):
         found |= {f"{prefix}{name}": statistics.median(times) for name, times in seen.items()}
@@ -204,6 +209,12 @@ def _beside_rival(contest: Contest, turns: int) -> Json:
             pairs = zip(seen["hytrain"], seen[name], strict=True)
             found[f"{prefix}hytrain_over_{name}"] = statistics.median(a / b for a, b in pairs)
     return found
+
+
+def _steps_of_window(waited: Sequence[float]) -> int:
+    """So many that what the last one leaves the GPU to do counts for little."""
+    usual = statistics.median(waited) if waited else math.inf
+    return max(9, min(27, round(_WINDOW_SECONDS / usual)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

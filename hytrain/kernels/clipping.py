@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from hytrain.kernels.cpu_adam import sum_of_squares
+from hytrain.kernels.square_sums import SquareSums
 
 CLIPPED_IN_A_ROW = 8
 """Steps after which the next one is taken for clipped as well. A preview for nothing costs a fifth
 of an update, beside backward; those of a whole step that come late cost half an update, with
 nothing beside them but forward: clipping must be likely."""
+_ADDED_TO_NORM = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +103,17 @@ class GradientNorm:
             all_reduce: sums a tensor over the ranks, in place.
         """
         self.settings = settings
-        self.sums = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        self._squares = SquareSums(num_layers, device)
+        self.sums = self._squares.values
         self._all_reduce = all_reduce
         self._device = device
         is_cuda = device.type == "cuda"
         self._each = list(self.sums.unbind())
-        self._one = torch.ones(1, dtype=torch.float64, device=device)
-        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
+        self._result = torch.zeros(4, dtype=torch.float64, device=device)
         self._host = torch.zeros(4, dtype=torch.float64, pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
+        self._constants = torch.zeros(3, dtype=torch.float64, device=device)
+        self._constants_of: float | None = None  # unscale
         self.outcome = torch.zeros(2, dtype=torch.float32, device=device)
         """(scale, skip flag) of the step, for kernels that run before the host knows."""
 
@@ -122,16 +127,7 @@ class GradientNorm:
             layers: their numbers.
             gradients: the shard of each.
         """
-        if self._device.type != "cuda":
-            for layer, gradient in zip(layers, gradients, strict=True):
-                self.sums[layer] = sum_of_squares(gradient)
-            return
-        for dtype in {gradient.dtype for gradient in gradients}:
-            same = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
-            # torch sums each tensor by itself, in pieces of a fixed size and in a fixed order.
-            norms = torch._foreach_norm([gradients[i] for i in same], 2, dtype=torch.float64)  # pyright: ignore
-            torch._foreach_mul_(norms, norms)  # pyright: ignore
-            torch._foreach_copy_([self._each[layers[i]] for i in same], norms)  # pyright: ignore
+        self._squares.measure(layers, gradients)
 
     def add_up(self, layer: int, squares: torch.Tensor) -> None:
         """The sum of a layer whose partial sums are known, in the current stream.
@@ -150,24 +146,39 @@ class GradientNorm:
         """Reduces over ranks and computes the outcome on the device; does not wait."""
         total = self.sums.sum(dim=0, keepdim=True)
         self._all_reduce(total)
-        norm = total.sqrt()
-        if unscale != 1.0:
-            norm *= unscale
-        coefficient, skip = self._one, self._zero
-        if self.settings.max_norm > 0.0:
-            # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
-            limited = torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
-            # A norm that is no number counts as infinite, as in DeepSpeed: without the overflow
-            # check it spoils the elements that spoiled it, not all of them.
-            coefficient = torch.nan_to_num(limited, nan=0.0)
-        if self.settings.check_overflow:
-            skip = (total - total).ne_(0.0)  # 1.0 where it is not finite
-        result = torch.cat((coefficient * unscale, skip, norm, coefficient))
-        self.outcome = result[:2].float()
-        self._host.copy_(result, non_blocking=True)
+        # A new one: updates of the last step may still read the old one, on their own stream.
+        self.outcome = torch.empty(2, dtype=torch.float32, device=self._device)
+        if self._event is None:
+            reference_decision(total, unscale, self.settings, self._result, self.outcome)
+        else:
+            self.triton_decision(total, unscale, self.outcome)
+        self._host.copy_(self._result, non_blocking=True)
         if self._event is not None:
             # Behind the copy: it is what the host waits for (read_decision).
             self._event.record(torch.cuda.current_stream(self._device))
+
+    def triton_decision(self, total: torch.Tensor, unscale: float, outcome: torch.Tensor) -> None:
+        """:func:`reference_decision` in one launch, where each of its takes the host's time.
+
+        Triton's interpreter (TRITON_INTERPRET) takes CPU tensors.
+        """
+        # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
+        from hytrain.kernels import triton_norm
+
+        kernel: Any = triton_norm.decision_kernel
+        settings = self.settings
+        if self._constants_of != unscale:
+            self._constants_of = unscale
+            # By kernels: a copy from the host would wait until backward has ended.
+            for each, value in zip(
+                self._constants, (unscale, settings.max_norm, _ADDED_TO_NORM), strict=True
+            ):
+                each.fill_(value)
+        kernel[(1,)](
+            total, self._constants, self._result, outcome,
+            CLIPS=settings.max_norm > 0.0, CHECKS=settings.check_overflow, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
     def norm_tensor(self) -> torch.Tensor:
         """The norm as the decision found it, without waiting: valid once the device is there."""
@@ -182,3 +193,32 @@ class GradientNorm:
         scale, skip, norm, coefficient = self._host.tolist()
         scale = float(torch.tensor(scale, dtype=torch.float32))
         return Outcome(scale, norm, coefficient, skip != 0.0)
+
+
+def reference_decision(
+    total: torch.Tensor,
+    unscale: float,
+    settings: ClipSettings,
+    result: torch.Tensor,
+    outcome: torch.Tensor,
+) -> None:
+    """What a step's gradients are multiplied by, and whether it is skipped.
+
+    Args:
+        total: their sum of squares over all ranks, float64, one element.
+        unscale: undoes loss scale and summation.
+        settings: threshold and overflow check.
+        result: is given scale, skip flag, norm and clip coefficient, float64.
+        outcome: is given scale and skip flag, fp32.
+    """
+    norm = total.sqrt() * unscale
+    coefficient, skip = torch.ones_like(total), torch.zeros_like(total)
+    if settings.max_norm > 0.0:
+        limited = torch.clamp(settings.max_norm / (norm + _ADDED_TO_NORM), max=1.0)
+        # A norm that is no number counts as infinite, as in DeepSpeed: without the overflow check
+        # it spoils the elements that spoiled it, not all of them.
+        coefficient = torch.nan_to_num(limited, nan=0.0)
+    if settings.check_overflow:
+        skip = (total - total).ne_(0.0)  # 1.0 where it is not finite
+    torch.cat((coefficient * unscale, skip, norm, coefficient), out=result)
+    outcome.copy_(result[:2])

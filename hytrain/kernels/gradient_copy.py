@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from hytrain.kernels.cpu_adam import sum_of_squares
-from hytrain.kernels.launch_tables import NEVER, TRITON_DTYPES, VECTOR, triton_dtypes
+from hytrain.kernels.launch_tables import (
+    ADDRESSES,
+    NEVER,
+    SUM_BLOCK,
+    TRITON_DTYPES,
+    VECTOR,
+    elements_of_partial,
+    num_partials,
+    triton_dtypes,
+)
 
-_BLOCK = 2048
-_MAX_PROGRAMS = 1024
-_ROWS = 16
-"""Parameters of one launch: their addresses are its arguments, which need no copy to the device."""
 _NUM_FIELDS = 5
 """Of a table's: first program, elements, first element, elements of a program, first sum."""
 
@@ -39,7 +44,7 @@ class _Table(NamedTuple):
     """Where a launch copies to; what never changes.
 
     Attributes:
-        words: int64, on the device: _NUM_FIELDS rows of _ROWS.
+        words: int64, on the device: _NUM_FIELDS rows of ADDRESSES.
         programs: of the launch.
     """
 
@@ -53,13 +58,6 @@ def _kernels() -> _Kernels:
     from hytrain.kernels.triton_kernels import copy_squares_grouped_kernel, copy_squares_kernel
 
     return _Kernels(copy_squares_kernel, copy_squares_grouped_kernel, triton_dtypes())
-
-
-def num_partials(numel: int, device: torch.device) -> int:
-    """Partial sums that a gradient of ``numel`` elements leaves; fixed, and so is their order."""
-    if device.type != "cuda":
-        return 1
-    return min(_MAX_PROGRAMS, max(1, -(-numel // _BLOCK)))
 
 
 class GradientCopier:
@@ -76,7 +74,8 @@ class GradientCopier:
             places: of each parameter, its first element in the layer and its number of elements.
             device: where gradients are.
         """
-        counts = [num_partials(numel, device) for _, numel in places]
+        is_cuda = device.type == "cuda"
+        counts = [num_partials(numel) if is_cuda else 1 for _, numel in places]
         self.squares = torch.zeros(sum(counts), dtype=torch.float64, device=device)
         self._parts = list(self.squares.split(counts))
         self._places = places
@@ -101,7 +100,13 @@ class GradientCopier:
             gradient = gradient.contiguous()
         n, programs = gradient.numel(), part.numel()
         _kernels().one[(programs,)](
-            gradient, destination, part, n, _per_program(n, programs), BLOCK=_BLOCK, num_warps=8
+            gradient,
+            destination,
+            part,
+            n,
+            elements_of_partial(n, programs),
+            BLOCK=SUM_BLOCK,
+            num_warps=8,
         )
 
     def copy_all(self, gradients: Sequence[torch.Tensor], layer: torch.Tensor) -> None:
@@ -137,34 +142,30 @@ class GradientCopier:
         if not self._tables:
             self._tables = self._make_tables()
         for number, table in enumerate(self._tables):
-            some = addresses[number * _ROWS : (number + 1) * _ROWS]
-            some += some[:1] * (_ROWS - len(some))  # of rows that no program is of
+            some = addresses[number * ADDRESSES : (number + 1) * ADDRESSES]
+            some += some[:1] * (ADDRESSES - len(some))  # of rows that no program is of
             kernels.all[(table.programs,)](
                 *some, table.words, layer, self.squares,
-                GRADIENT=kernels.dtypes[gradients[0].dtype], ROWS=_ROWS, BLOCK=_BLOCK, num_warps=8,
+                GRADIENT=kernels.dtypes[gradients[0].dtype], ROWS=ADDRESSES, BLOCK=SUM_BLOCK,
+                num_warps=8,
             )  # fmt: skip
         return True
 
     def _make_tables(self) -> list[_Table]:
         tables: list[_Table] = []
         partial = 0
-        for first in range(0, len(self._places), _ROWS):
-            words = torch.full((_NUM_FIELDS, _ROWS), NEVER, dtype=torch.int64)
+        for first in range(0, len(self._places), ADDRESSES):
+            words = torch.full((_NUM_FIELDS, ADDRESSES), NEVER, dtype=torch.int64)
             programs = 0
-            places = self._places[first : first + _ROWS]
+            places = self._places[first : first + ADDRESSES]
             for row, (begin, n) in enumerate(places):
                 count = self._parts[first + row].numel()
-                fields = (programs, n, begin, _per_program(n, count), partial)
+                fields = (programs, n, begin, elements_of_partial(n, count), partial)
                 words[:, row] = torch.tensor(fields)
                 programs += count
                 partial += count
             tables.append(_Table(words.to(self.squares.device), programs))
         return tables
-
-
-def _per_program(n: int, programs: int) -> int:
-    """Elements that each program copies: whole blocks."""
-    return -(-n // (programs * _BLOCK)) * _BLOCK
 
 
 def reference_copy(gradient: torch.Tensor, destination: torch.Tensor, part: torch.Tensor) -> None:

@@ -8,6 +8,11 @@ import torch
 
 NEVER = 2**62
 """First program of rows behind the last one: they are never reached."""
+ADDRESSES = 16
+"""Rows of a table whose addresses are a launch's arguments, which need no copy to the device."""
+SUM_BLOCK = 2048
+"""Elements that a program sums at once."""
+MOST_PARTIALS = 1024
 VECTOR = 16
 """Bytes, and elements: with addresses and lengths that are multiples kernels move vectors."""
 TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -21,3 +26,13 @@ def triton_dtypes() -> dict[torch.dtype, Any]:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     return {dtype: getattr(tl, name) for dtype, name in TRITON_DTYPES.items()}
+
+
+def num_partials(numel: int) -> int:
+    """Partial sums that ``numel`` elements leave on a GPU; fixed, and so is their order."""
+    return min(MOST_PARTIALS, max(1, -(-numel // SUM_BLOCK)))
+
+
+def elements_of_partial(numel: int, partials: int) -> int:
+    """Elements of each partial sum: whole blocks."""
+    return -(-numel // (partials * SUM_BLOCK)) * SUM_BLOCK

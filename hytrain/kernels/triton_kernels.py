@@ -175,19 +175,9 @@ def copy_squares_kernel(
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
-@triton.jit(do_not_specialize=[f"x{row}" for row in range(16)])
-def copy_squares_grouped_kernel(
-    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15,
-    table_ptr, y_ptr, partial_ptr,
-    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """:func:`copy_squares_kernel` for each row of a table (its fields: kernels/gradient_copy.py).
-
-    x0 to x15 are the gradients' addresses. They and y's are multiples of 16 bytes, lengths and
-    places of 16 elements: without knowing that, loads and stores would be of single elements, and
-    sums in another order.
-    """
-    row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
+@triton.jit
+def address_of_row(row, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15):
+    """One of the addresses that are a launch's arguments."""
     address = x0
     address = tl.where(row == 1, x1, address)
     address = tl.where(row == 2, x2, address)
@@ -204,6 +194,25 @@ def copy_squares_grouped_kernel(
     address = tl.where(row == 13, x13, address)
     address = tl.where(row == 14, x14, address)
     address = tl.where(row == 15, x15, address)
+    return address
+
+
+@triton.jit(do_not_specialize=[f"x{row}" for row in range(16)])
+def copy_squares_grouped_kernel(
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15,
+    table_ptr, y_ptr, partial_ptr,
+    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`copy_squares_kernel` for each row of a table (its fields: kernels/gradient_copy.py).
+
+    x0 to x15 are the gradients' addresses. They and y's are multiples of 16 bytes, lengths and
+    places of 16 elements: without knowing that, loads and stores would be of single elements, and
+    sums in another order.
+    """
+    row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
+    address = address_of_row(
+        row, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+    )
     x_ptr = tl.multiple_of(address.to(tl.pointer_type(GRADIENT)), 16)
     fields = table_ptr + row
     n = tl.multiple_of(tl.load(fields + ROWS), 16)

@@ -132,7 +132,7 @@ class DeviceUpdate:
         limits: GroupLimits = LIMITS,
     ) -> None:
         self._layers = layers
-        self._limits = limits
+        self._limits = {False: limits, True: limits.leaving_room()}
         self._streams = streams
         self._mover = mover
         self._plan_of: tuple[object, ...] = ()
@@ -160,7 +160,7 @@ class DeviceUpdate:
             assert layer.update.gradient is not None
             gradients.append(layer.update.gradient)
         with self._streams.on_update():
-            plan = self._current_plan(layers, gradients, len(hyper))
+            plan = self._current_plan(layers, gradients, len(hyper), leaves_room=leaves_room)
             plan.grouped.begin_step(gradients, hyper)
             for observer in observers:
                 observer.updates_begin()
@@ -181,18 +181,25 @@ class DeviceUpdate:
             self._streams.used_on_update(outcome)
 
     def _current_plan(
-        self, layers: Sequence[LayerState], gradients: Sequence[torch.Tensor], num_groups: int
+        self,
+        layers: Sequence[LayerState],
+        gradients: Sequence[torch.Tensor],
+        num_groups: int,
+        *,
+        leaves_room: bool,
     ) -> _Plan:
         """The plan of these layers' memory; within ``on_update``."""
         key = (
             num_groups,
+            leaves_room,
             *[
                 (layer.index, layer.state_moves, layer.storage.moves, gradient.dtype)
                 for layer, gradient in zip(layers, gradients, strict=True)
             ],
         )
         if self._plan is None or key != self._plan_of:
-            self._plan = _Plan(layers, num_groups, self._streams, self._limits)
+            limits = self._limits[leaves_room]
+            self._plan = _Plan(layers, num_groups, self._streams, limits)
             self._plan_of = key
         return self._plan
 

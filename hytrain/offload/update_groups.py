@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+_ROOM_SHARE = 0.5
+"""Updates are done before the forward that reads them, if they take at most two thirds of the time
+that launching a layer's forward takes: it comes to a group when all before it are updated, so that
+those and the group take as long as the forward of those before it, or less."""
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +23,21 @@ class GroupLimits:
         most_layers: likewise.
         alone_elements: a layer of more is updated alone: its launch costs little beside its update,
             and the event behind that lets the next forward begin sooner.
+        earlier_share: a group may have this share of all elements before it as well.
     """
 
     first_elements: int = 16 << 20
     most_elements: int = 64 << 20
     most_layers: int = 8
     alone_elements: int = 32 << 20
+    earlier_share: float = 0.0
+
+    def leaving_room(self) -> GroupLimits:
+        """Where the host's launches set the pace: fewer groups.
+
+        The next forward is behind the updates then, large ones as well.
+        """
+        return replace(self, alone_elements=_NO_LIMIT, earlier_share=_ROOM_SHARE)
 
 
 LIMITS = GroupLimits()
@@ -41,7 +56,8 @@ def group_begins(
         limits: see :class:`GroupLimits`.
     """
     begins: list[int] = []
-    limit, taken = limits.first_elements, 0
+    most, taken, earlier = limits.first_elements, 0, 0
+    limit = most
     for index, size in enumerate(sizes):
         taken += size
         if (
@@ -51,7 +67,9 @@ def group_begins(
             or max(size, sizes[index - 1]) > limits.alone_elements
             or not (groupable[index] and groupable[index - 1])
         ):
-            limit = min(limits.most_elements, limit * 2) if begins else limit
+            most = min(limits.most_elements, most * 2) if begins else most
+            limit = max(most, int(limits.earlier_share * earlier))
             begins.append(index)
             taken = size
+        earlier += size
     return begins

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Literal
-
-import numpy as np
 
 from hytrain import _C
 from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
@@ -95,7 +95,7 @@ class CostEstimator:
         self._calls = 0
         self._seen_at: dict[_Kind, int] = {}
         self._sums: dict[_Kind, tuple[float, int]] = {}
-        self._least = _LARGE_SHARE * float(np.median([layer.parameters for layer in layers]))
+        self._least = _LARGE_SHARE * median([layer.parameters for layer in layers])
         self._gpu_rates: deque[float] = deque(maxlen=_WINDOW)
         self._to_host: deque[float] = deque(maxlen=_WINDOW)
         self._to_device: deque[float] = deque(maxlen=_WINDOW)
@@ -136,12 +136,15 @@ class CostEstimator:
         """
         if not self._history:
             return True
-        parts = np.array(self._parts)
-        old = np.median(parts[-_WINDOW:], axis=0)
-        least = _NEWS * old[-1]
-        if len(parts) == _NOISE_WINDOW:
-            least = np.maximum(least, _NEWS_NOISE * _deviation(parts))
-        return bool((np.abs(old - _sums(sample)) > least).any())
+        columns = list(zip(*self._parts, strict=True))
+        usual = [median(column[-_WINDOW:]) for column in columns]
+        for column, old, now in zip(columns, usual, _sums(sample), strict=True):
+            least = _NEWS * usual[-1]
+            if len(column) == _NOISE_WINDOW:
+                least = max(least, _NEWS_NOISE * _deviation(column))
+            if abs(old - now) > least:
+                return True
+        return False
 
     def _add_gpu_rate(self, sample: StepSample) -> None:
         largest = max(layer.parameters for layer in self._layers)
@@ -204,7 +207,7 @@ class CostEstimator:
     @property
     def step_seconds(self) -> float | None:
         """The median step; None before the first sample."""
-        return float(np.median([s.seconds for s in self._samples])) if self._samples else None
+        return median([s.seconds for s in self._samples]) if self._history else None
 
     @property
     def launch_bound(self) -> bool:
@@ -215,35 +218,36 @@ class CostEstimator:
     def gpu_seconds_per_parameter(self) -> float:
         """Of the update on the GPU, with the GPU to itself."""
         if self._gpu_rates:
-            return float(np.median(self._gpu_rates))
+            return median(self._gpu_rates)
         return self._rates.gpu_seconds_per_parameter
 
     def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
         """Of one of the worker's passes; from another one's where it has not been seen."""
         latest = max(self._seen_at.values(), default=0)
         if self._passes[kind] and latest - self._seen_at[kind] < _STALE:
-            return float(np.median(self._passes[kind]))
+            return median(self._passes[kind])
         for other in _TRAFFIC:
             if other in self._seen_at and latest - self._seen_at[other] < _STALE:
-                return float(np.median(self._passes[other])) * _TRAFFIC[kind] / _TRAFFIC[other]
+                return median(self._passes[other]) * _TRAFFIC[kind] / _TRAFFIC[other]
         return self._rates.cpu_seconds_per_parameter * _TRAFFIC[kind] / _TRAFFIC["update"]
 
     def costs(self) -> StepCosts | None:
         """What the last steps took, with waits and GPU updates taken out; None before any."""
-        if not self._samples:
+        samples = self._samples
+        if not samples:
             return None
-        forward = np.median([self._forward(s) for s in self._samples], axis=0)
-        backward = np.median([s.backward for s in self._samples], axis=0)
+        forward = _medians([self._forward(s) for s in samples])
+        backward = _medians([s.backward for s in samples])
         passes = {kind: self.cpu_seconds_per_parameter(kind) for kind in _TRAFFIC}
         gpu = self.gpu_seconds_per_parameter
-        to_host = float(np.median(self._to_host or [self._rates.copy_seconds_per_byte]))
-        to_device = float(np.median(self._to_device or [self._rates.copy_seconds_per_byte]))
+        to_host = median(self._to_host or [self._rates.copy_seconds_per_byte])
+        to_device = median(self._to_device or [self._rates.copy_seconds_per_byte])
         layers = tuple(
             LayerCosts(
                 name=layer.name,
                 parameters=layer.parameters,
-                forward=float(forward[index]),
-                backward=float(backward[index]),
+                forward=forward[index],
+                backward=backward[index],
                 to_host=to_host * layer.parameters * layer.gradient_itemsize,
                 cpu_update=passes["update"] * layer.parameters,
                 cpu_commit=passes["commit"] * layer.parameters,
@@ -255,9 +259,9 @@ class CostEstimator:
         )
         return StepCosts(
             layers=layers,
-            between=float(np.median([s.between for s in self._samples])),
-            tail=float(np.median([s.tail for s in self._samples])),
-            clipped_share=float(np.mean(self._clipped)) if self._clipped else 0.0,
+            between=median([s.between for s in samples]),
+            tail=median([s.tail for s in samples]),
+            clipped_share=fmean(self._clipped) if self._clipped else 0.0,
             chunk_elements=self._chunk_elements,
         )
 
@@ -277,13 +281,18 @@ class CostEstimator:
         return [seconds * share for seconds in sample.forward]
 
 
-def _deviation(parts: np.ndarray) -> np.ndarray:
-    """Standard deviation of each column, from the differences of neighbours.
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of each column. Numpy would take longer for so few numbers, and here the GPU may wait."""
+    return [median(column) for column in zip(*rows, strict=True)]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation, from the differences of neighbours.
 
     Neither a change, which is one of them, nor some outliers show in it.
     """
     # The median of |x - y| for two normal numbers is 0.954 times the deviation of one.
-    return np.median(np.abs(np.diff(parts, axis=0)), axis=0) / 0.954
+    return median([abs(y - x) for x, y in pairwise(values)]) / 0.954
 
 
 def _sums(sample: StepSample) -> list[float]:

@@ -7,9 +7,10 @@ takes; such steps scatter by more, since the host is now faster and now slower f
 
 So steps of different times are not compared. Where training comes to a launch-bound workload, all
 that fits is measured right behind the number that the solver would choose. Where it is slower, both
-are measured once more, in turns. Where it is not, and that did not take a third visit, the number
-halfway between both is measured against it in the same way: many cores may hide a part of the
-updates, where nothing is clipped.
+are measured once more, in turns, and again if it is slower by more than updates take: that is the
+host, or their launches are dear. Where it is not, and that did not take a third visit, the number
+halfway between both is measured against it in the same way, if enough can be won: many cores may
+hide a part of the updates, where nothing is clipped.
 Then it is settled, until steps are not launch-bound any more; hosts drift by so much that a change
 of times alone says nothing.
 """
@@ -36,9 +37,13 @@ _LEAST_LOSS = 1.03
 _DOUBTFUL_LOSS = 1.015
 """The same from which on one visit to each does not tell: both are visited once more."""
 _CLEAR_LOSS = 1.1
-"""The same that one visit to each shows: hosts do not drift by so much in so few steps."""
+"""The same that one visit to each shows, where updates may take so much."""
+_MOST_OF_UPDATES = 1.5
+"""Loss that updates may come to, as a multiple of what they take with the GPU to themselves."""
 _VISITS = 3
 """To both numbers together, before all that fits is given up for less."""
+_MORE_VISITS = 4
+"""The same where it loses more than updates may come to."""
 
 
 class LaunchBoundPlacement:
@@ -109,32 +114,31 @@ class LaunchBoundPlacement:
             self._other = here if solved == most else solved
         other = self._other
         steps = {k: predictions[k].step_seconds for k in (most, other)}
-        if not self._steps_of(most) and steps[most] > _MOST_TRIAL_COST * steps[other]:
+        if not self._visits_of(most) and steps[most] > _MOST_TRIAL_COST * steps[other]:
             return None
-        if other == most:
-            self._verdict = "kept"
-            return most
         if steps[other] <= _MOST_TRIAL_COST * steps[most]:
-            number, loses = self._duel(here, most, other)
+            number, loses = self._duel(here, most, other, _most_gain(predictions, most, other))
             if loses is None:
                 return number
             if loses:
                 self._verdict = "worse"
                 return None
         # Two numbers between which it was in doubt leave little to be won between them.
-        was_in_doubt = len(self._steps_of(most)) + len(self._steps_of(other)) >= _VISITS * _STEPS
+        was_in_doubt = len(self._visits_of(most)) + len(self._visits_of(other)) >= _VISITS
         if self._middle is None and most - other >= _LEAST_BETWEEN and not was_in_doubt:
             middle = (most + other) // 2
-            if predictions[middle].step_seconds <= _MOST_TRIAL_COST * steps[most]:
+            wins = _most_gain(predictions, most, middle) >= _LEAST_LOSS - 1.0
+            if wins and predictions[middle].step_seconds <= _MOST_TRIAL_COST * steps[most]:
                 self._middle = middle
-        return self._compare_middle(here, most)
+        return self._compare_middle(here, most, predictions)
 
-    def _compare_middle(self, here: int, most: int) -> int:
+    def _compare_middle(self, here: int, most: int, predictions: Sequence[Candidate]) -> int:
         """As :meth:`_compare`, where all that fits has won, or the other is not worth a visit."""
-        if self._middle is not None and not self._steps_of(most):
+        if self._middle is not None and not self._visits_of(most):
             return most
         if self._middle is not None and not self._is_slow(self._middle, most):
-            number, loses = self._duel(here, most, self._middle)
+            gain = _most_gain(predictions, most, self._middle)
+            number, loses = self._duel(here, most, self._middle, gain)
             if loses is None:
                 return number
             self._beaten_by = self._middle if loses else None
@@ -144,32 +148,38 @@ class LaunchBoundPlacement:
     def _is_slow(self, number: int, other: int) -> bool:
         """Whether the first steps of a visit are no faster than the other number's."""
         last, steps = self._visits[-1]
-        if last != number or not _FEW <= len(steps) < _STEPS or self._steps_of(number):
+        if last != number or not _FEW <= len(steps) < _STEPS or self._visits_of(number):
             return False
-        return statistics.median(steps) >= statistics.median(self._steps_of(other))
+        return statistics.median(steps) >= _median_of_all(self._visits_of(other))
 
-    def _duel(self, here: int, most: int, other: int) -> tuple[int, bool | None]:
+    def _duel(self, here: int, most: int, other: int, gain: float) -> tuple[int, bool | None]:
         """Two numbers, measured in turns.
+
+        Args:
+            here, most, other: GPU layers now, all that fit, and fewer.
+            gain: see :func:`_most_gain`.
 
         Returns:
             Where to be next, and whether ``most`` has lost; None while that is open.
         """
         if here in (most, other) and not self._is_complete(here):
             return here, None
-        visits = {k: self._steps_of(k) for k in (most, other)}
+        visits = {k: self._visits_of(k) for k in (most, other)}
         if not visits[other]:
             return other, None
         if not visits[most]:
             return most, None
-        seconds = {k: statistics.median(found) for k, found in visits.items()}
-        loss = seconds[most] / seconds[other]
-        is_worse = loss > _LEAST_LOSS
-        if (
-            _DOUBTFUL_LOSS < loss < _CLEAR_LOSS
-            and len(visits[most]) + len(visits[other]) < _VISITS * _STEPS
-        ):
+        loss = _median_of_all(visits[most]) / _median_of_all(visits[other])
+        may_be = loss <= 1.0 + _MOST_OF_UPDATES * gain
+        is_clear = loss <= _DOUBTFUL_LOSS or (loss >= _CLEAR_LOSS and may_be)
+        enough = _VISITS if may_be else _MORE_VISITS
+        if not is_clear and len(visits[most]) + len(visits[other]) < enough:
             # Once more, in turns: a host that became slower meanwhile slows both down.
             return (other if here == most else most), None
+        if not may_be:
+            # One that was slower during one visit only, by however much, does not decide.
+            loss = _fastest(visits[most]) / _fastest(visits[other])
+        is_worse = loss > _LEAST_LOSS
         return (other if is_worse else most), is_worse
 
     def _is_complete(self, here: int) -> bool:
@@ -177,10 +187,30 @@ class LaunchBoundPlacement:
         last = self._visits[-1] if self._visits else (here, [])
         return last[0] == here and len(last[1]) == _STEPS
 
-    def _steps_of(self, gpu_layers: int) -> list[float]:
-        """Steps of all visits to a number of layers that lasted long enough."""
-        visits = [s for k, s in self._visits if k == gpu_layers and len(s) == _STEPS]
-        return [seconds for steps in visits for seconds in steps]
+    def _visits_of(self, gpu_layers: int) -> list[list[float]]:
+        """Steps of each visit to a number of layers that lasted long enough."""
+        return [s for k, s in self._visits if k == gpu_layers and len(s) == _STEPS]
+
+
+def _median_of_all(visits: Sequence[Sequence[float]]) -> float:
+    return statistics.median([seconds for steps in visits for seconds in steps])
+
+
+def _fastest(visits: Sequence[Sequence[float]]) -> float:
+    return min(statistics.median(steps) for steps in visits)
+
+
+def _most_gain(predictions: Sequence[Candidate], most: int, other: int) -> float:
+    """What fewer layers on the GPU can win, as a share of the step: what their update takes there.
+
+    Args:
+        predictions: of steps with 0..L GPU layers.
+        most: layers on the GPU.
+        other: fewer ones.
+    """
+    takes = predictions[most].gpu_update_seconds - predictions[other].gpu_update_seconds
+    step = predictions[most].step_seconds
+    return takes / step if step > 0.0 else 0.0
 
 
 def _is_more(here: int, allowed: Bounds) -> bool:

@@ -87,6 +87,9 @@ class PlacementManager:
         self._usable: int | None = None
         self._waits_seen = 0
         self._limits: MemoryLimits | None = None
+        self._limits_at = 0  # steps made when they were asked for
+        self._is_considered = False  # all that has been measured
+        self._considered_at = 0
         self._steps = 0
         self._measured_since = 0
         self._was_news = False
@@ -140,7 +143,10 @@ class PlacementManager:
             self._probe.gradient(index)
 
     def end_backward(self, num_firings: int) -> None:
-        """Every layer's has; the outcome is being computed. The time to think: nobody waits.
+        """Every layer's has; the outcome is being computed.
+
+        The time to think: as a rule nobody waits. Where steps are launch-bound, the GPU does: then
+        only what is new is thought about.
 
         Args:
             num_firings: gradients that autograd has handed over so far.
@@ -156,6 +162,7 @@ class PlacementManager:
             self._pipeline.cpu.worker.take_spans()
             return
         self._look_for_news(samples)
+        self._is_considered &= not samples
         # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
         warm = min(self._warm_up, len(samples))
         self._warm_up -= warm
@@ -166,7 +173,7 @@ class PlacementManager:
             for sample in samples[warm:]:
                 controller.add_step(sample.seconds, launch_bound=sample.launch_bound)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
-        if controller.is_settled and estimator.step_seconds is not None:
+        if samples and controller.is_settled and estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
         if not controller.is_due(self._steps):
             return
@@ -174,11 +181,19 @@ class PlacementManager:
             # This rank computes no samples: there are no times to solve from, and no need.
             controller.consider_idle(self._steps, self._current_limits())
             return
+        launch_bound = estimator.launch_bound
+        if launch_bound and not self._is_time_to_think:
+            return
         costs = estimator.costs()
         if costs is None or not self._has_measured_enough():
             return
-        launch_bound = estimator.launch_bound
+        self._is_considered, self._considered_at = True, self._steps
         controller.consider(self._steps, costs, self._current_limits(), launch_bound=launch_bound)
+
+    @property
+    def _is_time_to_think(self) -> bool:
+        """There are new measurements, or memory may have changed."""
+        return not self._is_considered or self._steps - self._considered_at >= _LIMITS_EVERY
 
     def _look_for_news(self, samples: Sequence[StepSample]) -> None:
         """Has the next steps measured where these differ from what was usual."""
@@ -205,7 +220,8 @@ class PlacementManager:
         return self._measured_since <= _MEASURE_ALL or self._steps % _MEASURE_EVERY == 0
 
     def _current_limits(self) -> MemoryLimits:
-        if self._limits is None or self._steps % _LIMITS_EVERY == 0:
+        if self._limits is None or self._steps - self._limits_at >= _LIMITS_EVERY:
+            self._limits_at = self._steps
             self._limits = self._probe.limits(
                 self._memory.reserves,
                 self._memory.gpu_base,
@@ -233,7 +249,8 @@ class PlacementManager:
         if self._probing:
             moving = self._pipeline.mover.bytes_leaving_device
             self._probe.end_step(controller.num_gpu_layers, moving)
-            self._limits = None
+            if self._limits is not None:
+                self._limits = self._probe.with_base(self._limits)
         self._steps += 1
         self.timer.end_step(measure_next=self._measures_next())
         controller.act(self._steps)
@@ -318,6 +335,8 @@ class PlacementManager:
             history: decisions that the checkpoint keeps; they come before this run's.
         """
         self._steps = step
+        self._limits = None
+        self._considered_at = step
         self._measured_since = 0
         self.controller.resume(step, history)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,11 +104,17 @@ class MemoryProbe:
         """
         gpu = usable_gpu_bytes(self._device)
         host = share.memory(host_memory_pools()) + host_held
-        return MemoryLimits(
+        limits = MemoryLimits(
             gpu=gpu,
             gpu_reserve=gpu_reserve(reserves.gpu, gpu or 0),
-            gpu_base=max(self.base_at) if self.base_at else gpu_base,
+            gpu_base=gpu_base,
             host=host,
             host_reserve=host_reserve(reserves.host, host),
-            gpu_base_at=self.base_at,
         )
+        return self.with_base(limits)
+
+    def with_base(self, limits: MemoryLimits) -> MemoryLimits:
+        """The same with what steps were last measured to need: nobody is asked for anything."""
+        if not self.base_at:
+            return limits
+        return replace(limits, gpu_base=max(self.base_at), gpu_base_at=self.base_at)

@@ -13,7 +13,7 @@ from support.engines import built, make_config
 from torch import nn
 
 import hytrain
-from hytrain.kernels import clipping
+from hytrain.kernels import square_sums
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.placement.manager import PlacementManager
 
@@ -88,7 +88,7 @@ def calls_of_a_step(blocks: int, parameters: int = 3) -> Counter[str]:
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for kernels is left out, and so are steps that are measured."""
     monkeypatch.setattr(GroupedAdam, "launch", no)
-    monkeypatch.setattr(clipping, "sum_of_squares", one)
+    monkeypatch.setattr(square_sums, "sum_of_squares", one)
     monkeypatch.setattr(PlacementManager, "_measures_next", no)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,17 @@ def test_large_layers_are_updated_alone() -> None:
     assert counts([small, small, large, small, small]) == [2, 1, 2]
 
 
+def test_groups_that_leave_room_have_at_most_half_of_what_is_before_them_or_64_mebi() -> None:
+    room = LIMITS.leaving_room()
+    large = [65_000_000, *([52_000_000] * 16), 65_000_000]
+    begins = group_begins(large, [True] * len(large), room)
+    assert begins == [0, 1, 2, 3, 4, 6, 9, 13]  # 18 where each is updated alone
+    for begin, end in pairwise([*begins, len(large)]):
+        assert end == begin + 1 or sum(large[begin:end]) <= max(64 * MEBI, sum(large[:begin]) // 2)
+    assert group_begins([13_000_000] * 26, [True] * 26, room) == [0, 1, 3, 8, 13, 19]
+    assert max(b - a for a, b in pairwise(group_begins([MEBI] * 90, [True] * 90, room))) == 8
+
+
 def test_what_a_table_of_addresses_cannot_do_is_done_alone() -> None:
     plain = layer(MEBI)
     for other in (layer(MEBI, is_rounded=True), layer(MEBI, on_host=True)):
@@ -75,10 +87,11 @@ def test_groups_of_the_first_layers_are_those_of_all_cut() -> None:
     sizes = [9, 1, 20, 40, 2, 2, 2, 2, 2, 2, 2, 2, 2, 70, 3]
     mebi = [size * MEBI for size in sizes]
     for groupable in ([True] * len(sizes), [number % 5 > 0 for number in range(len(sizes))]):
-        begins = group_begins(mebi, groupable)
-        for number in range(len(sizes) + 1):
-            cut = [begin for begin in begins if begin < number]
-            assert group_begins(mebi[:number], groupable[:number]) == cut
+        for limits in (LIMITS, LIMITS.leaving_room()):
+            begins = group_begins(mebi, groupable, limits)
+            for number in range(len(sizes) + 1):
+                cut = [begin for begin in begins if begin < number]
+                assert group_begins(mebi[:number], groupable[:number], limits) == cut
 
 
 # -- bitwise as one by one -------------------------------------------------------------------------

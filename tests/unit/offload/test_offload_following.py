@@ -403,6 +403,9 @@ class CountingProbe:
         self.asked += 1
         return placement.MemoryLimits(None, 0, 0, 500 * GIB, 0)
 
+    def with_base(self, limits: Any) -> Any:
+        return limits
+
 
 def test_backward_is_held_to_what_the_plan_leaves_free(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
@@ -436,8 +439,32 @@ def test_memory_is_followed_now_and_then_and_after_a_change(simulation: Simulati
     simulation.run(200)
     # Asking the allocator at every layer, or the host for its memory, takes a while.
     assert probe.begun <= 12
-    assert probe.asked <= 40
+    assert probe.asked <= 20
     probe.begun = 0
     simulation.machine = replace(simulation.machine, batch=0.5)
     simulation.run(8)
     assert probe.begun >= 2
+
+
+def test_launch_bound_steps_think_only_about_what_is_new(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU waits meanwhile. Memory is looked at now and then, also where nothing is measured."""
+    settled(simulation)
+    manager = simulation.manager
+    asked: list[int] = []
+    costs = manager._estimator.costs
+
+    def counted() -> Any:
+        asked.append(manager._steps)
+        return costs()
+
+    monkeypatch.setattr(manager._estimator, "costs", counted)
+    monkeypatch.setattr(type(manager._estimator), "launch_bound", property(lambda _: True))
+    simulation.run(40)
+    assert len(asked) <= 24  # with a move, behind which all steps are measured; else every fourth
+    monkeypatch.setattr(manager, "_measures_next", lambda: False)
+    simulation.run(10)
+    asked.clear()
+    simulation.run(40)
+    assert 3 <= len(asked) <= 4
