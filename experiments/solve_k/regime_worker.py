@@ -30,6 +30,12 @@ from hytrain.placement.costs import StepCosts
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _FAR = 1.4
 """Ratio to the best number from which on those beyond it are left out."""
+_AFTER_MOVE = 10
+"""Steps behind a move, which are not compared."""
+_DUEL_STEPS = 10
+_DUEL_TURNS = 9
+_DUEL_SECONDS = 40.0
+"""After which no more turns begin, but for three."""
 _WINDOW_SECONDS = 1.2
 """Of steps of which only the last is waited for."""
 _CONTENDS = 1.15
@@ -93,6 +99,8 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Json:
     fixed = sweep.run(arguments.rounds)
     watch.lap("sweep")
     best = min(fixed, key=lambda number: fixed[number])
+    duel = sweep.duel(best)
+    watch.lap("duel")
     rival: Json = {}
     if has_rival:
         contest.engine.set_gpu_fraction(solved / layers)
@@ -110,7 +118,9 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Json:
         "settled_seconds": statistics.median(stayed or [0.0]),
         "stayed": len(stayed),
         "best": best,
-        "solved_over_best": fixed[solved] / fixed[best],
+        "sweep_over_best": fixed[solved] / fixed[best],
+        "solved_over_best": statistics.median(duel) if duel else 1.0,
+        "duel": duel,
         "costs": sweep.costs,
         "launch_bound": any("launch-bound" in d.reason for d in reasons),
         "moves": early,
@@ -163,6 +173,28 @@ class _Sweep:
             for number in near:
                 self._visit(number)
         return {number: self._median(number) for number in sorted(self._seen)}
+
+    def duel(self, best: int) -> list[float]:
+        """Ratios of the solved number's steps to another's, measured in turns.
+
+        The least of a sweep may be what was measured while the host was fastest. So that number is
+        measured again, in steps that are queued as in training.
+
+        Args:
+            best: the number; no turns where it is the solved one.
+        """
+        ratios: list[float] = []
+        begin = time.perf_counter()
+        while best != self._solved and len(ratios) < _DUEL_TURNS:
+            seconds: dict[int, float] = {}
+            for number in (best, self._solved)[:: 1 if len(ratios) % 2 else -1]:
+                self._contest.engine.set_gpu_fraction(number / self._layers)
+                self._contest.train(_AFTER_MOVE)
+                seconds[number] = self._contest.queued_steps(_DUEL_STEPS)
+            ratios.append(seconds[self._solved] / seconds[best])
+            if len(ratios) >= 3 and time.perf_counter() - begin > _DUEL_SECONDS:
+                break
+        return ratios
 
     def _visit(self, number: int) -> bool:
         """Whether memory has room for so many."""

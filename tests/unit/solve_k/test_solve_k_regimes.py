@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,13 @@ def test_two_cells_of_one_process(tmp_path: Path) -> None:
     assert cell["stayed"] == 10
     assert str(cell["solved"]) in cell["fixed"]
     assert cell["fixed"][str(cell["best"])] == min(cell["fixed"].values())
-    assert cell["solved_over_best"] >= 1.0
+    for each in found.values():
+        is_best = each["best"] == each["solved"]
+        assert each["sweep_over_best"] >= 1.0
+        assert (each["sweep_over_best"] == 1.0) == is_best
+        assert len(each["duel"]) == (0 if is_best else 9)
+        over = 1.0 if is_best else statistics.median(each["duel"])
+        assert each["solved_over_best"] == over
     beside = cell["beside"]
     assert beside["hytrain_over_all_gpu"] > 0 < beside["hytrain_over_compute"]
     assert cell["compute"] == beside["compute"]
