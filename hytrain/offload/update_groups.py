@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _ROOM_SHARE = 0.5
-"""Updates are done before the forward that reads them, if they take at most two thirds of the time
-that launching a layer's forward takes: it comes to a group when all before it are updated, so that
-those and the group take as long as the forward of those before it, or less."""
+"""Such a group is updated when 1.5 times as long has passed as all before it took. Forward comes to
+it when it has launched those, and need not wait where launching a layer's forward takes 1.5 times
+as long as the layer's update."""
 _NO_LIMIT = 1 << 62
 
 

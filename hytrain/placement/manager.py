@@ -220,7 +220,9 @@ class PlacementManager:
         return self._measured_since <= _MEASURE_ALL or self._steps % _MEASURE_EVERY == 0
 
     def _current_limits(self) -> MemoryLimits:
-        if self._limits is None or self._steps - self._limits_at >= _LIMITS_EVERY:
+        # The next look may be as many steps from here as lie between two measured ones.
+        age = self._steps - self._limits_at + _MEASURE_EVERY
+        if self._limits is None or age > _LIMITS_EVERY:
             self._limits_at = self._steps
             self._limits = self._probe.limits(
                 self._memory.reserves,
