@@ -7,8 +7,8 @@ takes; such steps scatter by more, since the host is now faster and now slower f
 
 So steps of different times are not compared. Where training comes to a launch-bound workload, all
 that fits is measured right behind the number that the solver would choose. Where it is slower, both
-are measured once more, in turns, and again if it is slower by more than updates take: that is the
-host, or their launches are dear. Where it is not, and that did not take a third visit, the number
+are measured once more, in turns, and again if it is slower by more than updates and their launches
+may take: that is the host. Where it is not, and that did not take a third visit, the number
 halfway between both is measured against it in the same way, if enough can be won: many cores may
 hide a part of the updates, where nothing is clipped.
 Then it is settled, until steps are not launch-bound any more; hosts drift by so much that a change
@@ -40,10 +40,12 @@ _CLEAR_LOSS = 1.1
 """The same that one visit to each shows, where updates may take so much."""
 _MOST_OF_UPDATES = 1.5
 """Loss that updates may come to, as a multiple of what they take with the GPU to themselves."""
+_MOST_OF_LAUNCHES = 0.1
+"""The same that their launches may come to, of a step: 0.02 to 0.03 where layers share them."""
 _VISITS = 3
 """To both numbers together, before all that fits is given up for less."""
 _MORE_VISITS = 4
-"""The same where it loses more than updates may come to."""
+"""The same where it loses more than updates and their launches may come to."""
 
 
 class LaunchBoundPlacement:
@@ -169,16 +171,14 @@ class LaunchBoundPlacement:
             return other, None
         if not visits[most]:
             return most, None
-        loss = _median_of_all(visits[most]) / _median_of_all(visits[other])
-        may_be = loss <= 1.0 + _MOST_OF_UPDATES * gain
-        is_clear = loss <= _DOUBTFUL_LOSS or (loss >= _CLEAR_LOSS and may_be)
+        loss = _loss(visits[most], visits[other])
+        by_updates = 1.0 + _MOST_OF_UPDATES * gain
+        may_be = loss <= by_updates + _MOST_OF_LAUNCHES
+        is_clear = loss <= _DOUBTFUL_LOSS or _CLEAR_LOSS <= loss <= by_updates
         enough = _VISITS if may_be else _MORE_VISITS
         if not is_clear and len(visits[most]) + len(visits[other]) < enough:
             # Once more, in turns: a host that became slower meanwhile slows both down.
             return (other if here == most else most), None
-        if not may_be:
-            # One that was slower during one visit only, by however much, does not decide.
-            loss = _fastest(visits[most]) / _fastest(visits[other])
         is_worse = loss > _LEAST_LOSS
         return (other if is_worse else most), is_worse
 
@@ -196,8 +196,16 @@ def _median_of_all(visits: Sequence[Sequence[float]]) -> float:
     return statistics.median([seconds for steps in visits for seconds in steps])
 
 
-def _fastest(visits: Sequence[Sequence[float]]) -> float:
-    return min(statistics.median(steps) for steps in visits)
+def _loss(most: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Ratio of the two's steps.
+
+    Of all of them; where both were visited twice, of the faster visits: one during which the host
+    was slower, by however much, does not decide then.
+    """
+    if min(len(most), len(other)) < 2:
+        return _median_of_all(most) / _median_of_all(other)
+    fastest = [min(statistics.median(steps) for steps in visits) for visits in (most, other)]
+    return fastest[0] / fastest[1]
 
 
 def _most_gain(predictions: Sequence[Candidate], most: int, other: int) -> float:
