@@ -164,9 +164,11 @@ class LaunchBoundPlacement:
         Returns:
             Where to be next, and whether ``most`` has lost; None while that is open.
         """
+        visits = {k: self._visits_of(k) for k in (most, other)}
+        if here == most and self._is_slow_again(most, visits[most], visits[other]):
+            return other, True
         if here in (most, other) and not self._is_complete(here):
             return here, None
-        visits = {k: self._visits_of(k) for k in (most, other)}
         if not visits[other]:
             return other, None
         if not visits[most]:
@@ -181,6 +183,15 @@ class LaunchBoundPlacement:
             return (other if here == most else most), None
         is_worse = loss > _LEAST_LOSS
         return (other if is_worse else most), is_worse
+
+    def _is_slow_again(
+        self, most: int, visits: Sequence[list[float]], other: Sequence[list[float]]
+    ) -> bool:
+        """Whether a second visit begins as the first was: the rest of it would cost as much."""
+        last, steps = self._visits[-1] if self._visits else (most, [])
+        if last != most or not _FEW <= len(steps) < _STEPS or (len(visits), len(other)) != (1, 2):
+            return False
+        return _loss([steps, *visits], other) >= _CLEAR_LOSS
 
     def _is_complete(self, here: int) -> bool:
         """Whether the visit that goes on has lasted long enough."""

@@ -53,6 +53,19 @@ def test_what_is_visited(seconds: dict[int, float], path: list[int]) -> None:
     assert visited(seconds) == path
 
 
+def test_a_second_slow_visit_is_short() -> None:
+    """Four steps of eight, and those of the first three visits."""
+    placement, here, steps = LaunchBoundPlacement(), 0, 0
+    while not placement.is_settled:
+        chosen = placement.choose(here, Bounds.unlimited(LAYERS), flat(EACH), SOLVED)
+        if chosen is None:
+            break
+        here = chosen
+        placement.add_step(here, 1.3 if here == LAYERS else 1.0)
+        steps += 1
+    assert steps == 3 * 8 + 4
+
+
 def test_the_number_halfway_is_visited_only_where_it_can_win() -> None:
     seconds = {20: 1.0, 26: 1.0, 23: 0.9}
     assert visited(seconds, each=0.009) == [20, 26]  # three layers' updates are less than 3 %
