@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import math
 import os
 import statistics
 import sys
@@ -37,7 +36,7 @@ _DUEL_TURNS = 9
 _DUEL_SECONDS = 40.0
 """After which no more turns begin, but for three."""
 _WINDOW_SECONDS = 1.2
-"""Of steps of which only the last is waited for."""
+"""Of a window of steps of which only the last is waited for."""
 _CONTENDS = 1.15
 """A number that takes at most so much of the best one's steps is measured in the later rounds."""
 
@@ -245,8 +244,7 @@ def _beside_rival(contest: Contest, turns: int) -> Json:
 
 def _steps_of_window(waited: Sequence[float]) -> int:
     """So many that what the last one leaves the GPU to do counts for little."""
-    usual = statistics.median(waited) if waited else math.inf
-    return max(9, min(27, round(_WINDOW_SECONDS / usual)))
+    return max(9, min(27, round(_WINDOW_SECONDS / statistics.median(waited))))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +20,15 @@ import torch
 from hytrain.kernels.cpu_adam import sum_of_squares
 from hytrain.kernels.launch_tables import (
     ADDRESSES,
-    NEVER,
     SUM_BLOCK,
     TRITON_DTYPES,
     VECTOR,
+    RowTable,
     elements_of_partial,
     num_partials,
+    row_tables,
     triton_dtypes,
 )
-
-_NUM_FIELDS = 5
-"""Of a table's: first program, elements, first element, elements of a program, first sum."""
 
 
 class _Kernels(NamedTuple):
@@ -38,18 +37,6 @@ class _Kernels(NamedTuple):
     one: Any
     all: Any
     dtypes: dict[torch.dtype, Any]
-
-
-class _Table(NamedTuple):
-    """Where a launch copies to; what never changes.
-
-    Attributes:
-        words: int64, on the device: _NUM_FIELDS rows of ADDRESSES.
-        programs: of the launch.
-    """
-
-    words: torch.Tensor
-    programs: int
 
 
 @functools.cache
@@ -80,7 +67,7 @@ class GradientCopier:
         self._parts = list(self.squares.split(counts))
         self._places = places
         self._is_even = all(word % VECTOR == 0 for place in places for word in place)
-        self._tables: list[_Table] = []
+        self._tables: list[RowTable] = []
 
     def copy(self, index: int, gradient: torch.Tensor, destination: torch.Tensor) -> None:
         """Copies, and sums the squares of the destination's new values, in the current stream.
@@ -100,14 +87,9 @@ class GradientCopier:
             gradient = gradient.contiguous()
         n, programs = gradient.numel(), part.numel()
         _kernels().one[(programs,)](
-            gradient,
-            destination,
-            part,
-            n,
-            elements_of_partial(n, programs),
-            BLOCK=SUM_BLOCK,
-            num_warps=8,
-        )
+            gradient, destination, part, n, elements_of_partial(n, programs),
+            BLOCK=SUM_BLOCK, num_warps=8,
+        )  # fmt: skip
 
     def copy_all(self, gradients: Sequence[torch.Tensor], layer: torch.Tensor) -> None:
         """:meth:`copy` of every parameter, with one launch for each 16 of them where it can be.
@@ -141,31 +123,24 @@ class GradientCopier:
         kernels = _kernels()
         if not self._tables:
             self._tables = self._make_tables()
-        for number, table in enumerate(self._tables):
-            some = addresses[number * ADDRESSES : (number + 1) * ADDRESSES]
-            some += some[:1] * (ADDRESSES - len(some))  # of rows that no program is of
+        for table in self._tables:
             kernels.all[(table.programs,)](
-                *some, table.words, layer, self.squares,
+                *table.addresses(addresses), table.words, layer, self.squares,
                 GRADIENT=kernels.dtypes[gradients[0].dtype], ROWS=ADDRESSES, BLOCK=SUM_BLOCK,
                 num_warps=8,
             )  # fmt: skip
         return True
 
-    def _make_tables(self) -> list[_Table]:
-        tables: list[_Table] = []
-        partial = 0
-        for first in range(0, len(self._places), ADDRESSES):
-            words = torch.full((_NUM_FIELDS, ADDRESSES), NEVER, dtype=torch.int64)
-            programs = 0
-            places = self._places[first : first + ADDRESSES]
-            for row, (begin, n) in enumerate(places):
-                count = self._parts[first + row].numel()
-                fields = (programs, n, begin, elements_of_partial(n, count), partial)
-                words[:, row] = torch.tensor(fields)
-                programs += count
-                partial += count
-            tables.append(_Table(words.to(self.squares.device), programs))
-        return tables
+    def _make_tables(self) -> list[RowTable]:
+        """Fields: elements, first element, elements of a program, first sum."""
+        programs = [part.numel() for part in self._parts]
+        fields = [
+            (n, begin, elements_of_partial(n, count), partial)
+            for (begin, n), count, partial in zip(
+                self._places, programs, accumulate(programs, initial=0), strict=False
+            )
+        ]
+        return row_tables(programs, fields, self.squares.device)
 
 
 def reference_copy(gradient: torch.Tensor, destination: torch.Tensor, part: torch.Tensor) -> None:

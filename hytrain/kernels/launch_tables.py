@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +20,47 @@ VECTOR = 16
 TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+class RowTable(NamedTuple):
+    """Of a launch over ADDRESSES rows; what never changes.
+
+    Attributes:
+        first: number of its first row.
+        programs: of the launch.
+        words: int64, on the device: for each field ADDRESSES rows.
+    """
+
+    first: int
+    programs: int
+    words: torch.Tensor
+
+    def addresses(self, every: Sequence[int]) -> list[int]:
+        """Those of its rows, out of all; where it has fewer, of rows that no program is of."""
+        some = list(every[self.first : self.first + ADDRESSES])
+        return some + some[:1] * (ADDRESSES - len(some))
+
+
+def row_tables(
+    programs: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device
+) -> list[RowTable]:
+    """Tables of as many launches as the rows need; their first field is a row's first program.
+
+    Args:
+        programs: of each row.
+        fields: the others, of each row.
+        device: where kernels read them.
+    """
+    tables: list[RowTable] = []
+    for first in range(0, len(programs), ADDRESSES):
+        words = torch.full((1 + len(fields[first]), ADDRESSES), NEVER, dtype=torch.int64)
+        total = 0
+        for row, others in enumerate(fields[first : first + ADDRESSES]):
+            words[:, row] = torch.tensor((total, *others))
+            total += programs[first + row]
+        tables.append(RowTable(first, total, words.to(device)))
+    return tables
+
+
+@functools.cache
 def triton_dtypes() -> dict[torch.dtype, Any]:
     """Triton's own, of the dtypes that kernels read and write.
 

@@ -1,13 +1,13 @@
 """Sums of squares of layers' gradients: on a GPU those of many in few launches.
 
-Each gradient leaves partial sums, how many depends on its length alone, and these are added up in
-order: what it comes to does not depend on which others it is measured with.
+Each gradient leaves partial sums, how many depends on its length alone, and these are added up
+in a fixed order: what it comes to does not depend on which others it is measured with.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,46 +16,28 @@ from hytrain.kernels.cpu_adam import sum_of_squares
 from hytrain.kernels.launch_tables import (
     ADDRESSES,
     MOST_PARTIALS,
-    NEVER,
     SUM_BLOCK,
     VECTOR,
+    RowTable,
     elements_of_partial,
     num_partials,
+    row_tables,
     triton_dtypes,
 )
-
-_NUM_FIELDS = 4
-"""Of a table's: first program, elements, elements of a program, first partial sum."""
-
-
-class _Kernels(NamedTuple):
-    """What comes of Triton."""
-
-    squares: Any
-    add: Any
-    dtypes: dict[torch.dtype, Any]
 
 
 class _Launches(NamedTuple):
     """Of layers that are measured together; nothing here changes from step to step.
 
     Attributes:
-        tables: of each launch its programs and, on the device, _NUM_FIELDS rows of ADDRESSES.
+        tables: of each launch. Fields: elements, elements of a program, first partial sum.
         partials: float64, on the device.
         rows: of each layer its first partial sum, how many there are, and its number, int64.
     """
 
-    tables: list[tuple[int, torch.Tensor]]
+    tables: list[RowTable]
     partials: torch.Tensor
     rows: torch.Tensor
-
-
-@functools.cache
-def _kernels() -> _Kernels:
-    # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
-    from hytrain.kernels.triton_norm import add_partials_kernel, squares_grouped_kernel
-
-    return _Kernels(squares_grouped_kernel, add_partials_kernel, triton_dtypes())
 
 
 class SquareSums:
@@ -99,21 +81,23 @@ class SquareSums:
     def _launch(
         self, pairs: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, *, aligned: bool
     ) -> None:
-        kernels = _kernels()
+        # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
+        from hytrain.kernels import triton_norm
+
+        kernels: Any = triton_norm
         key = tuple((layer, gradient.numel()) for layer, gradient in pairs)
         if key not in self._made:
             self._made[key] = self._make(key)
         launches = self._made[key]
-        for number, (programs, table) in enumerate(launches.tables):
-            some = pairs[number * ADDRESSES : (number + 1) * ADDRESSES]
-            # Triton would take no address, as an empty shard has it, for a number of 32 bits.
-            addresses = [gradient.data_ptr() or table.data_ptr() for _, gradient in some]
-            addresses += addresses[:1] * (ADDRESSES - len(addresses))  # of rows without a program
-            kernels.squares[(programs,)](
-                *addresses, table, launches.partials, GRADIENT=kernels.dtypes[dtype],
-                ALIGNED=aligned, ROWS=ADDRESSES, BLOCK=SUM_BLOCK, num_warps=8,
+        # An empty shard has no address, which Triton would take for a number of 32 bits.
+        addresses = [g.data_ptr() or launches.partials.data_ptr() for _, g in pairs]
+        for table in launches.tables:
+            kernels.squares_grouped_kernel[(table.programs,)](
+                *table.addresses(addresses), table.words, launches.partials,
+                GRADIENT=triton_dtypes()[dtype], ALIGNED=aligned, ROWS=ADDRESSES, BLOCK=SUM_BLOCK,
+                num_warps=8,
             )  # fmt: skip
-        kernels.add[(len(pairs),)](
+        kernels.add_partials_kernel[(len(pairs),)](
             launches.rows, launches.partials, self.values, len(pairs), PARTIALS=MOST_PARTIALS
         )
 
@@ -123,19 +107,12 @@ class SquareSums:
             lengths: of each layer its number and its elements.
         """
         device = self.values.device
-        tables: list[tuple[int, torch.Tensor]] = []
-        rows: list[tuple[int, int, int]] = []
-        partial = 0
-        for begin in range(0, len(lengths), ADDRESSES):
-            words = torch.full((_NUM_FIELDS, ADDRESSES), NEVER, dtype=torch.int64)
-            programs = 0
-            for row, (layer, n) in enumerate(lengths[begin : begin + ADDRESSES]):
-                count = num_partials(n)
-                fields = (programs, n, elements_of_partial(n, count), partial)
-                words[:, row] = torch.tensor(fields)
-                rows.append((partial, count, layer))
-                programs += count
-                partial += count
-            tables.append((programs, words.to(device)))
-        partials = torch.zeros(partial, dtype=torch.float64, device=device)
-        return _Launches(tables, partials, torch.tensor(rows).T.contiguous().to(device))
+        counts = [num_partials(n) for _, n in lengths]
+        firsts = list(accumulate(counts, initial=0))
+        fields = [
+            (n, elements_of_partial(n, count), first)
+            for (_, n), count, first in zip(lengths, counts, firsts, strict=False)
+        ]
+        rows = torch.tensor([firsts[:-1], counts, [layer for layer, _ in lengths]])
+        partials = torch.zeros(firsts[-1], dtype=torch.float64, device=device)
+        return _Launches(row_tables(counts, fields, device), partials, rows.to(device))

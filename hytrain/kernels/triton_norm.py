@@ -45,7 +45,7 @@ def squares_grouped_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_partials_kernel(rows_ptr, partial_ptr, sums_ptr, num_rows, PARTIALS: tl.constexpr):
-    """Adds up each row's partial sums, at most PARTIALS, in order.
+    """Adds up each row's partial sums, at most PARTIALS, in a fixed order.
 
     rows_ptr holds three times num_rows numbers: first partial sums, how many, where the sum goes.
     """

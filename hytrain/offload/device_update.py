@@ -132,7 +132,7 @@ class DeviceUpdate:
         limits: GroupLimits = LIMITS,
     ) -> None:
         self._layers = layers
-        self._limits = {False: limits, True: limits.leaving_room()}
+        self._limits = limits
         self._streams = streams
         self._mover = mover
         self._plan_of: tuple[object, ...] = ()
@@ -198,7 +198,7 @@ class DeviceUpdate:
             ],
         )
         if self._plan is None or key != self._plan_of:
-            limits = self._limits[leaves_room]
+            limits = self._limits.leaving_room() if leaves_room else self._limits
             self._plan = _Plan(layers, num_groups, self._streams, limits)
             self._plan_of = key
         return self._plan

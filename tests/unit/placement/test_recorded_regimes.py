@@ -28,7 +28,7 @@ CELLS: dict[str, Any] = {
 }
 SCATTERED = {"0.37B/4x512/8": 0.08, "0.37B/4x512/16/noclip": 0.12, "0.1B/4x512/16/noclip": 0.26}
 """Where fewer layers than all were faster by far more than the GPU takes to update the others (0.5,
-0.5 and 1.1 % of a step): the host had become slower in the sweep."""
+0.5 and 1.1 % of a step): taken for the host's drift within the sweep."""
 LATE = {"0.37B/16x1024/8/noclip, H100"}
 """Taken for launch-bound after 146 steps only."""
 
