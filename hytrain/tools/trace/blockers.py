@@ -221,7 +221,9 @@ class Blockers:
                 if near.end < cursor.time:
                     found.append(self._hand_over(near, near.end, cursor.time, "timing"))
                 return self._through(near, _Cursor(near.end, cursor.limit), found, "timing")
-            if (beside := self._computed_beside(node, cursor.time)) is not None:
+            beside = self._computed_beside(node, cursor.time)
+            # What ended after it on the same lane is closer than what the GPU had done before.
+            if beside is not None and (before is None or beside.end > finished):
                 end = max(min(beside.end, cursor.time), cursor.limit)
                 if end < cursor.time:
                     found.append(Blame(end, cursor.time, UNRESOLVED, "", node.number, node.layer))

@@ -302,10 +302,14 @@ class _LayerIndex:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
         self._numbers: dict[tuple[int, str, int], list[int]] = {}
+        self._of_chunk: dict[tuple[int, str, int, int], list[int]] = {}
+        """Of one chunk each, and by NONE those that are of all chunks."""
         for node in nodes:
             for what, layer in _keys(node):
                 if layer != NONE or what in ("any backward", "norm"):
-                    self._numbers.setdefault((node.rank, what, layer), []).append(node.number)
+                    key = node.rank, what, layer
+                    self._numbers.setdefault(key, []).append(node.number)
+                    self._of_chunk.setdefault((*key, node.chunk), []).append(node.number)
 
     def numbers(self, rank: int, what: str, layer: int) -> list[int]:
         """All of them."""
@@ -315,14 +319,20 @@ class _LayerIndex:
         self, node: Node, what: str, layer: int | None = None, *, or_step_before: bool = False
     ) -> int | None:
         """The last one that began before the node, of its step and of its chunk."""
+        key = node.rank, what, node.layer if layer is None else layer
+        if node.chunk == NONE:
+            return self._latest(node, self._numbers.get(key, []), or_step_before=or_step_before)
+        found = (
+            self._latest(node, self._of_chunk.get((*key, chunk), []), or_step_before=or_step_before)
+            for chunk in (node.chunk, NONE)
+        )
+        return max((number for number in found if number is not None), default=None)
+
+    def _latest(self, node: Node, numbers: list[int], *, or_step_before: bool) -> int | None:
         steps = (NONE, node.step, node.step - or_step_before)
-        numbers = self.numbers(node.rank, what, node.layer if layer is None else layer)
         index = bisect_left(numbers, node.number)
         for number in reversed(numbers[max(0, index - _BACK) : index]):
-            other = self._nodes[number]
-            is_other_step = node.step != NONE and other.step not in steps
-            is_other_chunk = NONE not in (node.chunk, other.chunk) and other.chunk != node.chunk
-            if not is_other_step and not is_other_chunk:
+            if node.step == NONE or self._nodes[number].step in steps:
                 return number
         return None
 

@@ -184,6 +184,35 @@ def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
         assert kernels.parts[cause] == layers.parts[cause] > 0
 
 
+@pytest.mark.parametrize("chunks", [2, 7, 19])
+def test_layers_of_many_chunks_have_the_same_causes(chunks: int, tmp_path: Path) -> None:
+    """A worker pauses 5 us between chunks: each waited for its own gradient, however many more of
+    the layer's had been copied by then, and for the chunk before it."""
+    schedule = Schedule(layers=6, steps=5, gpu_layers=(0,)).taking(**{CPU: 5000})
+    (path,) = write(tmp_path, schedule, first=2)
+    values = json.loads(path.read_text())
+    events: list[dict[str, Any]] = []
+    for event in values["traceEvents"]:
+        if event.get("cat") not in ("d2h", "cpu_update"):
+            events.append(event)
+            continue
+        length = event["dur"] / chunks
+        for n in range(chunks):
+            cut: dict[str, Any] = {
+                **{"ts": event["ts"] + n * length, "dur": length - 5.0 * (n < chunks - 1)},
+                **{"args": event["args"] | {"chunk": n}},
+                "name": event["name"].replace("chunk 0", f"chunk {n}"),
+            }
+            events.append(event | cut)
+    (tmp_path / "chunks.json").write_text(json.dumps(values | {"traceEvents": events}))
+    layers, cut = (analyse(load([p])).steps[0][2] for p in (path, tmp_path / "chunks.json"))
+    assert cut.busy == layers.busy
+    assert layers.parts[causes.CPU_ADAM] > layers.step.length / 3
+    pauses = 5 * US * (chunks - 1) * 5  # of five layers: what the CPU did between is not known
+    for cause in causes.CAUSES:
+        assert cut.parts[cause] == pytest.approx(layers.parts[cause], abs=pauses), cause
+
+
 # -- properties --------------------------------------------------------------------------------
 
 _TIME = st.integers(0, 3000)
