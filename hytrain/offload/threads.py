@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,15 +14,25 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.hardware.host_share import HostShare, NearCores, machine_identity
+from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.hardware.numa import call_on, prefers_near
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
+from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
-from hytrain.kernels.moments import Rounding
+from hytrain.kernels.moments import MOMENT_BLOCK, Rounding
 from hytrain.model.moment_format import MomentFormat
 
-_ELEMENTS = 1 << 24
-"""256 MiB of traffic a pass: beyond most caches, short enough to be repeated at start."""
+_LEAST_ELEMENTS = 1 << 24
+"""256 MiB: enough where a speed is a first guess, which training replaces by its own."""
+_CACHES = 3
+"""Last-level caches that what is updated takes, where speeds are compared. What lies in a cache of
+300 MiB was updated 1.7 times as fast as training does it, by 12 threads as fast as by 15; from
+memory 15 are 6 % faster (one H200's host of 16 cores)."""
+_MEMORY_SHARE = 1 / 16
+"""Of the memory that the host has left, the most that is taken for it."""
 _REPEATS = 5
+_COPY_BYTES = 4
+"""Of an element beside its state: a gradient and the outgoing copy in bf16."""
 _NEAR_BEST = 1.03
 """A count that is so close to the fastest is as good; fewer leave cores to others."""
 
@@ -51,9 +62,11 @@ class ThreadChoice:
 
 
 @cache
-def choose_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
+def choose_threads(
+    cores: int, given: int | None, moments: MomentsName = FP32, *, compared: bool = False
+) -> ThreadChoice:
     """As :func:`measure_threads`, which a process does once: its machine stays the same."""
-    return measure_threads(cores, given, moments)
+    return measure_threads(cores, given, moments, compared=compared)
 
 
 def place_threads(
@@ -84,7 +97,7 @@ def place_threads(
         return choose_threads(host.cores, given, moments)
     # All measure the same at the same time: they share the machine's memory.
     collectives.gather_objects(None, "the ranks before they measure")
-    anywhere = choose_threads(host.cores, given, moments)
+    anywhere = choose_threads(host.cores, given, moments, compared=True)
     collectives.gather_objects(None, "the ranks before they measure on their nodes")
     near = None if host.near is None else _choose_near(host.near, given, moments)
     mine = (
@@ -103,46 +116,71 @@ def place_threads(
 
 @cache
 def _choose_near(near: NearCores, given: int | None, moments: MomentsName) -> ThreadChoice:
-    choice = call_on(near.cores, lambda: measure_threads(near.number, given, moments))
+    choice = call_on(
+        near.cores, lambda: measure_threads(near.number, given, moments, compared=True)
+    )
     return replace(choice, cores=near.cores)
 
 
-def measure_threads(cores: int, given: int | None, moments: MomentsName = FP32) -> ThreadChoice:
+def measure_threads(
+    cores: int, given: int | None, moments: MomentsName = FP32, *, compared: bool = False
+) -> ThreadChoice:
     """The fewest threads within 3 % of the fastest count, measured on the real kernel.
 
     Args:
         cores: this rank's, with those of other ranks that measure at the same time left out.
         given: a count that the user chose; only its speed is measured.
         moments: how Adam's moments are kept.
+        compared: the speed will be compared with another, so that also that of one count is taken
+            beyond the caches.
 
     Raises:
-        HostMemoryError: the 256 MiB that it takes cannot be had.
+        HostMemoryError: the memory that it takes cannot be had: 256 MiB, or three last-level caches
+            where speeds are compared, of which a sixteenth of what the host has left is enough.
 
     The launching thread and autograd's thread need a core as well; they get it because the count
     never exceeds the cores but one (but two cores are used in full).
     """
     counts = [given] if given is not None else candidates(cores)
-    medians = _measure(counts, moments)
+    elements = measured_elements(cores, moments, compares=compared or len(counts) > 1)
+    medians = _measure(counts, moments, elements)
     best = min(medians.values())
     count = min(count for count, value in medians.items() if value <= best * _NEAR_BEST)
-    return ThreadChoice(count, medians[count] / _ELEMENTS, candidates=tuple(counts))
+    return ThreadChoice(count, medians[count] / elements, candidates=tuple(counts))
 
 
-def _measure(counts: Sequence[int], moments: MomentsName) -> dict[int, float]:
-    """Seconds of a pass over :data:`_ELEMENTS` by the number of threads, measured in turns."""
+def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> int:
+    """How many are updated in a measured pass.
+
+    Args:
+        cores: this rank's, whose share of the last-level caches is to be exceeded.
+        moments: how Adam's moments are kept.
+        compares: speeds are compared: they are to be those of memory.
+    """
+    if not compares:
+        return _LEAST_ELEMENTS
+    usable = len(os.sched_getaffinity(0))
+    caches = _CACHES * last_level_cache_bytes() * min(1.0, cores / usable)
+    num_bytes = min(caches, _MEMORY_SHARE * available_host_bytes())
+    block_bytes = MomentFormat(moments).state_bytes(MOMENT_BLOCK) + _COPY_BYTES * MOMENT_BLOCK
+    return max(_LEAST_ELEMENTS, int(num_bytes) // block_bytes * MOMENT_BLOCK)
+
+
+def _measure(counts: Sequence[int], moments: MomentsName, elements: int) -> dict[int, float]:
+    """Seconds of a pass over so many elements by the number of threads, measured in turns."""
     purpose = "measuring the CPU's update, for some milliseconds"
-    with taking_host_memory(purpose, 16 * _ELEMENTS):
-        how = MomentFormat(moments)
+    how = MomentFormat(moments)
+    with taking_host_memory(purpose, how.state_bytes(elements) + _COPY_BYTES * elements):
         # Touched as a layer's state is, which decides on which nodes it lies.
         memory = host_zeros(
-            how.state_bytes(_ELEMENTS),
+            how.state_bytes(elements),
             dtype=torch.uint8,
             purpose=purpose,
             touch_threads=max(counts),
         )
-        state = how.split(memory, _ELEMENTS)
-        gradient = torch.zeros(_ELEMENTS, dtype=torch.bfloat16)
-        out = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
+        state = how.split(memory, elements)
+        gradient = torch.zeros(elements, dtype=torch.bfloat16)
+        out = torch.empty(elements, dtype=torch.bfloat16)
     record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
     times: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(_REPEATS + 1):

@@ -166,9 +166,10 @@ def test_a_model_that_was_refused_can_be_trained(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_torch_raises_in_a_build_is_said_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads_module, "_ELEMENTS", 1 << 58)
-    with pytest.raises(HostMemoryError, match="measuring the CPU's update"):
-        threads_module.measure_threads(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threads_module, "_LEAST_ELEMENTS", 1 << 58)
+        with pytest.raises(HostMemoryError, match="measuring the CPU's update"):
+            threads_module.measure_threads(2, 2)
     # Also where nobody has thought of it.
     monkeypatch.setattr(
         build_placement, "build_placement", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)

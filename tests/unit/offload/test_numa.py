@@ -58,7 +58,7 @@ def _choose(
     hosts = hosts_of(tree, addresses, cores)
     ranks, here = Ranks(number), threading.local()
 
-    def measure(counts: Sequence[int], _: str) -> dict[int, float]:
+    def measure(counts: Sequence[int], _: str, elements: int) -> dict[int, float]:
         mine = (getattr(here, "bound", None) or cores[here.rank], list(counts))
         posted = ranks.exchange(here.rank, mine)
         found: dict[int, float] = {}
@@ -67,7 +67,7 @@ def _choose(
                 Setting(on, their[min(index, len(their) - 1)], node)
                 for (on, their), node in zip(posted, gpu_nodes, strict=True)
             ]
-            found[count] = seconds(machine, settings)[here.rank]
+            found[count] = elements * seconds(machine, settings)[here.rank]
         return found
 
     def bound(on: frozenset[int] | None, function: Any) -> Any:

@@ -255,7 +255,7 @@ def timed_kernel(
 
     monkeypatch.setattr(threads, "commit_then_preview", kernel)
     monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(threads, "_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(threads, "measured_elements", lambda *_, **__: 1 << 10)
     return order, runs
 
 
@@ -271,6 +271,42 @@ def test_a_given_count_is_timed_and_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     _, runs = timed_kernel(monkeypatch, {3: 2.0})
     assert threads.measure_threads(1, 3) == threads.ThreadChoice(3, 2.0 / 1024, candidates=(3,))
     assert set(runs) == {3}
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib_left", "compares", "wanted"),
+    [
+        (16, 128, True, 3 * 300 * 2**20),  # beyond the caches: what is compared is memory's speed
+        (8, 128, True, 3 * 150 * 2**20),  # a rank of two: its share
+        (16, 8, True, 2**29),  # a sixteenth of what is left
+        (16, 1, True, 2**28),
+        (16, 128, False, 2**28),  # a first guess
+    ],
+)
+def test_counts_are_compared_beyond_the_caches(
+    cores: int, gib_left: int, compares: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "last_level_cache_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(threads, "available_host_bytes", lambda: gib_left * GIB)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(16)))
+    elements = threads.measured_elements(cores, "fp32", compares=compares)
+    assert 0 <= wanted - 16 * elements < 16 * 64
+    # Of moments in fewer bytes more elements.
+    fewer = threads.measured_elements(cores, "8bit", compares=compares)
+    assert fewer > elements if wanted > 2**28 else fewer == elements
+    assert fewer % 64 == 0
+
+
+def test_only_counts_that_are_compared_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[bool] = []
+    timed_kernel(monkeypatch, {3: 2.0, **dict.fromkeys((8, 10, 12, 15), 1.0)})
+    monkeypatch.setattr(
+        threads, "measured_elements", lambda *_, compares: sizes.append(compares) or 1 << 10
+    )
+    threads.measure_threads(16, None)
+    threads.measure_threads(16, 3)
+    threads.measure_threads(16, 3, compared=True)  # with those on another NUMA node
+    assert sizes == [True, False, True]
 
 
 @pytest.mark.parametrize(
