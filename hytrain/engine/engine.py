@@ -161,7 +161,6 @@ class HyTrainEngine(DeepSpeedEngine):
             # A module with parameters of several layers counts as the first one's.
             {m: min(found) for m, found in modules.items() if min(found) < trained},
             cores,
-            optimizer.placement.threads,
             clock_offset_ns(collectives, is_wanted=is_wanted),
         )
         self._tracing = Tracing(engine, config)

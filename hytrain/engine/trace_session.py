@@ -44,15 +44,18 @@ class TracedEngine:
         optimizer: the engine's.
         layer_of: modules whose forward is a layer's.
         cores: that the rank may use.
-        threads: of the CPU update.
         clock_offset_ns: of this rank to rank 0.
     """
 
     optimizer: HyTrainZeroOptimizer
     layer_of: Mapping[nn.Module, int]
     cores: int
-    threads: ThreadChoice
     clock_offset_ns: float
+
+    @property
+    def threads(self) -> ThreadChoice:
+        """Of the CPU update as it is now: training may settle on another number than at first."""
+        return self.optimizer.placement.threads
 
 
 class TraceSession:

@@ -84,6 +84,8 @@ class CostEstimator:
         self._updates_overlap = updates_overlap
         self._layers = list(layers)
         self._chunk_elements = chunk_elements
+        self.update_threads: int | None = None
+        """Of the CPU's updates that are measured."""
         self._rates = rates
         self._history: deque[StepSample] = deque(maxlen=_LONG_WINDOW)
         self._alike = 0  # of its latest samples, at one placement and of one workload
@@ -263,6 +265,7 @@ class CostEstimator:
             tail=median([s.tail for s in samples]),
             clipped_share=fmean(self._clipped) if self._clipped else 0.0,
             chunk_elements=self._chunk_elements,
+            update_threads=self.update_threads,
         )
 
     def _forward(self, sample: StepSample) -> list[float]:

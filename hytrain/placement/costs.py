@@ -83,6 +83,8 @@ class StepCosts:
         clipped_share: share of the steps whose gradient was clipped, in [0, 1].
         chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
             first chunk is on the host, and its last chunk's copy back follows the update.
+        update_threads: threads of the CPU's updates while this was measured; None where it was not
+            (a plan, an estimate) or is not known (records before 26 November 2026).
 
     Raises:
         PlacementError: there is no layer, or a value is out of its range.
@@ -93,6 +95,7 @@ class StepCosts:
     tail: float = 0.0
     clipped_share: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
+    update_threads: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -79,6 +79,7 @@ class PlacementManager:
         self._terms = terms
         self.threads = threads
         """Of the CPU's updates."""
+        estimator.update_threads = threads.num_threads
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
         self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
@@ -261,6 +262,7 @@ class PlacementManager:
         ready = controller.is_settled and has_updates
         if self.tuned_threads is not None and self.tuned_threads.end_step(ready=ready):
             self.threads = replace(self.threads, num_threads=self.tuned_threads.trials.chosen)
+            self._estimator.update_threads = self.threads.num_threads
             self._measured_since = 0  # times are others from here on
             self._estimator.forget_earlier()
         if not controller.is_settled:

@@ -69,9 +69,10 @@ def costs_text(costs: StepCosts) -> str:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
         words = ", ".join(f"{name} {_milliseconds(value)}" for name, value in times)
         lines.append(f"  {group.num_layers} x {_millions(mean.parameters)}: {words}")
+    threads = "" if costs.update_threads is None else f" ({costs.update_threads} threads)"
     lines += [
         f"t_B, backward of all layers: {costs.backward_seconds:.3f} s",
-        f"t_U, CPU update of all layers: {costs.cpu_seconds:.3f} s",
+        f"t_U, CPU update of all layers: {costs.cpu_seconds:.3f} s{threads}",
         f"alpha, GPU over CPU update: {costs.alpha:.3g}",
         f"clipped share of the steps: {costs.clipped_share:.1%}",
         f"step without any update: {costs.compute_seconds:.3f} s (forward "

@@ -18,7 +18,7 @@ from support.placement_runs import (
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, PlacementError
-from hytrain.placement.costs import LayerBytes
+from hytrain.placement.costs import LayerBytes, StepCosts
 from hytrain.placement.memory import Bounds
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
 from hytrain.tools.explain.chart import draw_chart
@@ -181,6 +181,16 @@ def test_clipped_passes_are_shown_where_steps_are_clipped() -> None:
     assert "preview" not in costs_text(costs())
     assert "preview" in costs_text(costs(0.25))
     assert "25.0%" in costs_text(costs(0.25))
+
+
+def test_threads_are_told_where_they_are_known() -> None:
+    known = replace(costs(), update_threads=12)
+    total = f"CPU update of all layers: {known.cpu_seconds:.3f} s"
+    assert f"{total} (12 threads)\n" in costs_text(known)
+    assert f"{total}\n" in costs_text(costs())
+    # Records of earlier versions have none.
+    old = {name: value for name, value in costs().to_json().items() if name != "update_threads"}
+    assert StepCosts.from_json(old) == costs()
 
 
 def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:

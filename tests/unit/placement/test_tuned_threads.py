@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, join_process_group, make_config
 from support.models import loss_of, make_batch, make_model
+from support.traces import Trace, traced_config
 
 from hytrain.engine import build_optimizer
+from hytrain.formats import trace_file as names
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import tuned_threads
 from hytrain.placement.thread_trials import ThreadTrials
@@ -147,3 +150,32 @@ def test_a_given_number_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with built(make_model("mlp"), make_config()) as engine:
         engine.backward(loss_of(engine(**make_batch("mlp", 0))))
         engine.step()
+
+
+def test_costs_and_traces_tell_the_number_that_was_settled_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    join_process_group()
+    choice = ThreadChoice(3, 1e-9, candidates=(1, 2, 3))
+    monkeypatch.setattr(build_optimizer, "place_threads", lambda *_, **__: choice)
+
+    def settle_on_two(self: TunedThreads, *, ready: bool) -> bool:
+        del ready
+        self._steps += 1
+        self.trials = ThreadTrials((1, 2, 3), 2)
+        self._use(2)
+        return self._steps == 2
+
+    monkeypatch.setattr(TunedThreads, "end_step", settle_on_two)
+    config = traced_config(tmp_path, (4, 6), offload={"cpu_threads": None})
+    with built(make_model("mlp"), config) as engine:
+        placement = engine.optimizer.placement
+        threads: list[int] = []
+        for number in range(8):
+            engine.backward(loss_of(engine(**make_batch("mlp", number))))
+            engine.step()
+            if (costs := placement.costs()) is not None:
+                threads.append(costs.update_threads)
+    assert threads[-1] == placement.threads.num_threads == 2
+    spans = Trace.read(tmp_path / "trace_rank0.json").spans(names.CPU_ADAM)
+    assert {span["args"][names.ARG_THREADS] for span in spans} == {2}
