@@ -87,6 +87,7 @@ class Graph:
             node.number = number
         self.nodes = nodes
         self._index = _LayerIndex(nodes)
+        self._passes = _Passes(nodes)
         self._link_lanes()
         self._link_data()
         for rank in self.ranks:
@@ -158,23 +159,41 @@ class Graph:
         """A gradient is copied into a slot when the update that used the one before has read it,
         and its copy is issued by the thread that updates, between two passes."""
         held: dict[int, Node] = {}  # by the gradient that was last copied there
-        readers: dict[tuple[int, int], list[Node]] = {}
         passes: list[Node] = []
         for node in self.nodes:
             if node.rank != rank:
                 continue
             if node.resource == kinds.CPU_UPDATE:
-                readers.setdefault((node.layer, node.chunk), []).append(node)
                 passes.append(node)
             elif node.resource == kinds.D2H and node.slot != NONE:
                 if (before := held.get(node.slot)) is not None:
-                    of_chunk = readers.get((before.layer, before.chunk), [])
-                    if (last := _last_reader(before, of_chunk)) is not None:
-                        node.edges.append(Edge(last.number, is_data=True))
+                    readers = self._last_readers(before, node.number)
+                    node.edges += [Edge(reader, is_data=True) for reader in readers]
                 held[node.slot] = node
                 ended = [one for one in passes[-_BACK:] if one.end <= node.begin]
                 if ended and node.begin - ended[-1].end < _ISSUED:
                     node.edges.append(Edge(ended[-1].number, is_data=False))
+
+    def _last_readers(self, gradient: Node, end: int) -> Sequence[int]:
+        """The spans, before one, of the pass that commits a gradient, after which its slot is free.
+
+        A commit; or the second of two that commit the step before and preview their own. What was
+        published without has been dropped.
+        """
+        is_previewed = False
+        for one in self._passes.of_chunk(gradient, gradient.number, end):
+            detail = self.nodes[one[0]].detail
+            if detail in ("commit", "publish") or (detail == FUSED and is_previewed):
+                return one
+            is_previewed = True
+        return ()
+
+    def passes_before(self, node: Node) -> Sequence[int]:
+        """The spans of the pass over a chunk that came before a pass or a copy of its step."""
+        found = self._passes.before(node)
+        if found and NONE not in (node.step, step := self.nodes[found[0]].step):
+            return found if step == node.step else ()
+        return found
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
@@ -212,20 +231,6 @@ class Graph:
                 if all(self.nodes[number].end >= last for number in partners):
                     for number in partners:
                         self.nodes[number].partners = tuple(partners)
-
-
-def _last_reader(gradient: Node, passes: Sequence[Node]) -> Node | None:
-    """The pass that commits a gradient, after which its slot is free.
-
-    A commit; or the second of two that commit the step before and preview their own. What was
-    published without has been dropped.
-    """
-    is_previewed = False
-    for one in passes[bisect_left(passes, gradient.number, key=lambda node: node.number) :]:
-        if one.detail in ("commit", "publish") or (one.detail == FUSED and is_previewed):
-            return one
-        is_previewed = True
-    return None
 
 
 # -- nodes -------------------------------------------------------------------------------------
@@ -337,6 +342,47 @@ class _LayerIndex:
         return None
 
 
+class _Passes:
+    """Passes over chunks, and their spans: one, or one of each thread that took part.
+
+    A thread has one span in a pass. Those of a pass have its task and step; they need not overlap:
+    a thread may come when the others have left nothing to do.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._found: dict[tuple[int, int, int], list[list[int]]] = {}
+        self._place: dict[int, int] = {}
+        """Span -> which of its chunk's passes it is of."""
+        lanes: dict[tuple[int, int, int], set[int]] = {}
+        for node in nodes:
+            if node.resource != kinds.CPU_UPDATE or node.layer == NONE:
+                continue
+            key = node.rank, node.layer, node.chunk
+            passes, seen = self._found.setdefault(key, []), lanes.setdefault(key, set())
+            last = nodes[passes[-1][0]] if passes else None
+            is_same = last is not None and (last.step, last.detail) == (node.step, node.detail)
+            if not is_same or node.lane in seen:
+                passes.append([])
+                seen.clear()
+            passes[-1].append(node.number)
+            seen.add(node.lane)
+            self._place[node.number] = len(passes) - 1
+
+    def before(self, node: Node) -> Sequence[int]:
+        """The last pass over a chunk that began before a pass or a copy of it."""
+        passes = self._found.get((node.rank, node.layer, node.chunk), [])
+        place = self._place.get(node.number)
+        if place is None:
+            place = bisect_left(passes, node.number, key=lambda one: one[0])
+        return passes[place - 1] if place else ()
+
+    def of_chunk(self, node: Node, begin: int, end: int) -> Sequence[Sequence[int]]:
+        """The passes over a node's chunk whose first spans are in [begin, end)."""
+        passes = self._found.get((node.rank, node.layer, node.chunk), [])
+        low, high = (bisect_left(passes, n, key=lambda one: one[0]) for n in (begin, end))
+        return passes[low:high]
+
+
 def _compute(graph: Graph, node: Node) -> list[Edge]:
     if node.layer == NONE or not node.is_entry:
         return []
@@ -369,11 +415,9 @@ def _d2h(graph: Graph, node: Node) -> list[Edge]:
 
 def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
     edges = graph.latest(node, kinds.D2H)
-    again = graph.latest(node, kinds.CPU_UPDATE)
+    again = [Edge(number, is_data=True) for number in graph.passes_before(node)]
     # A second sweep over a layer in one step, or the publishing of old weights, is clipping's.
-    # Threads that share a chunk overlap.
-    is_again = any(graph.nodes[edge.before].end <= node.begin for edge in again)
-    is_again &= node.step != NONE and node.detail != "commit"
+    is_again = bool(again) and node.step != NONE and node.detail != "commit"
     if is_again or node.detail == "publish":
         barrier = graph.barrier(node)
         node.is_barred = bool(barrier)
@@ -382,7 +426,9 @@ def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
 
 
 def _h2d(graph: Graph, node: Node) -> list[Edge]:
-    return graph.latest(node, kinds.CPU_UPDATE)
+    edges = [Edge(number, is_data=True) for number in graph.passes_before(node)]
+    # A copy of a whole layer, or passes over whole layers.
+    return edges or graph.latest(node, kinds.CPU_UPDATE)
 
 
 _LINKS: Final = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.trace_schedule import (
@@ -23,6 +25,7 @@ from support.trace_schedule import (
     write,
 )
 
+from hytrain.formats import trace_file as names
 from hytrain.tools.trace import fixes
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.graph import Graph
@@ -145,3 +148,42 @@ def test_a_replay_without_changes_repeats_every_span(schedule: Schedule, tmp_pat
     begins, ends = Replay(graph, {}).run()
     assert begins == [node.begin for node in graph.nodes]
     assert ends == [node.end for node in graph.nodes]
+
+
+def _by_three_threads(path: Path) -> Path:
+    """The trace with lanes for update threads: the second and third come later and end sooner."""
+    values = json.loads(path.read_text())
+    first = names.LANES.index(names.CPU_ADAM)
+    events: list[dict[str, Any]] = []
+    for number in (2, 3):
+        name = {"name": f"{names.CPU_ADAM} {number}"}
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1000 + number, "args": name}
+        )
+    for event in values["traceEvents"]:
+        if event.get("cat") != names.CATEGORY[names.CPU_ADAM]:
+            events.append(event)
+            continue
+        args = event["args"]
+        share = {"bytes": args["bytes"] / 3, "parameters": args["parameters"] / 3, "threads": 1}
+        for number, (late, sooner) in enumerate(((0, 0), (1, 2), (2, 5)), start=1):
+            times = {"ts": event["ts"] + late, "dur": event["dur"] - late - sooner}
+            lane = {"tid": first if number == 1 else 1000 + number}
+            events.append(event | times | lane | {"args": args | share})
+    found = path.with_name("threads.json")
+    found.write_text(json.dumps(values | {"traceEvents": events}))
+    return found
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [BOUND_BY_CPU, FEW_SLOTS, CLIPPED, replace(CLIPPED, slots=16), BOUND_BY_COPIES],
+    ids=["cores", "few slots", "clipped", "clipped, slots", "copies"],
+)
+def test_lanes_of_threads_say_what_one_lane_says(schedule: Schedule, tmp_path: Path) -> None:
+    (path,) = write(tmp_path, schedule, first=2)
+    one, three = (analyse(load([p])) for p in (path, _by_three_threads(path)))
+    for alone, apart in zip(one.steps[0], three.steps[0], strict=True):
+        assert dict(apart.parts) == pytest.approx(dict(alone.parts), abs=100_000)
+    gains = {fix.name: fix.gain for fix in one.fixes}
+    assert {fix.name: fix.gain for fix in three.fixes} == pytest.approx(gains, abs=0.005)
