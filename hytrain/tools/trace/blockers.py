@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.graph import CLOSE, Graph, Node
+from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.host import HostState, HostView
 from hytrain.tools.trace.intervals import Intervals
+from hytrain.tools.trace.nodes import CLOSE, Node
 from hytrain.tools.trace.spans import NONE
 
 # -- causes ------------------------------------------------------------------------------------

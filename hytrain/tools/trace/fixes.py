@@ -12,7 +12,8 @@ from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.accounts import StepAccount
-from hytrain.tools.trace.graph import FUSED, Graph, Node
+from hytrain.tools.trace.graph import FUSED, Graph
+from hytrain.tools.trace.nodes import Node
 from hytrain.tools.trace.replay import HOST_CAUSES, UNCHANGED, Change, Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 

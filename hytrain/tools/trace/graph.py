@@ -14,65 +14,21 @@ waits for still runs (a chunk of a layer that is being copied): it then waits fo
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.spans import NONE, RankTrace, Spans
+from hytrain.tools.trace.index import LayerIndex, Passes
+from hytrain.tools.trace.nodes import Edge, Node, nodes_of
+from hytrain.tools.trace.spans import NONE, RankTrace
 
-CLOSE: Final = 10_000
-"""Nanoseconds between kernels of one node at most."""
-
-_ON_GRAPH: Final = (
-    *(kinds.COMPUTE, kinds.GPU_UPDATE, kinds.COMMUNICATION),
-    *(kinds.D2H, kinds.H2D, kinds.CPU_UPDATE),
-)
 _ISSUED: Final = 200_000
 """Nanoseconds after a pass in which the next copies are issued."""
+_LATEST: Final = 6
+"""Spans of the update's threads among which the last one that has ended is looked for."""
 FUSED: Final = "commit_then_preview"
 """The task of an update that commits the step before, and previews its own."""
-_BACK: Final = 6
-"""Earlier spans of a layer that are tried where the last one is of another step."""
-
-
-@dataclass(slots=True)
-class Node:
-    """A span, or kernels that follow each other closely."""
-
-    number: int
-    rank: int
-    resource: str
-    begin: int
-    end: int
-    name: str
-    layer: int
-    chunk: int
-    step: int
-    lane: int
-    detail: str
-    launched: int
-    slot: int
-    is_entry: bool = True
-    """The first of its layer and pass on its stream."""
-    is_barred: bool = False
-    """Work that waits for all of backward because of clipping."""
-    partners: tuple[int, ...] = ()
-    """The same collective on all ranks, this node among them."""
-    gaps: int = 0
-    """Nanoseconds between its kernels."""
-    edges: list[Edge] = field(default_factory=list)
-
-
-class Edge(NamedTuple):
-    """What a node waited for."""
-
-    before: int
-    is_data: bool
-    is_barrier: bool = False
 
 
 class Graph:
@@ -81,13 +37,13 @@ class Graph:
     def __init__(self, ranks: Sequence[RankTrace]) -> None:
         """Builds the graph of ranks whose clocks agree."""
         self.ranks = {rank.rank: rank for rank in ranks}
-        nodes = [node for rank in ranks for node in _nodes(rank)]
+        nodes = [node for rank in ranks for node in nodes_of(rank)]
         nodes.sort(key=lambda node: (node.begin, node.end))
         for number, node in enumerate(nodes):
             node.number = number
         self.nodes = nodes
-        self._index = _LayerIndex(nodes)
-        self._passes = _Passes(nodes)
+        self._index = LayerIndex(nodes)
+        self._passes = Passes(nodes)
         self._link_lanes()
         self._link_data()
         for rank in self.ranks:
@@ -170,7 +126,7 @@ class Graph:
                     readers = self._last_readers(before, node.number)
                     node.edges += [Edge(reader, is_data=True) for reader in readers]
                 held[node.slot] = node
-                ended = [one for one in passes[-_BACK:] if one.end <= node.begin]
+                ended = [one for one in passes[-_LATEST:] if one.end <= node.begin]
                 if ended and node.begin - ended[-1].end < _ISSUED:
                     node.edges.append(Edge(ended[-1].number, is_data=False))
 
@@ -233,154 +189,7 @@ class Graph:
                         self.nodes[number].partners = tuple(partners)
 
 
-# -- nodes -------------------------------------------------------------------------------------
-
-
-def _nodes(rank: RankTrace) -> list[Node]:
-    nodes: list[Node] = []
-    for resource in _ON_GRAPH:
-        spans = rank[resource]
-        is_gpu = resource in (kinds.COMPUTE, kinds.GPU_UPDATE)
-        if not (rank.are_kernels and is_gpu):
-            nodes += [_node(rank.rank, resource, spans, n, n) for n in range(len(spans))]
-            continue
-        gaps = np.zeros(len(spans), np.int64)
-        gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
-        for first, last in _groups(spans):
-            node = _node(rank.rank, resource, spans, first, last)
-            node.gaps = int(gaps[first + 1 : last + 1].sum())
-            nodes.append(node)
-    return nodes
-
-
-def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node:
-    return Node(
-        number=NONE,
-        rank=rank,
-        resource=resource,
-        begin=int(spans.begin[first]),
-        end=int(spans.end[last]),
-        name=spans.name[first],
-        layer=int(spans.layer[first]),
-        chunk=int(spans.chunk[first]),
-        step=int(spans.step[first]),
-        lane=int(spans.lane[first]),
-        detail=spans.detail[first],
-        launched=int(spans.launched[first]),
-        slot=int(spans.slot[first]),
-    )
-
-
-def _groups(spans: Spans) -> list[tuple[int, int]]:
-    """(first, last) of kernels that make a node, where streams do not interleave."""
-    if not len(spans):
-        return []
-    same = spans.begin[1:] - spans.end[:-1] <= CLOSE
-    for column in (spans.layer, spans.lane, spans.step):
-        same &= column[1:] == column[:-1]
-    details = spans.detail
-    same &= np.array([one == other for one, other in itertools.pairwise(details)], bool)
-    firsts = np.concatenate([[0], np.flatnonzero(~same) + 1])
-    lasts = np.concatenate([firsts[1:] - 1, [len(spans) - 1]])
-    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
-
-
 # -- data --------------------------------------------------------------------------------------
-
-
-def _keys(node: Node) -> list[tuple[str, int]]:
-    """(what, layer) that a node can be waited for as."""
-    if node.resource == kinds.COMPUTE:
-        if node.detail == kinds.BACKWARD:
-            return [(kinds.BACKWARD, node.layer), ("any backward", NONE)]
-        return []
-    if node.resource == kinds.COMMUNICATION:
-        if node.layer == NONE and node.detail == "all_reduce":
-            return [("norm", NONE)]
-        return [("gather" if "gather" in node.detail else "reduce", node.layer)]
-    return [(node.resource, node.layer)]
-
-
-class _LayerIndex:
-    """Nodes by what they do and for which layer, in order of begin."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes = nodes
-        self._numbers: dict[tuple[int, str, int], list[int]] = {}
-        self._of_chunk: dict[tuple[int, str, int, int], list[int]] = {}
-        """Of one chunk each, and by NONE those that are of all chunks."""
-        for node in nodes:
-            for what, layer in _keys(node):
-                if layer != NONE or what in ("any backward", "norm"):
-                    key = node.rank, what, layer
-                    self._numbers.setdefault(key, []).append(node.number)
-                    self._of_chunk.setdefault((*key, node.chunk), []).append(node.number)
-
-    def numbers(self, rank: int, what: str, layer: int) -> list[int]:
-        """All of them."""
-        return self._numbers.get((rank, what, layer), [])
-
-    def latest(
-        self, node: Node, what: str, layer: int | None = None, *, or_step_before: bool = False
-    ) -> int | None:
-        """The last one that began before the node, of its step and of its chunk."""
-        key = node.rank, what, node.layer if layer is None else layer
-        if node.chunk == NONE:
-            return self._latest(node, self._numbers.get(key, []), or_step_before=or_step_before)
-        found = (
-            self._latest(node, self._of_chunk.get((*key, chunk), []), or_step_before=or_step_before)
-            for chunk in (node.chunk, NONE)
-        )
-        return max((number for number in found if number is not None), default=None)
-
-    def _latest(self, node: Node, numbers: list[int], *, or_step_before: bool) -> int | None:
-        steps = (NONE, node.step, node.step - or_step_before)
-        index = bisect_left(numbers, node.number)
-        for number in reversed(numbers[max(0, index - _BACK) : index]):
-            if node.step == NONE or self._nodes[number].step in steps:
-                return number
-        return None
-
-
-class _Passes:
-    """Passes over chunks, and their spans: one, or one of each thread that took part.
-
-    A thread has one span in a pass. Those of a pass have its task and step; they need not overlap:
-    a thread may come when the others have left nothing to do.
-    """
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._found: dict[tuple[int, int, int], list[list[int]]] = {}
-        self._place: dict[int, int] = {}
-        """Span -> which of its chunk's passes it is of."""
-        lanes: dict[tuple[int, int, int], set[int]] = {}
-        for node in nodes:
-            if node.resource != kinds.CPU_UPDATE or node.layer == NONE:
-                continue
-            key = node.rank, node.layer, node.chunk
-            passes, seen = self._found.setdefault(key, []), lanes.setdefault(key, set())
-            last = nodes[passes[-1][0]] if passes else None
-            is_same = last is not None and (last.step, last.detail) == (node.step, node.detail)
-            if not is_same or node.lane in seen:
-                passes.append([])
-                seen.clear()
-            passes[-1].append(node.number)
-            seen.add(node.lane)
-            self._place[node.number] = len(passes) - 1
-
-    def before(self, node: Node) -> Sequence[int]:
-        """The last pass over a chunk that began before a pass or a copy of it."""
-        passes = self._found.get((node.rank, node.layer, node.chunk), [])
-        place = self._place.get(node.number)
-        if place is None:
-            place = bisect_left(passes, node.number, key=lambda one: one[0])
-        return passes[place - 1] if place else ()
-
-    def of_chunk(self, node: Node, begin: int, end: int) -> Sequence[Sequence[int]]:
-        """The passes over a node's chunk whose first spans are in [begin, end)."""
-        passes = self._found.get((node.rank, node.layer, node.chunk), [])
-        low, high = (bisect_left(passes, n, key=lambda one: one[0]) for n in (begin, end))
-        return passes[low:high]
 
 
 def _compute(graph: Graph, node: Node) -> list[Edge]:

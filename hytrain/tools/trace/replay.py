@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.blockers import Blame
-from hytrain.tools.trace.graph import Edge, Graph, Node
+from hytrain.tools.trace.graph import Graph
+from hytrain.tools.trace.nodes import Edge, Node
 from hytrain.tools.trace.spans import NONE
 
 _COMPUTES: Final = (kinds.COMPUTE, kinds.GPU_UPDATE)

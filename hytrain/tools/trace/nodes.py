@@ -1,0 +1,109 @@
+"""The spans of a trace that can wait for each other, as nodes of a graph.
+
+Kernels of one stream, layer and pass that follow each other closely are one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.spans import NONE, RankTrace, Spans
+
+CLOSE: Final = 10_000
+"""Nanoseconds between kernels of one node at most."""
+
+_ON_GRAPH: Final = (
+    *(kinds.COMPUTE, kinds.GPU_UPDATE, kinds.COMMUNICATION),
+    *(kinds.D2H, kinds.H2D, kinds.CPU_UPDATE),
+)
+
+
+@dataclass(slots=True)
+class Node:
+    """A span, or kernels that follow each other closely."""
+
+    number: int
+    rank: int
+    resource: str
+    begin: int
+    end: int
+    name: str
+    layer: int
+    chunk: int
+    step: int
+    lane: int
+    detail: str
+    launched: int
+    slot: int
+    is_entry: bool = True
+    """The first of its layer and pass on its stream."""
+    is_barred: bool = False
+    """Work that waits for all of backward because of clipping."""
+    partners: tuple[int, ...] = ()
+    """The same collective on all ranks, this node among them."""
+    gaps: int = 0
+    """Nanoseconds between its kernels."""
+    edges: list[Edge] = field(default_factory=list)
+
+
+class Edge(NamedTuple):
+    """What a node waited for."""
+
+    before: int
+    is_data: bool
+    is_barrier: bool = False
+
+
+def nodes_of(rank: RankTrace) -> list[Node]:
+    """A rank's nodes, without numbers and edges, resource by resource."""
+    nodes: list[Node] = []
+    for resource in _ON_GRAPH:
+        spans = rank[resource]
+        is_gpu = resource in (kinds.COMPUTE, kinds.GPU_UPDATE)
+        if not (rank.are_kernels and is_gpu):
+            nodes += [_node(rank.rank, resource, spans, n, n) for n in range(len(spans))]
+            continue
+        gaps = np.zeros(len(spans), np.int64)
+        gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
+        for first, last in _groups(spans):
+            node = _node(rank.rank, resource, spans, first, last)
+            node.gaps = int(gaps[first + 1 : last + 1].sum())
+            nodes.append(node)
+    return nodes
+
+
+def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node:
+    return Node(
+        number=NONE,
+        rank=rank,
+        resource=resource,
+        begin=int(spans.begin[first]),
+        end=int(spans.end[last]),
+        name=spans.name[first],
+        layer=int(spans.layer[first]),
+        chunk=int(spans.chunk[first]),
+        step=int(spans.step[first]),
+        lane=int(spans.lane[first]),
+        detail=spans.detail[first],
+        launched=int(spans.launched[first]),
+        slot=int(spans.slot[first]),
+    )
+
+
+def _groups(spans: Spans) -> list[tuple[int, int]]:
+    """(first, last) of kernels that make a node, where streams do not interleave."""
+    if not len(spans):
+        return []
+    same = spans.begin[1:] - spans.end[:-1] <= CLOSE
+    for column in (spans.layer, spans.lane, spans.step):
+        same &= column[1:] == column[:-1]
+    details = spans.detail
+    same &= np.array([one == other for one, other in itertools.pairwise(details)], bool)
+    firsts = np.concatenate([[0], np.flatnonzero(~same) + 1])
+    lasts = np.concatenate([firsts[1:] - 1, [len(spans) - 1]])
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
