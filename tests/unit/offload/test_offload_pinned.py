@@ -205,8 +205,8 @@ def test_forked_children_get_what_users_may_have() -> None:
     for tensor, ended in ((given, 3), (kept, -11)):
         child = os.fork()
         if child == 0:
-            # Without torch's threads, which it has not; a segmentation fault for the other one, which
-            # nobody needs to read of.
+            # Without torch's threads, which it has not; a segmentation fault for the other one,
+            # which nobody needs to read of.
             faulthandler.disable()
             os._exit(int(ctypes.c_float.from_address(tensor.data_ptr() + 4096).value))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ended
