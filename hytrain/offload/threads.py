@@ -25,9 +25,9 @@ from hytrain.model.moment_format import MomentFormat
 _LEAST_ELEMENTS = 1 << 24
 """256 MiB: enough where a speed is a first guess, which training replaces by its own."""
 _CACHES = 3
-"""Last-level caches that what is updated takes, where speeds are compared. What lies in a cache of
-300 MiB was updated 1.7 times as fast as training does it, by 12 threads as fast as by 15; from
-memory 15 are 6 % faster (one H200's host of 16 cores)."""
+"""Last-level caches that what is updated takes, where speeds are compared. What lay in a cache of
+300 MiB was updated 1.7 times as fast as from memory, and how counts compare there says little of
+how they do in training (an H200's host of 16 cores)."""
 _MEMORY_SHARE = 1 / 16
 """Of the memory that the host has left, the most that is taken for it."""
 _REPEATS = 5

@@ -147,9 +147,9 @@ class Graph:
     def passes_before(self, node: Node) -> Sequence[int]:
         """The spans of the pass over a chunk that came before a pass or a copy of its step."""
         found = self._passes.before(node)
-        if found and NONE not in (node.step, step := self.nodes[found[0]].step):
-            return found if step == node.step else ()
-        return found
+        step = self.nodes[found[0]].step if found else NONE
+        is_other_step = NONE not in (node.step, step) and step != node.step
+        return () if is_other_step else found
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
