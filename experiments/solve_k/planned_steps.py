@@ -4,9 +4,9 @@
     python experiments/solve_k/planned_steps.py --workloads toy/2x16 --device cpu
 
 In each round the workload is profiled as `hytrain profile` does it, for some seconds and its own
-batch only; then an engine trains it with no, half and all layers on the GPU, and the same numbers
-are predicted as `hytrain plan` predicts them, with the threads that these steps have: a plan takes
-the best number, which training finds only later, by trials.
+batch only; then an engine trains it with no, half and all layers on the GPU, there and back, and
+the same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps
+have: a plan takes the best number, which training finds only later, by trials.
 
 Hosts drift: in some seconds they launch kernels half as fast again as in others, and a profile is
 some seconds old when training begins. So there are two predictions. One is the plan's, by the
@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,15 @@ from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.step_simulator import StepSimulator
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_profile import LayerOptions
-from hytrain.tools.profiler.layer_samples import DEPTH, Row
+from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.profile_report import profile_table
-from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.run import profile_ranks
 
 _PARTS = (0.0, 0.5, 1.0)
-_TURNS = 20
+_TURNS = 8
+"""Of each of a part's two visits in a round."""
 _STEPS = 4
 """Of a turn, after one that follows on a pause and counts for none."""
 HEADER = (
@@ -140,6 +142,22 @@ class Measured:
     update_rate: float | None
 
 
+@dataclass
+class _Visits:
+    """What was measured of a part so far."""
+
+    seconds: list[float] = field(default_factory=list)
+    passes: SizeMeasurements | None = None
+    update_rate: float | None = None
+
+    def measured(self, size: int) -> Measured:
+        """Of all visits."""
+        seconds = sorted(self.seconds)
+        mean = statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
+        assert self.passes is not None  # visited
+        return Measured(mean, self.passes.row(size), self.update_rate)
+
+
 @dataclass(frozen=True)
 class Round:
     """A profile, the steps that followed on it, and what they should have taken.
@@ -200,8 +218,12 @@ class Workload:
         """One, with a profile of so many seconds; ``backwards``: all layers on the GPU first."""
         found = profile(self._cell, self._device, seconds)
         parts = tuple(reversed(_PARTS)) if backwards else _PARTS
+        visited = {part: _Visits() for part in parts}
         with self._bench.recomputing():
-            measured = {part: self._measure(part) for part in parts}
+            # There and back: what a host does for some seconds is not one part's alone.
+            for part in (*parts, *reversed(parts)):
+                self._visit(part, visited[part])
+        measured = {part: each.measured(self._cell.batch) for part, each in visited.items()}
         threads = int(self._placement.threads.num_threads)
         threaded = with_threads(found, threads)
         predicted = {
@@ -211,23 +233,21 @@ class Workload:
         alone = {part: predict(threaded, self._cell, part) for part in measured}
         return Round(found, measured, predicted, alone, threads)
 
-    def _measure(self, part: float) -> Measured:
-        """Steps and passes in turns."""
+    def _visit(self, part: float, found: _Visits) -> None:
+        """Steps and passes in turns, which are added."""
         self._contest.engine.set_gpu_fraction(part)
         self._contest.train(5)  # layers move
         pipeline = self._contest.engine.optimizer.pipeline
         pipeline.wait_all()
         size = self._cell.batch
-        passes = self._bench.measure(size, 0.2)
-        seconds: list[float] = []
+        if found.passes is None:
+            found.passes = self._bench.measure(size, 0.2)
         for _ in range(_TURNS):
             # The worker's updates after the last step would slow the passes down.
             pipeline.wait_all()
-            self._bench.launch_again(size, passes)
-            seconds.append(self._contest.queued_steps(_STEPS))
-        seconds.sort()
-        mean = statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
-        return Measured(mean, passes.row(size), self._update_rate())
+            self._bench.launch_again(size, found.passes)
+            found.seconds.append(self._contest.queued_steps(_STEPS))
+        found.update_rate = self._update_rate()
 
     def _update_rate(self) -> float | None:
         """As the engine has measured it: of updates in one pass."""

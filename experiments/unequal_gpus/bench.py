@@ -39,8 +39,9 @@ from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.measured_model import MakeBatch, MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks as ProfileRanks
-from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.run import profile_ranks
 
 RATE_SECONDS = 0.1
 """Of each measurement of a rate: shorter than by default, for time on GPUs is short."""

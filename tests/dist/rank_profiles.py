@@ -13,8 +13,9 @@ from hytrain.errors import ConfigError, ProfileRunError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.run import profile_ranks
 
 WIDTH = 16
 

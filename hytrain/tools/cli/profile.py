@@ -118,10 +118,11 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.tools.profiler.launch import joined, limit_memory, local_device
     from hytrain.tools.profiler.layer_profile import LayerOptions
     from hytrain.tools.profiler.measured_model import read_subject
+    from hytrain.tools.profiler.profile_options import ProfileOptions
     from hytrain.tools.profiler.profile_report import profile_table
     from hytrain.tools.profiler.progress import Progress
     from hytrain.tools.profiler.ranks import Ranks
-    from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+    from hytrain.tools.profiler.run import profile_ranks
 
     options = ProfileOptions(
         layer=LayerOptions(

@@ -140,7 +140,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
     )
 
 
-def _cluster(profile: ProfileFile, options: PlanOptions, update_bytes: int) -> Cluster:
+def _cluster(profile: ProfileFile, options: PlanOptions, update_bytes: float) -> Cluster:
     names = [host.host for host in profile.hosts for _ in host.ranks]
     gathered = _gathered_bytes(profile.model, options, len(names))
     known: dict[tuple[str, str], GpuProfile] = {}
@@ -355,7 +355,7 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) 
 
 
 def _host(
-    host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions, update_bytes: int
+    host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions, update_bytes: float
 ) -> Host:
     rates = [row.in_training or _BESIDE_TRAINING * row.rate for row in host.updates]
     # Training takes the best number of threads, which may leave cores to others.

@@ -7,7 +7,8 @@ reported are medians.
 
 Every size is visited twice where time allows: a host that cannot start small kernels fast enough
 does so in one second and not in the next, and training takes a mean of such seconds. Launches of
-the sizes that may wait for them are timed in many short turns besides.
+the sizes that may wait for them are timed in many short turns besides, which whoever profiles
+spreads over all that it measures: hosts are faster and slower for tens of seconds on end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SMALLEST_LAST = 8
 _PASSES_SHARE = 0.4
 """Of the time, for the first visit's timed passes where the number of sizes is known."""
 _LAUNCH_TURNS = 40
-"""Of launches, at most: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
+"""Of launches, about: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
 _LAUNCH_SHARE = 0.2
 """Of the time, for these turns, beyond it; after the first."""
 _FILL_SECONDS = 0.5
@@ -100,52 +101,98 @@ def profile_layer(
     options: LayerOptions,
     *,
     on_size: Callable[[int, float], None] = lambda size, share: None,
-    beside: Callable[[Callable[[], float]], Launching] | None = None,
 ) -> LayerProfile:
-    """Measures on the current stream of a device.
+    """Measures on the current stream of a device, and nothing else meanwhile.
 
     Args:
         subject: the model.
         device: where; on a CPU it works for trying, memory of operations' insides not counted.
         options: which sizes, and how long.
         on_size: called with a size when it begins, and the share of the work that is done.
-        beside: launches alone and beside updates on the CPU; is given what launches passes of the
-            smallest size and returns their seconds. None: that is not measured.
 
     Raises:
-        ConfigError: three blocks do not fit, the model has no loss, or its blocks are not called
-            one after another.
+        ConfigError: as :class:`LayerProfiling` and its methods.
     """
-    try:
-        return _profile_copy(subject, device, options, on_size, beside)
-    finally:
-        if device.type == "cuda":
+    with LayerProfiling(subject, device, options) as layers:
+        layers.measure(on_size)
+        layers.launch_again()
+        return layers.result()
+
+
+class LayerProfiling:
+    """A copy of the model on a device, and what has been measured of it; within ``with``."""
+
+    def __init__(self, subject: MeasuredModel, device: torch.device, options: LayerOptions) -> None:
+        """
+        Args:
+            subject: the model.
+            device: where, on its current stream.
+            options: which sizes, and how long.
+
+        Raises:
+            ConfigError: three blocks do not fit.
+        """
+        try:
+            model = subject.copy(DEPTH, device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--model {subject.name}: {DEPTH} of its layers and what is outside of them do "
+                f"not fit on {device} ({_first_line(error)})"
+            ) from error
+        self._is_cuda = device.type == "cuda"
+        self._options = options
+        self._bench = LayerBench(subject, model, device)
+        self._sizes = _Sizes(subject, self._bench, device)
+        self._launching: Launching | None = None
+
+    def __enter__(self) -> LayerProfiling:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bench.close()
+        self._give_back()
+
+    def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:
+        """All sizes; on a GPU what passes leave in the allocator is given back to the device.
+
+        Args:
+            on_size: called with a size when it begins, and the share of the work that is done.
+
+        Raises:
+            ConfigError: the model has no loss, its blocks are not called one after another, or not
+                even the smallest size fits.
+        """
+        try:
+            self._sizes.run(self._options, on_size)
+        finally:
+            self._give_back()
+
+    def launch_again(self, pauses: int = 1) -> None:
+        """Launches of all sizes that may wait for them, in some of their turns.
+
+        Args:
+            pauses: in how many calls of this all turns are made.
+        """
+        seconds = _LAUNCH_SHARE * self._options.seconds / pauses
+        self._sizes.launch_in_turns(-(-_LAUNCH_TURNS // pauses), time.monotonic() + seconds)
+
+    def launch_beside(self, measure: Callable[[Callable[[], float]], Launching]) -> None:
+        """Launches alone and beside updates on the CPU.
+
+        Args:
+            measure: is given what launches passes of the smallest size and returns their seconds.
+        """
+        if self._is_cuda:  # without, the host computes
+            size = self._sizes.smallest
+            self._launching = measure(lambda: self._bench.launch_seconds(size))
+
+    def result(self) -> LayerProfile:
+        """What has been measured so far."""
+        return replace(self._sizes.result(), launching=self._launching)
+
+    def _give_back(self) -> None:
+        if self._is_cuda:
             torch.cuda.empty_cache()
-
-
-def _profile_copy(
-    subject: MeasuredModel,
-    device: torch.device,
-    options: LayerOptions,
-    on_size: Callable[[int, float], None],
-    beside: Callable[[Callable[[], float]], Launching] | None,
-) -> LayerProfile:
-    try:
-        model = subject.copy(DEPTH, device)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ConfigError(
-            f"--model {subject.name}: {DEPTH} of its layers and what is outside of them do not "
-            f"fit on {device} ({_first_line(error)})"
-        ) from error
-    bench = LayerBench(subject, model, device)
-    try:
-        found = _Sizes(subject, bench, device).run(options, on_size)
-        if beside is None or device.type != "cuda":
-            return found
-        smallest = found.layer[0].samples
-        return replace(found, launching=beside(lambda: bench.launch_seconds(smallest)))
-    finally:
-        bench.close()
 
 
 class _Sizes:
@@ -158,8 +205,10 @@ class _Sizes:
         self._rows: list[Row] = []
         self._visited: dict[int, SizeMeasurements] = {}
         self._is_cuda = device.type == "cuda"
+        self._idle_bytes = 0
+        self._launch_bound: list[int] = []
 
-    def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> LayerProfile:
+    def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> None:
         begin = time.monotonic()
         weights = self._bench.allocated()
         with self._bench.recomputing():
@@ -177,19 +226,42 @@ class _Sizes:
             if options.micro_batches is None and self._is_cuda:
                 self._fill(begin + 0.8 * options.seconds)
             self._revisit(begin + options.seconds)
-            self._launch_in_turns(time.monotonic() + _LAUNCH_SHARE * options.seconds)
-            self._rows = [self._visited[size].row(size) for size in sorted(self._visited)]
         if not self._rows:
             raise ConfigError(
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
                 f"{self._device}: give a smaller --seq-len or --micro-batches"
             )
         idle = torch.cuda.memory_allocated(self._device) - weights if self._is_cuda else 0
+        self._idle_bytes = max(0, idle)
+        self._launch_bound = [
+            size for size in sorted(self._visited) if self._visited[size].may_be_launch_bound
+        ]
+
+    @property
+    def smallest(self) -> int:
+        """Samples, of the sizes measured."""
+        return min(self._visited)
+
+    def launch_in_turns(self, turns: int, deadline: float) -> None:
+        """Of all sizes that may wait for launches; the first turn whatever the time."""
+        with self._bench.recomputing():
+            for turn in range(turns):
+                if not self._launch_bound or (turn and time.monotonic() > deadline):
+                    return
+                self._launch_bound = [
+                    size
+                    for size in self._launch_bound
+                    if self._again(size, self._bench.launch_again)
+                ]
+
+    def result(self) -> LayerProfile:
+        """Of all visits so far."""
+        rows = [self._visited[size].row(size) for size in sorted(self._visited)]
         return LayerProfile(
-            layer=tuple(block for block, _ in self._rows),
-            outside=tuple(around for _, around in self._rows),
+            layer=tuple(block for block, _ in rows),
+            outside=tuple(around for _, around in rows),
             boundary_bytes=self._bench.boundary_bytes,
-            idle_bytes=max(0, idle),
+            idle_bytes=self._idle_bytes,
             sums_squares=self._bench.sums_squares,
             block_tensors=self._bench.block_tensors,
         )
@@ -234,14 +306,6 @@ class _Sizes:
             if time.monotonic() >= deadline:
                 break
             self._again(size, self._bench.measure_again)
-
-    def _launch_in_turns(self, deadline: float) -> None:
-        """Of all sizes that may wait for launches."""
-        sizes = [size for size in sorted(self._visited) if self._visited[size].may_be_launch_bound]
-        for turn in range(_LAUNCH_TURNS):
-            if not sizes or (turn and time.monotonic() > deadline):
-                break
-            sizes = [size for size in sizes if self._again(size, self._bench.launch_again)]
 
     def _again(self, size: int, measure: Callable[[int, SizeMeasurements], None]) -> bool:
         """Adds to what was measured of a size; False where it has no room this time."""

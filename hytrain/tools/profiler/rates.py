@@ -229,6 +229,7 @@ def cpu_rates(
     elements: int | None = None,
     moments: MomentsName = FP32,
     parameters: int = 0,
+    between: Callable[[], None] = lambda: None,
 ) -> CpuRates:
     """Rates of the kernel that training runs, and of its host's memory.
 
@@ -243,6 +244,7 @@ def cpu_rates(
         moments: how Adam's moments are kept.
         parameters: of the rank's shard in training, over as many of which updates go, up to a
             limit.
+        between: called after each round.
     """
     each = elements or update_elements(ranks_on_host)
     parts = update_parts(each, parameters, ranks_on_host)
@@ -266,6 +268,7 @@ def cpu_rates(
         # All of the state is read and written.
         swept = _repeat(partial(arrays.sweep, threads), ranks, seconds)
         sweeps[threads] = 2 * state_bytes / swept
+        between()
     return CpuRates(updates, in_training, sweeps)
 
 

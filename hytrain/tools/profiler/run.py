@@ -1,23 +1,24 @@
 """`hytrain profile`: what a plan needs to know of each GPU, each host, and what joins them.
 
 All ranks measure at once, as they will train: layers, the GPU's update, copies, the CPU's update,
-and last the collectives. Ranks of one label (see :func:`device_label`) make one device profile, in
+and last the collectives. In the pauses between, up to the collectives, they launch passes over
+layers again. Ranks of one label (see :func:`device_label`) make one device profile, in
 which the slowest of them counts, since it is the one that the others will wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from hytrain.formats.dtypes import TORCH_NAMES
-from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.formats.moment_kinds import MomentsName
 from hytrain.formats.profile_file import (
     CollectiveProfile,
     CopyRates,
@@ -34,47 +35,16 @@ from hytrain.hardware.device_facts import DeviceFacts, device_facts
 from hytrain.hardware.host_share import RankHost, divide_host, this_host
 from hytrain.hardware.machine import cpu_model, package_version
 from hytrain.kernels.host_limits import host_memory_pools
-from hytrain.placement.calibration import (
-    accumulation_seconds_per_parameter,
-    gpu_seconds_per_parameter,
-)
-from hytrain.tools.kernel_bench.training_load import TrainingLoad
-from hytrain.tools.profiler import collective_profile, rates
-from hytrain.tools.profiler.launching import Launching, measure_launching
-from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
+from hytrain.tools.profiler import collective_profile
+from hytrain.tools.profiler.layer_profile import LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.progress import Progress
+from hytrain.tools.profiler.rank_measurements import Measured, RankMeasurements
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
 
 _DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 _PACKAGES = ("hytrain", "torch", "deepspeed", "transformers", "triton")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions:
-    """What to measure, and for how long.
-
-    Attributes:
-        layer: sizes and seconds of the layer's passes.
-        rate_seconds: of each measurement of a rate.
-        cpu_elements: of each array of the CPU update; None: beyond the caches.
-        copy_bytes: of a copy.
-        collective_bytes: ascending sizes of a layer.
-        multiprocessors: that work on the current stream may use, where these are not all of the
-            device's.
-        settings: what makes this rank's device differ from its kind, in words.
-        moments: how updates keep Adam's moments.
-    """
-
-    layer: LayerOptions = field(default_factory=LayerOptions)
-    rate_seconds: float = 0.25
-    cpu_elements: int | None = None
-    copy_bytes: int = 64 * 2**20
-    collective_bytes: Sequence[int] = collective_profile.SIZES
-    multiprocessors: int | None = None
-    settings: str = ""
-    moments: MomentsName = FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +68,6 @@ class _Rank:
     memory_bytes: int
     ranks_on_host: int
     cpu: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What a rank measured of its device and of its host."""
-
-    layer: LayerProfile
-    update_rate: float
-    copies: CopyRates
-    cpu: rates.CpuRates
-    accumulation: float
-    """Seconds a parameter."""
-    update_launches: UpdateLaunches | None = None
-    """None without a GPU."""
 
 
 def profile_ranks(
@@ -147,7 +103,18 @@ def profile_ranks(
         lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
     )
     everybody = ranks.gather(me)
-    measured = _measure(subject, sizes, device, options, ranks, everybody, progress)
+    with contextlib.ExitStack() as opened:
+        layers = ranks.together(
+            lambda: opened.enter_context(LayerProfiling(subject, device, options.layer))
+        )
+        measured = RankMeasurements(
+            device=device,
+            options=options,
+            ranks=ranks,
+            cores=[rank.cores for rank in everybody],
+            ranks_on_host=me.ranks_on_host,
+            shard=sizes.parameters // len(everybody),
+        ).run(layers, subject.dtype, progress)
     progress.show(0.9, "collectives")
     samples = collective_profile.collective_samples(
         device, ranks, dtype=subject.dtype, sizes=options.collective_bytes
@@ -211,70 +178,6 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
     return [names[where.machine] for _, where in machines]
 
 
-def _measure(
-    subject: MeasuredModel,
-    sizes: SubjectSizes,
-    device: torch.device,
-    options: ProfileOptions,
-    ranks: Ranks,
-    everybody: Sequence[_Rank],
-    progress: Progress,
-) -> _Measured:
-    def on_size(size: int, share: float) -> None:
-        progress.show(0.6 * share, f"layer, micro-batch of {size}")
-
-    me = everybody[ranks.rank]
-
-    def beside(launch: Callable[[], float]) -> Launching:
-        elements = options.cpu_elements or rates.update_elements(me.ranks_on_host)
-        arrays = rates.UpdateArrays(elements, options.moments)
-        load = TrainingLoad(device, arrays.out_bytes)
-        # The thread that launches is the real one here: of the load there are only the copies.
-        update = partial(load.beside, partial(arrays.update, max(1, me.cores - 1)))
-        return measure_launching(launch, update)
-
-    layer = ranks.together(
-        lambda: profile_layer(subject, device, options.layer, on_size=on_size, beside=beside)
-    )
-    progress.show(0.6, "update on the GPU" if device.type == "cuda" else "update")
-    adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, subject.dtype))
-    update = ranks.together(lambda: _update_seconds(device, subject.dtype, options.moments))
-    progress.show(0.65, "copies")
-    seconds = options.rate_seconds
-    copies = rates.copy_rates(device, ranks, seconds=seconds, num_bytes=options.copy_bytes)
-    progress.show(0.7, "update on the CPU")
-    counts = [rates.thread_counts(rank.cores) for rank in everybody]
-    cpu = rates.cpu_rates(
-        device,
-        counts[ranks.rank],
-        max(len(each) for each in counts),
-        ranks,
-        ranks_on_host=me.ranks_on_host,
-        seconds=seconds,
-        elements=options.cpu_elements,
-        moments=options.moments,
-        parameters=sizes.parameters // len(everybody),
-    )
-    progress.show(0.85, "launches of training")
-    kind = UpdatedKind(
-        subject.dtype,
-        options.moments,
-        sums_squares=layer.sums_squares,
-        parameters=layer.block_tensors,
-    )
-    launching = ranks.together(lambda: update_launches(device, kind))
-    return _Measured(layer, 1.0 / update, copies, cpu, adding, launching)
-
-
-def _update_seconds(device: torch.device, dtype: torch.dtype, moments: MomentsName) -> float:
-    """Of the update on a stream of its own, as in training: the current one may be limited."""
-    if device.type != "cuda":
-        return gpu_seconds_per_parameter(device, dtype, moments)
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        return gpu_seconds_per_parameter(device, dtype, moments)
-
-
 # ---- from ranks to devices and hosts ----
 
 _T = TypeVar("_T")
@@ -285,7 +188,7 @@ class _Groups:
     """Everybody's measurements, to be joined by device and by host."""
 
     everybody: Sequence[_Rank]
-    measured: Sequence[_Measured]
+    measured: Sequence[Measured]
     settings: Sequence[str]
     layer_parameters: int
     now: datetime.datetime

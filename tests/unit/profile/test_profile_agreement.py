@@ -21,8 +21,9 @@ from hytrain.tools.profiler.gradient_sink import GradientSink
 from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, profile_layer
 from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
 from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.run import profile_ranks
 
 NUM_LAYERS = 8
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

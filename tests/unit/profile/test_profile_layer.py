@@ -18,6 +18,7 @@ from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS
 from hytrain.tools.profiler.layer_profile import (
     LayerOptions,
     LayerProfile,
+    LayerProfiling,
     profile_layer,
     widest_middle,
 )
@@ -152,6 +153,35 @@ def test_launches_that_may_be_waited_for_are_timed_in_many_turns(
     usual = every[: len(every) - len(every) // 10]
     assert rows[0].launch_ms == pytest.approx(2 * sum(usual) / len(usual))
     assert rows[2].launch_ms == pytest.approx(2 * 1e4 / 40)
+
+
+def test_turns_are_shared_among_pauses(clock: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as any other launches; a size without room is left out from then on."""
+    seen: list[int] = []
+
+    def launches(_bench: object, batch: Any, taken: float = 0.0) -> list[Any]:
+        size = len(batch["x"])
+        if taken == layer_bench._SLICE_SECONDS:
+            seen.append(size)
+            if size == 2 and seen.count(2) == 3:
+                raise torch.cuda.OutOfMemoryError("full")
+        return [(turn, _evenly(1e4 if len(seen) < 9 else 3e4)) for turn in (1, 2)]
+
+    monkeypatch.setattr(layer_bench.LayerBench, "_launches", launches)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: None)
+    subject = subject_of(paced_build(clock, lambda _: 2.0, lambda _: 3.0))
+    with LayerProfiling(subject, CPU, LayerOptions(micro_batches=(1, 2))) as layers:
+        layers.measure()
+        assert seen == []
+        before = layers.result().layer[0].launch_ms
+        layers.launch_again(pauses=20)
+        assert seen == [1, 2] * 2
+        layers.launch_again(pauses=13)
+        assert seen == [1, 2] * 3 + [1] * 3
+        after = layers.result().layer[0].launch_ms
+    assert before == pytest.approx(2e4)
+    # Two visits and six turns, the last of which takes three times as long.
+    assert after == pytest.approx(2e4 * (7 + 3) / 8)
 
 
 def _evenly(each: float) -> dict[Any, float]:

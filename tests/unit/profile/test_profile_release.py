@@ -20,8 +20,9 @@ from torch import nn
 from hytrain.errors import ConfigError
 from hytrain.tools.profiler.layer_profile import LayerOptions, profile_layer
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
+from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.run import ProfileOptions, profile_ranks
+from hytrain.tools.profiler.run import profile_ranks
 
 CPU = torch.device("cpu")
 WIDTH = 16

@@ -19,11 +19,12 @@ from hytrain.tools.planner.library import add_to_library, default_folder, file_n
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.profiler import layer_bench, rates
+from hytrain.tools.profiler import layer_bench, profile_options, rates
 from hytrain.tools.profiler import run as profile_run
-from hytrain.tools.profiler.layer_profile import LayerProfile
+from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.progress import Progress
+from hytrain.tools.profiler.rank_measurements import Measured
 from hytrain.tools.profiler.rates import CpuRates
 
 Capture = pytest.CaptureFixture[str]
@@ -43,9 +44,9 @@ def layer_sample(samples: int, slowness: float) -> LayerSample:
     )
 
 
-def measured(slowness: float, sizes: tuple[int, ...]) -> profile_run._Measured:
+def measured(slowness: float, sizes: tuple[int, ...]) -> Measured:
     outside = OutsideSample(samples=1, forward_ms=1.0, backward_ms=slowness, peak_bytes=5)
-    return profile_run._Measured(
+    return Measured(
         layer=LayerProfile(
             tuple(layer_sample(size, slowness) for size in sizes), (outside,), 64, int(slowness)
         ),
@@ -135,15 +136,44 @@ def arguments(llama: Path, *others: object, seq_len: int = 16) -> list[str]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of small arrays: what is large is for real machines."""
-    ordinary = profile_run.ProfileOptions
+    ordinary = profile_options.ProfileOptions
 
-    def options(**given: Any) -> profile_run.ProfileOptions:
+    def options(**given: Any) -> profile_options.ProfileOptions:
         return ordinary(rate_seconds=0.01, cpu_elements=1 << 14, copy_bytes=1 << 16, **given)
 
-    monkeypatch.setattr(profile_run, "ProfileOptions", options)
+    monkeypatch.setattr(profile_options, "ProfileOptions", options)
     monkeypatch.setattr(layer_bench, "_MOST_PASSES", 6)
     # Threads that wait for each other on a busy machine take seconds.
     monkeypatch.setattr(rates, "thread_counts", lambda cores: [1])
+
+
+def test_launches_are_spread_over_the_profile(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is slow for ten seconds is slow for some of their turns only."""
+    events: list[object] = []
+    told = Progress.show
+    again = LayerProfiling.launch_again
+
+    def show(progress: Progress, share: float, what: str) -> None:
+        events.append(what)
+        told(progress, share, what)
+
+    def launch_again(layers: LayerProfiling, pauses: int = 1) -> None:
+        events.append(pauses)
+        again(layers, pauses)
+
+    monkeypatch.setattr(Progress, "show", show)
+    monkeypatch.setattr(LayerProfiling, "launch_again", launch_again)
+    monkeypatch.setattr(rates, "thread_counts", lambda cores: [1, 2])
+    assert cli.main(arguments(llama, "--out", tmp_path / "profile.json")) == 0
+    after_layers = events[events.index("layer, micro-batch of 2") + 1 :]
+    assert after_layers == [
+        *(5, 5, "update"),  # after layers, and after launches beside updates
+        *(5, "copies", "update on the CPU"),
+        *(5, 5, "launches of training"),  # after each number of threads
+        *("collectives", "done"),
+    ]
 
 
 def test_a_profile_is_written_merged_and_gathered(
