@@ -150,6 +150,8 @@ class LayerProfiling:
 
     def __exit__(self, *failure: object) -> None:
         self._bench.close()
+        # What is measured next must not miss the copy's memory, whoever still has this.
+        del self._bench, self._sizes
         self._give_back()
 
     def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:

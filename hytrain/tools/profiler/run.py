@@ -103,18 +103,7 @@ def profile_ranks(
         lambda: (subject.sizes(), _who(device, options, machines, ranks.rank))
     )
     everybody = ranks.gather(me)
-    with contextlib.ExitStack() as opened:
-        layers = ranks.together(
-            lambda: opened.enter_context(LayerProfiling(subject, device, options.layer))
-        )
-        measured = RankMeasurements(
-            device=device,
-            options=options,
-            ranks=ranks,
-            cores=[rank.cores for rank in everybody],
-            ranks_on_host=me.ranks_on_host,
-            shard=sizes.parameters // len(everybody),
-        ).run(layers, subject.dtype, progress)
+    measured = _measure(subject, sizes, device, options, ranks, everybody, progress)
     progress.show(0.9, "collectives")
     samples = collective_profile.collective_samples(
         device, ranks, dtype=subject.dtype, sizes=options.collective_bytes
@@ -140,6 +129,32 @@ def profile_ranks(
         versions=_versions(),
     )
     return ranks.gather(profile)[0]  # clocks differ; all have the first rank's
+
+
+def _measure(
+    subject: MeasuredModel,
+    sizes: SubjectSizes,
+    device: torch.device,
+    options: ProfileOptions,
+    ranks: Ranks,
+    everybody: Sequence[_Rank],
+    progress: Progress,
+) -> Measured:
+    """All but the collectives; leaves nothing on the device."""
+    me = everybody[ranks.rank]
+    with contextlib.ExitStack() as opened:
+        layers = ranks.together(
+            lambda: opened.enter_context(LayerProfiling(subject, device, options.layer))
+        )
+        measurements = RankMeasurements(
+            device=device,
+            options=options,
+            ranks=ranks,
+            cores=[rank.cores for rank in everybody],
+            ranks_on_host=me.ranks_on_host,
+            shard=sizes.parameters // len(everybody),
+        )
+        return measurements.run(layers, subject.dtype, progress)
 
 
 def _who(

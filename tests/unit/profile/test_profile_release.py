@@ -18,7 +18,9 @@ from support.configs import LLAMA, write_config
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.tools.profiler.layer_profile import LayerOptions, profile_layer
+from hytrain.formats.profile_file import CollectiveSample
+from hytrain.tools.profiler import collective_profile
+from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfiling, profile_layer
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
@@ -119,6 +121,30 @@ def test_a_profiled_copy(tmp_path: Path, copies: Copies) -> None:
     with no_collector():
         profile_layer(subject, CPU, OPTIONS.layer)
         assert copies.alive() == 0
+
+
+def test_a_profiling_that_has_ended_has_no_copy(tmp_path: Path, copies: Copies) -> None:
+    with no_collector():
+        with LayerProfiling(llama(tmp_path), CPU, OPTIONS.layer) as layers:
+            layers.measure()
+            assert copies.alive() > 0
+        assert copies.alive() == 0
+
+
+def test_collectives_are_measured_without_the_copy(
+    tmp_path: Path, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device has left for training is looked at after them."""
+    alive: list[int] = []
+
+    def samples(*_: object, **__: object) -> tuple[CollectiveSample, ...]:
+        alive.append(copies.alive())
+        return ()
+
+    monkeypatch.setattr(collective_profile, "collective_samples", samples)
+    with no_collector():
+        profile_ranks(llama(tmp_path), CPU, OPTIONS, ranks=Ranks(alone=True))
+    assert alive == [0]
 
 
 def test_a_copy_whose_larger_batches_do_not_fit(copies: Copies) -> None:
