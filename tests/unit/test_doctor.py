@@ -142,7 +142,7 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "name", "verdict"),
     [
-        ({"sweep": 3e9, "adam": 9e7}, "memory bandwidth", "bad"),
+        ({"memory": 3e9, "adam": 9e7}, "memory bandwidth", "bad"),
         ({"adam": 2e9}, "Adam", "note"),
         ({"pinned": "invalid argument"}, "pinned memory", "bad"),
         ({"to_host": 3e9}, "GPU to host", "note"),
@@ -167,7 +167,7 @@ def test_the_table_fits(tmp_path: Path) -> None:
     tree = _machine(tmp_path, nodes=2, cores=4, gib=4096)
     limits = ProcessLimits(frozenset(range(3)), 10**15, 10**12, "1")
     bad = replace(
-        RATES, sweep=1e6, adam=1e3, to_host=1.0, to_device=1.0, fsync_seconds=99.0, write=1e3,
+        RATES, memory=1e6, adam=1e3, to_host=1.0, to_device=1.0, fsync_seconds=99.0, write=1e3,
         pinned="CUDA error: invalid argument",
     )  # fmt: skip
     text = report_text(

@@ -18,7 +18,7 @@ _SLOW_UNPIN_SECONDS = 0.01
 _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
 """Of reads and writes by all cores: a laptop's memory has twice that."""
-_LEAST_OF_SWEEP = 0.6
+_LEAST_OF_MEMORY = 0.6
 _MOST_IN_PLACE = 0.9
 _SLOW_PINNED = 8.0
 """GB/s: half of what PCIe 3.0 carries."""
@@ -195,7 +195,7 @@ class Rates:
 
     Attributes:
         threads: of the two that follow.
-        sweep: bytes/s of reading and writing three arrays.
+        memory: bytes/s that the host's memory moved.
         adam: parameters/s of an update.
         to_host, to_device: bytes/s of pinned copies.
         pinned: why nothing could be pinned; None: it could, or there is no GPU.
@@ -207,7 +207,7 @@ class Rates:
     """
 
     threads: int
-    sweep: float
+    memory: float
     adam: float
     to_host: float | None
     to_device: float | None
@@ -221,9 +221,9 @@ class Rates:
 
 def rate_findings(rates: Rates) -> Iterator[Finding]:
     """What measured rates mean."""
-    sweep = rates.sweep / 1e9
-    seen = f"{sweep:.1f} GB/s with {rates.threads} threads"
-    if sweep < _FEW_GB_PER_S:
+    moved = rates.memory / 1e9
+    seen = f"{moved:.1f} GB/s with {rates.threads} threads"
+    if moved < _FEW_GB_PER_S:
         advice = (
             "far below any server's: other work on the machine, one memory channel, or far NUMA"
         )
@@ -232,7 +232,7 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
         yield Finding("memory bandwidth", seen, "good")
     adam = rates.adam * 30
     seen = f"{rates.adam / 1e9:.2f} G parameters/s ({adam / 1e9:.1f} GB/s)"
-    if adam < _LEAST_OF_SWEEP * rates.sweep:
+    if adam < _LEAST_OF_MEMORY * rates.memory:
         advice = "well below the memory's own rate: `hytrain bench kernel` tells more"
         yield Finding("Adam", seen, "note", advice)
     else:

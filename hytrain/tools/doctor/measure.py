@@ -58,7 +58,7 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
     fsync, write = _disk_rates(folder)
     return Rates(
         threads=threads,
-        sweep=rates.sweeps[threads],
+        memory=rates.memory[threads],
         adam=rates.updates[threads],
         to_host=to_host,
         to_device=to_device,

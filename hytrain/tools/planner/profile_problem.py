@@ -110,11 +110,8 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         )
     itemsize = ITEMSIZE[model.dtype]
     state = state_bytes_each(model.moments)
-    # commit_then_preview reads and writes the state, reads two gradients and writes the copy; a
-    # gradient comes from the GPU and a copy goes there.
-    update_bytes = 2 * state + 5 * itemsize
     return PlanProblem(
-        cluster=_cluster(profile, options, update_bytes),
+        cluster=_cluster(profile, options),
         model=Model(
             name=model.name,
             num_layers=model.num_layers,
@@ -132,7 +129,9 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         activations=options.activations,
         gpu_state_bytes=state,
         host_state_bytes=state + itemsize + _STAGING_BYTES,
-        update_bytes=update_bytes,
+        # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
+        # a gradient comes from the GPU and a copy goes there.
+        update_bytes=2 * state + 5 * itemsize,
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
         clipped_share=options.clipped_share,
@@ -140,7 +139,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
     )
 
 
-def _cluster(profile: ProfileFile, options: PlanOptions, update_bytes: float) -> Cluster:
+def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
     names = [host.host for host in profile.hosts for _ in host.ranks]
     gathered = _gathered_bytes(profile.model, options, len(names))
     known: dict[tuple[str, str], GpuProfile] = {}
@@ -150,8 +149,7 @@ def _cluster(profile: ProfileFile, options: PlanOptions, update_bytes: float) ->
             if (host.host, label) not in known:
                 device = profile.device(host.host, label)
                 known[host.host, label] = gpu_profile(device, profile.model, options, gathered)
-        gpus = [known[host.host, label] for label in host.ranks]
-        hosts.append(_host(host, gpus, options, update_bytes))
+        hosts.append(_host(host, [known[host.host, label] for label in host.ranks], options))
     return Cluster(tuple(hosts), *_collectives(profile, names, options))
 
 
@@ -354,9 +352,7 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) 
     return ITEMSIZE[model.dtype] * largest
 
 
-def _host(
-    host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions, update_bytes: float
-) -> Host:
+def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
     rates = [row.in_training or _BESIDE_TRAINING * row.rate for row in host.updates]
     # Training takes the best number of threads, which may leave cores to others.
     best = itertools.accumulate(rates, max)
@@ -364,10 +360,7 @@ def _host(
         tuple((float(row.threads), rate) for row, rate in zip(host.updates, best, strict=True))
     )
     memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
-    # A host's speed drifts from one second to the next, and a slow one may have hit the loop that
-    # measured the bandwidth: what its ranks' updates moved all at once, it has.
-    bandwidth = max(host.bandwidth, len(gpus) * max(rates) * update_bytes)
-    return Host(host.host, tuple(gpus), host.cores, memory, bandwidth, table)
+    return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, table)
 
 
 # -- collectives -------------------------------------------------------------------------------

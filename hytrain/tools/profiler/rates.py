@@ -204,12 +204,14 @@ class CpuRates:
     Attributes:
         updates: parameters/s of an update against threads, with nothing beside it.
         in_training: the same with a training's copies and launching thread beside it.
-        sweeps: bytes/s of a loop over the state that computes nothing, against threads.
+        memory: bytes/s of the host's memory against threads: of a loop over the state that computes
+            nothing, or of the update with its copies where these moved more. A host's speed drifts
+            from one second to the next, and a slow one may have hit the loop.
     """
 
     updates: dict[int, float]
     in_training: dict[int, float]
-    sweeps: dict[int, float]
+    memory: dict[int, float]
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -256,7 +258,7 @@ def cpu_rates(
     load = TrainingLoad(device, arrays.out_bytes)
     updates: dict[int, float] = {}
     in_training: dict[int, float] = {}
-    sweeps: dict[int, float] = {}
+    memory: dict[int, float] = {}
     for number in range(rounds):
         # A host with fewer counts than another repeats its last one, so that barriers meet.
         threads = counts[min(number, len(counts) - 1)]
@@ -265,11 +267,13 @@ def cpu_rates(
             beside = partial(load.beside, partial(arrays.update, threads))
             loaded = _repeat(beside, ranks, seconds)
         in_training[threads] = n / loaded
-        # All of the state is read and written.
         swept = _repeat(partial(arrays.sweep, threads), ranks, seconds)
-        sweeps[threads] = 2 * state_bytes / swept
+        # Both read and write all of the state. An update reads two gradients and writes the copy
+        # besides; of its copies one writes a gradient and the other reads the copy.
+        moved = 2 * state_bytes + 5 * arrays.out_bytes
+        memory[threads] = max(2 * state_bytes / swept, moved / loaded)
         between()
-    return CpuRates(updates, in_training, sweeps)
+    return CpuRates(updates, in_training, memory)
 
 
 def update_elements(ranks_on_host: int = 1) -> int:

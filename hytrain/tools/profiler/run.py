@@ -263,7 +263,7 @@ class _Groups:
             ranks=tuple(rank.facts.label for rank in ranks),
             cores=len(frozenset[int]().union(*(rank.all_cores for rank in ranks))),
             memory_bytes=sum(rank.memory_bytes for rank in ranks),
-            bandwidth=max(sum(one.sweeps[t] for one in cpu) for t in threads),
+            bandwidth=max(sum(one.memory[t] for one in cpu) for t in threads),
             updates=tuple(
                 UpdateRate(
                     threads=t,

@@ -51,28 +51,6 @@ def test_a_problem_has_what_was_measured() -> None:
     assert (problem.gpu_state_bytes, problem.host_state_bytes, problem.update_bytes) == (12, 15, 34)
 
 
-def test_a_host_has_the_bandwidth_that_its_updates_moved() -> None:
-    """On an H100's host the loop that measures bandwidth hit slow seconds: 115 GB/s, of which 3.4 G
-    parameters/s were predicted (34 bytes each), where updates beside a training had made 3.9."""
-    profile = a_profile()
-    (host,) = profile.hosts
-    updates = (
-        UpdateRate(threads=4, rate=2e9, in_training=1.8e9),
-        UpdateRate(threads=16, rate=4e9, in_training=3.5e9),
-    )
-
-    def bandwidth(seen: float) -> float:
-        slow = host.model_copy(update={"bandwidth": seen, "updates": updates})
-        (found,) = problem_from(
-            profile.model_copy(update={"hosts": (slow,)}), options()
-        ).cluster.hosts
-        return found.bandwidth
-
-    moved = 2 * 3.5e9 * 34  # by both ranks at once
-    assert bandwidth(1.1e11) == pytest.approx(moved)
-    assert bandwidth(2.0 * moved) == 2.0 * moved
-
-
 def test_memory_of_a_micro_batch() -> None:
     fast = problem_from(a_profile(), options()).cluster.hosts[0].gpus[0]
     # A layer's own peak is more than what is outside, up to 2 samples; then it is less.
