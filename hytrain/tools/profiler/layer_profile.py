@@ -41,7 +41,7 @@ _PASSES_SHARE = 0.4
 """Of the time, for the first visit's timed passes where the number of sizes is known."""
 _LAUNCH_TURNS = 40
 """Of launches, about: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
-_LAUNCH_SHARE = 0.2
+_LAUNCH_SHARE = 0.4
 """Of the time, for these turns, beyond it; after the first."""
 _FILL_SECONDS = 0.5
 """Of passes of a size that fills a gap."""

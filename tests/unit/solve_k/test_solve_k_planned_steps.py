@@ -48,7 +48,8 @@ CASES = [
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("run", "workload"), CASES)
 def test_plans_of_recorded_profiles_are_near_the_steps(run: Any, workload: str, part: str) -> None:
-    """By the passes between the steps, and by profiles of hosts that drifted until then."""
+    """By the passes between the steps, and by profiles whose launches had two seconds of a host's:
+    it drifts within tens of them."""
     cell = Cell.of(f"{workload}/{run['hardware']['cores']}")
     by_passes: list[float] = []
     alone: list[float] = []
@@ -68,7 +69,7 @@ def test_plans_of_recorded_profiles_are_near_the_steps(run: Any, workload: str, 
         alone.append(planned_steps.predict(threaded, cell, float(part)) / seconds)
     assert len(by_passes) >= 3
     assert statistics.median(by_passes) == pytest.approx(1.0, abs=0.1)
-    assert statistics.median(alone) == pytest.approx(1.0, abs=0.13)
+    assert statistics.median(alone) == pytest.approx(1.0, abs=0.16)
 
 
 @pytest.mark.experiment
