@@ -10,6 +10,7 @@ import torch
 from support.engines import built, device, make_config
 from support.gradient_ways import WAYS, taking_gradients
 from support.models import HIDDEN, Mlp, make_model
+from support.precision import fp16_on_a_cpu
 from support.shadow import Shadow, Twin
 from torch import nn
 from training import Faulty, backward, inputs, train_and_compare
@@ -182,7 +183,7 @@ def train(
         launched.append(triton_copy_all(copier, some, layer))
         return launched[-1]
 
-    with monkeypatch.context() as patch, taking_gradients(how):
+    with monkeypatch.context() as patch, taking_gradients(how), fp16_on_a_cpu():
         patch.setattr(GradientCopier, "copy_all", counted)
         patch.setattr(GradientCopier, "triton_copy_all", noted)
         checks = config.get("checks", True)
