@@ -215,8 +215,8 @@ class DeviceProfile(Record):
     launching alone; None where it was not measured."""
 
     launch_spread: float | None = Field(ge=0.0, default=None)
-    """By which launching took longer in some seconds of that measurement than in others, nothing
-    beside it, as a share; launch-bound steps may do so, too. None where it was not measured."""
+    """By which launching took longer in some seconds of the profile than in others, nothing beside
+    it, as a share; launch-bound steps may do so, too. None where no size waits for launches."""
 
     update_launch_ms: float | None = Field(ge=0.0, default=None)
     """Of the host, to launch the update of one layer on the GPU with a norm and a launch of its

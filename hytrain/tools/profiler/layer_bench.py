@@ -141,16 +141,20 @@ class LayerBench:
         Nothing is queued. Not a median: beside updates some launches take far longer, as their
         threads have the core.
         """
-        passes = [points for _, points in self._launches(self._batch(size), _SLICE_SECONDS)]
-        return usual(passes, BEGIN, END) / 1e3
+        return _seconds(self._launches(self._batch(size), _SLICE_SECONDS))
 
-    def launch_again(self, size: int, found: SizeMeasurements) -> None:
+    def launch_again(self, size: int, found: SizeMeasurements) -> float:
         """A few launches more, which are added: of one of many short turns.
+
+        Returns:
+            Seconds of a pass of this turn.
 
         Raises:
             torch.cuda.OutOfMemoryError: the size does not fit this time; :meth:`clean` then.
         """
-        found.launches += self._launches(self._batch(size), _SLICE_SECONDS)
+        launches = self._launches(self._batch(size), _SLICE_SECONDS)
+        found.launches += launches
+        return _seconds(launches)
 
     def _batch(self, size: int) -> Mapping[str, Any]:
         with self._subject.defaults(self._device):
@@ -190,8 +194,7 @@ class LayerBench:
 
         ``launches``: of the same batch.
         """
-        launched = usual([points for _, points in launches], BEGIN, END) / 1e3
-        cycles = int(_MOST_CYCLES_A_SECOND * _AHEAD * launched)
+        cycles = int(_MOST_CYCLES_A_SECOND * _AHEAD * _seconds(launches))
         passes: list[tuple[int, Pass[float]]] = []
         for turn in TURNS * _QUEUED_PASSES:
             self._wait()
@@ -258,3 +261,7 @@ class LayerBench:
     def _wait(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
+
+
+def _seconds(launches: Sequence[tuple[int, Pass[float]]]) -> float:
+    return usual([points for _, points in launches], BEGIN, END) / 1e3

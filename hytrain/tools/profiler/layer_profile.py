@@ -26,7 +26,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import LayerSample, OutsideSample
 from hytrain.hardware.gpu_memory import usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
-from hytrain.tools.profiler.launching import Launching
+from hytrain.tools.profiler.launching import spread
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
@@ -81,7 +81,9 @@ class LayerProfile:
         outside: of all that is outside of the blocks.
         boundary_bytes: activations between two blocks, a sample.
         idle_bytes: what the allocator holds without model and batch (workspaces).
-        launching: alone and beside updates on the CPU; None where it was not measured.
+        launch_slowdown: of launches beside updates on the CPU; None where it was not measured.
+        launch_spread: of launches, nothing beside them, over all turns of the smallest size; None
+            where none waits for them.
         sums_squares: whether gradients come with the squares that their norm is made of.
         block_tensors: trained parameters of a block, as tensors.
     """
@@ -90,7 +92,8 @@ class LayerProfile:
     outside: tuple[OutsideSample, ...]
     boundary_bytes: int
     idle_bytes: int
-    launching: Launching | None = None
+    launch_slowdown: float | None = None
+    launch_spread: float | None = None
     sums_squares: bool = False
     block_tensors: int = 1
 
@@ -143,7 +146,7 @@ class LayerProfiling:
         self._options = options
         self._bench = LayerBench(subject, model, device)
         self._sizes = _Sizes(subject, self._bench, device)
-        self._launching: Launching | None = None
+        self._slowdown: float | None = None
 
     def __enter__(self) -> LayerProfiling:
         return self
@@ -178,19 +181,20 @@ class LayerProfiling:
         seconds = _LAUNCH_SHARE * self._options.seconds / pauses
         self._sizes.launch_in_turns(-(-_LAUNCH_TURNS // pauses), time.monotonic() + seconds)
 
-    def launch_beside(self, measure: Callable[[Callable[[], float]], Launching]) -> None:
-        """Launches alone and beside updates on the CPU.
+    def launch_beside(self, measure: Callable[[Callable[[], float]], float]) -> None:
+        """Launches beside updates on the CPU.
 
         Args:
-            measure: is given what launches passes of the smallest size and returns their seconds.
+            measure: the slowdown; is given what launches passes of the smallest size and returns
+                the seconds of one.
         """
         if self._is_cuda:  # without, the host computes
             size = self._sizes.smallest
-            self._launching = measure(lambda: self._bench.launch_seconds(size))
+            self._slowdown = measure(lambda: self._bench.launch_seconds(size))
 
     def result(self) -> LayerProfile:
         """What has been measured so far."""
-        return replace(self._sizes.result(), launching=self._launching)
+        return replace(self._sizes.result(), launch_slowdown=self._slowdown)
 
     def _give_back(self) -> None:
         if self._is_cuda:
@@ -209,6 +213,8 @@ class _Sizes:
         self._is_cuda = device.type == "cuda"
         self._idle_bytes = 0
         self._launch_bound: list[int] = []
+        self._turns: dict[int, list[float]] = {}
+        """Seconds of a pass in each turn of launches, by size."""
 
     def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> None:
         begin = time.monotonic()
@@ -251,10 +257,12 @@ class _Sizes:
                 if not self._launch_bound or (turn and time.monotonic() > deadline):
                     return
                 self._launch_bound = [
-                    size
-                    for size in self._launch_bound
-                    if self._again(size, self._bench.launch_again)
+                    size for size in self._launch_bound if self._again(size, self._launch)
                 ]
+
+    def _launch(self, size: int, found: SizeMeasurements) -> None:
+        taken = self._bench.launch_again(size, found)
+        self._turns.setdefault(size, []).append(taken)
 
     def result(self) -> LayerProfile:
         """Of all visits so far."""
@@ -264,6 +272,7 @@ class _Sizes:
             outside=tuple(around for _, around in rows),
             boundary_bytes=self._bench.boundary_bytes,
             idle_bytes=self._idle_bytes,
+            launch_spread=spread(self._turns[min(self._turns)]) if self._turns else None,
             sums_squares=self._bench.sums_squares,
             block_tensors=self._bench.block_tensors,
         )

@@ -21,7 +21,7 @@ from hytrain.placement.calibration import (
 )
 from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler import rates
-from hytrain.tools.profiler.launching import Launching, measure_launching
+from hytrain.tools.profiler.launching import measure_slowdown
 from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.progress import Progress
@@ -119,13 +119,13 @@ class RankMeasurements:
         """Of the CPU's rates: the longest list of any rank."""
         return max(len(rates.thread_counts(cores)) for cores in self.cores)
 
-    def _beside(self, launch: Callable[[], float]) -> Launching:
+    def _beside(self, launch: Callable[[], float]) -> float:
         elements = self.options.cpu_elements or rates.update_elements(self.ranks_on_host)
         arrays = rates.UpdateArrays(elements, self.options.moments)
         load = TrainingLoad(self.device, arrays.out_bytes)
         # The thread that launches is the real one here: of the load there are only the copies.
         threads = max(1, self.cores[self.ranks.rank] - 1)
-        return measure_launching(launch, partial(load.beside, partial(arrays.update, threads)))
+        return measure_slowdown(launch, partial(load.beside, partial(arrays.update, threads)))
 
     def _cpu_rates(self, pause: Callable[[], None]) -> rates.CpuRates:
         return rates.cpu_rates(

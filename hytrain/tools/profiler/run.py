@@ -218,7 +218,6 @@ class _Groups:
         rank = self.everybody[numbers[0]]
         measured = [self.measured[number] for number in numbers]
         layers = [one.layer for one in measured]
-        launching = [layer.launching for layer in layers if layer.launching is not None]
         return DeviceProfile(
             host=rank.host,
             label=rank.facts.label,
@@ -240,8 +239,8 @@ class _Groups:
                 }
             ),
             accumulation_ms=1e3 * self.layer_parameters * max(one.accumulation for one in measured),
-            launch_slowdown=_most([one.slowdown for one in launching]),
-            launch_spread=_most([one.spread for one in launching]),
+            launch_slowdown=_most([layer.launch_slowdown for layer in layers]),
+            launch_spread=_most([layer.launch_spread for layer in layers]),
             update_launches=_longest([one.update_launches for one in measured]),
             measured=self.now,
             settings=self.settings[numbers[0]],

@@ -186,23 +186,22 @@ def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyP
         assert update.is_updating.wait(60.0)  # they go on all the time
         return 3.0
 
-    assert launching.measure_launching(launch, update) == (1.5, 0.0)
+    assert launching.measure_slowdown(launch, update) == 1.5
     number = update.number
     time.sleep(0.01)
     assert update.number == number
     # A host that was faster beside updates than alone is one that drifts.
     monkeypatch.setattr(launching, "_TURNS", 1)
-    assert launching.measure_launching(iter([2.0, 1.0]).__next__, update) == (1.0, 0.0)
+    assert launching.measure_slowdown(iter([2.0, 1.0]).__next__, update) == 1.0
 
 
-def test_a_host_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowdown_of_a_host_that_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_TURNS", 3)
     times = iter([2.0, 2.4, 3.0, 3.9, 2.5, 3.5])  # alone, beside updates
-    found = launching.measure_launching(times.__next__, _Updates())
-    assert found.slowdown == pytest.approx(1.3)
-    assert found.spread == pytest.approx(0.5)
-    monkeypatch.setattr(launching, "_TURNS", 10)
-    alone = [2.0, 1.0, *[2.5] * 6, 3.0, 9.0]  # one stall
-    times = iter([each for one in alone for each in (one, one)])
-    found = launching.measure_launching(times.__next__, _Updates())
-    assert (found.slowdown, found.spread) == pytest.approx((1.0, 0.5))
+    assert launching.measure_slowdown(times.__next__, _Updates()) == pytest.approx(1.3)
+
+
+def test_a_stall_is_no_slow_turn() -> None:
+    assert launching.spread([2.0, 3.0, 2.5]) == pytest.approx(0.5)
+    assert launching.spread([2.0, 1.0, *[2.5] * 6, 3.0, 9.0]) == pytest.approx(0.5)
+    assert launching.spread([2.0]) == 0.0

@@ -146,13 +146,15 @@ def test_launches_that_may_be_waited_for_are_timed_in_many_turns(
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: None)
     build = paced_build(clock, lambda _: 2.0, lambda _: 3.0)
     options = LayerOptions(micro_batches=(1, 2, 40), seconds=seconds)
-    rows = profile_layer(subject_of(build), CPU, options).layer
+    found = profile_layer(subject_of(build), CPU, options)
+    rows = found.layer
     assert seen == [1, 2] * turns
     visits = 2 if turns > 1 else 1
     every = sorted(visits * [1e4] + [2e4, 1e4] * (turns // 2) + [2e4] * (turns % 2))
     usual = every[: len(every) - len(every) // 10]
     assert rows[0].launch_ms == pytest.approx(2 * sum(usual) / len(usual))
     assert rows[2].launch_ms == pytest.approx(2 * 1e4 / 40)
+    assert found.launch_spread == pytest.approx(1.0 if turns > 1 else 0.0)
 
 
 def test_turns_are_shared_among_pauses(clock: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +176,14 @@ def test_turns_are_shared_among_pauses(clock: FakeDevice, monkeypatch: pytest.Mo
         layers.measure()
         assert seen == []
         before = layers.result().layer[0].launch_ms
+        assert layers.result().launch_spread is None
         layers.launch_again(pauses=20)
+        assert layers.result().launch_spread == 0.0
         assert seen == [1, 2] * 2
         layers.launch_again(pauses=13)
         assert seen == [1, 2] * 3 + [1] * 3
         after = layers.result().layer[0].launch_ms
+        assert layers.result().launch_spread == pytest.approx(2.0)
     assert before == pytest.approx(2e4)
     # Two visits and six turns, the last of which takes three times as long.
     assert after == pytest.approx(2e4 * (7 + 3) / 8)
