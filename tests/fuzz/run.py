@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,17 @@ class Summary:
 
 
 def run_cases(
-    pools: Any, cases: Iterable[Any], *, on_gpu: bool = False, log: Any = None
+    pools: Any,
+    cases: Iterable[Any],
+    *,
+    on_gpu: bool = False,
+    log: Any = None,
+    native_stacks: Callable[[], str] = lambda: "",
 ) -> Summary:
-    """Runs cases until there are no more."""
+    """Runs cases until there are no more.
+
+    ``native_stacks``: of ranks that a signal has ended since it was called last.
+    """
     from harness import RankError
 
     summary = Summary()
@@ -130,7 +138,8 @@ def run_cases(
                     pools(case.then.ranks).run(function, case.then, folder, timeout=CASE_SECONDS)
             except RankError as error:
                 how = "failed"
-                summary.failed[case.seed] = text = f"{case}\n{case!r}\n{error}"
+                text = f"{case}\n{case!r}\n{error}{native_stacks()}"
+                summary.failed[case.seed] = text
                 if log is not None:
                     print(f"FAILED {text}\n{command(case, on_gpu)}", file=log, flush=True)
         summary.ended[how] += 1
@@ -219,17 +228,30 @@ def main() -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from harness import RankPools
 
+    from fuzz.native_stack import keeping_cores
+
     if arguments.show:
         for case in _cases(arguments):
             print(f"{case}\n{case!r}")
         return 0
+    if arguments.case is not None:
+        arguments.case = os.path.abspath(arguments.case)
     begin = time.monotonic()
-    with contextlib.closing(RankPools(on_gpu=arguments.gpu)) as pools:
+    with (
+        keeping_cores() as native_stacks,
+        contextlib.closing(RankPools(on_gpu=arguments.gpu)) as pools,
+    ):
         if arguments.shrink:
             for case in _cases(arguments):
                 print(_shrunk(pools, case, on_gpu=arguments.gpu))
             return 0
-        summary = run_cases(pools, _cases(arguments), on_gpu=arguments.gpu, log=sys.stdout)
+        summary = run_cases(
+            pools,
+            _cases(arguments),
+            on_gpu=arguments.gpu,
+            log=sys.stdout,
+            native_stacks=native_stacks,
+        )
     print(f"{summary}\n{time.monotonic() - begin:.0f} s")
     return 1 if summary.failed else 0
 
