@@ -269,8 +269,10 @@ def cpu_rates(
         in_training[threads] = n / loaded
         swept = _repeat(partial(arrays.sweep, threads), ranks, seconds)
         # Both read and write all of the state. An update reads two gradients and writes the copy
-        # besides; of its copies one writes a gradient and the other reads the copy.
-        moved = 2 * state_bytes + 5 * arrays.out_bytes
+        # besides; of its copies one writes a gradient and the other reads the copy. Those of a GPU
+        # are over before it; between arrays of a CPU they may not be, and are not counted.
+        copied = 2 if device.type == "cuda" else 0
+        moved = 2 * state_bytes + (3 + copied) * arrays.out_bytes
         memory[threads] = max(2 * state_bytes / swept, moved / loaded)
         between()
     return CpuRates(updates, in_training, memory)

@@ -1,9 +1,9 @@
 """`hytrain profile`: what a plan needs to know of each GPU, each host, and what joins them.
 
 All ranks measure at once, as they will train: layers, the GPU's update, copies, the CPU's update,
-and last the collectives. In the pauses between, up to the collectives, they launch passes over
-layers again. Ranks of one label (see :func:`device_label`) make one device profile, in
-which the slowest of them counts, since it is the one that the others will wait for.
+and last the collectives (rank_measurements.py has the order of all before these). Ranks of one
+label (see :func:`device_label`) make one device profile, in which the slowest of them counts, since
+it is the one that the others will wait for.
 """
 
 from __future__ import annotations
