@@ -138,23 +138,23 @@ class LayerBench:
     def launch_seconds(self, size: int) -> float:
         """What the host takes to launch a pass of a size that fits, in one of many short turns.
 
-        Nothing is queued. Not a median: beside updates some launches take far longer, as their
-        threads have the core.
+        On a GPU. Nothing is queued. Not a median: beside updates some launches take far longer, as
+        their threads have the core.
         """
         return _seconds(self._launches(self._batch(size), _SLICE_SECONDS))
 
-    def launch_again(self, size: int, found: SizeMeasurements) -> float:
+    def launch_again(self, size: int, found: SizeMeasurements) -> float | None:
         """A few launches more, which are added: of one of many short turns.
 
         Returns:
-            Seconds of a pass of this turn.
+            Seconds of a pass of this turn; None without a GPU, where nothing is launched.
 
         Raises:
             torch.cuda.OutOfMemoryError: the size does not fit this time; :meth:`clean` then.
         """
         launches = self._launches(self._batch(size), _SLICE_SECONDS)
         found.launches += launches
-        return _seconds(launches)
+        return _seconds(launches) if launches else None
 
     def _batch(self, size: int) -> Mapping[str, Any]:
         with self._subject.defaults(self._device):

@@ -262,7 +262,8 @@ class _Sizes:
 
     def _launch(self, size: int, found: SizeMeasurements) -> None:
         taken = self._bench.launch_again(size, found)
-        self._turns.setdefault(size, []).append(taken)
+        if taken is not None:
+            self._turns.setdefault(size, []).append(taken)
 
     def result(self) -> LayerProfile:
         """Of all visits so far."""

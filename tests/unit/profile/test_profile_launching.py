@@ -106,6 +106,7 @@ def test_passes_are_launched_for_some_seconds(
     with bench.recomputing():
         found = bench.measure(1, 60.0)
         assert found.launches == []  # a host that computes launches nothing
+        assert bench.launch_again(1, found) is None
         bench._is_cuda = True
         before = clock.now
         assert bench.launch_seconds(1) == pytest.approx(10.0)
