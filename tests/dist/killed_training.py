@@ -37,7 +37,7 @@ def train(case: str, stage: int, folder: Path) -> None:
     import torch.distributed as dist
     from rank_training import backward
     from support.engines import built, make_config
-    from support.models import make_batch, make_model
+    from support.models import make_model
 
     rank, world = dist.get_rank(), dist.get_world_size()
     accumulation = 3 if case == "accumulation" else 1
@@ -65,7 +65,7 @@ def train(case: str, stage: int, folder: Path) -> None:
                 (folder / f"ready{rank}").touch()
                 engine.synchronize()
                 if rank == 0:
-                    _evaluate_for_ever(engine, make_batch("mlp", 0))
+                    _read_for_ever(engine, stage)
             step += 1
             if step == 3 and case != "alone":
                 (folder / f"ready{rank}").touch()
@@ -75,12 +75,16 @@ def train(case: str, stage: int, folder: Path) -> None:
                     return
 
 
-def _evaluate_for_ever(engine: Any, batch: Any) -> None:
+def _read_for_ever(engine: Any, stage: int) -> None:
+    """Weights, alone: in ZeRO-3 this rank's part, as the others would have to gather them too."""
     import torch
+    from deepspeed.utils import safe_get_local_fp32_param
 
+    weight = engine.module.embed.weight
     with torch.no_grad():
         while True:
-            engine.module.embed.weight.float().sum()
+            read = weight if stage < 3 else safe_get_local_fp32_param(weight)
+            read.float().sum()
             time.sleep(0.01)
 
 
