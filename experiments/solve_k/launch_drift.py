@@ -39,8 +39,10 @@ _PROFILES = (5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 _GAP = 20.0
 """Seconds from its end to the steps."""
 _STEPS = 36.0
-"""Seconds of these, as in planned_steps.py."""
+"""Seconds of these."""
 _FEWEST_WINDOWS = 8
+_LEAST_SECONDS = 75.0
+"""Of launching: less leaves no row of the table."""
 HEADER = ("profile s", "windows", "off by (rms)", "least", "largest")
 
 
@@ -135,6 +137,8 @@ def main() -> None:
     add("--seconds", type=float, default=300.0, help="of launching")
     add("--out", type=Path, default=Path(), help="folder for launch_drift.json")
     arguments = parser.parse_args()
+    if arguments.seconds < _LEAST_SECONDS:
+        raise SystemExit(f"--seconds {arguments.seconds:g}: give {_LEAST_SECONDS:g} or more")
     if not torch.cuda.is_available():
         raise SystemExit("launch_drift.py needs a GPU: a CPU computes, nothing is launched")
     arguments.out.mkdir(parents=True, exist_ok=True)

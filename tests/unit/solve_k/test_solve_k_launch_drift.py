@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_faster_and_slower_for_longer_than_a_profile_stays_unknown() -> None:
 
 def test_short_series_have_short_profiles_only() -> None:
     assert [row[0] for row in rows(_turns(90, lambda _: 1.0))] == ["5", "10", "20", "30"]
+
+
+def test_too_few_seconds_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The least that is taken has a row, of a host whose turns take a second."""
+    least = int(launch_drift._LEAST_SECONDS)
+    assert rows([Turn(float(i), (1e-3,)) for i in range(least)])
+    command = ["launch_drift.py", "--workloads", "toy/2x16", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [*command, "--seconds", str(least - 1)])
+    with pytest.raises(SystemExit, match=f"--seconds {least - 1}: give {least} or more"):
+        launch_drift.main()
+    assert not (tmp_path / "out").exists()
 
 
 def test_turns_go_on_for_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
