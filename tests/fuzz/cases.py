@@ -31,6 +31,8 @@ class ModelSpec:
         shared: the last block is the first one again.
         strided: the root owns a weight that is not contiguous.
         dropout: before the blocks.
+        tiled: how blocks checkpoint their own MLP in pieces: "none", "reentrant", "not_reentrant".
+        tower: a module that the steps say whether to use.
     """
 
     seed: int
@@ -53,6 +55,8 @@ class ModelSpec:
     shared: bool = False
     strided: bool = False
     dropout: bool = False
+    tiled: str = "none"
+    tower: bool = False
 
     @property
     def takes_tokens(self) -> bool:
@@ -108,7 +112,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Event:
-    """Something between or inside steps that all ranks do; see `Player._do_<kind>`.
+    """Something between or inside steps that all ranks do; see `Player._do_<kind>`, `between.py`.
 
     Attributes:
         states: what leaves the device; None: all that can.
@@ -133,12 +137,18 @@ class Step:
         skip: the blocks that each rank leaves out in each micro-batch.
         style: of a micro-batch: "plain", "retain" (its graph), "past" (loss.backward()), "module"
             (engine.module(...) and loss.backward()); "two" (two forwards, then two backwards),
-            "sum" (two forwards, one backward), "no_sync" (two, the first under it).
+            "sum" (two forwards, one backward), "no_sync" (two, the first under it), "penalty" (of
+            the input's gradient), "dropped" (two forwards, the backward of the last).
+        forwards: of the styles "two" and "sum".
         idle: ranks that make no backward.
         poison: (rank, micro-batch, value) of an element of a gradient.
         fault: ("forward" or "backward", whether step() is called after it) before the step.
         inside: events after the backward of a micro-batch, by its number.
         after: events after the step.
+        micros: micro-batches of each rank; 0: all.
+        tower: ranks that use it.
+        pieces: in which blocks that are tiled recompute; 0: without recomputation.
+        cut: the block before which the forward is detached.
     """
 
     factor: float
@@ -149,6 +159,18 @@ class Step:
     fault: tuple[str, bool] | None = None
     inside: tuple[tuple[int, Event], ...] = ()
     after: tuple[Event, ...] = ()
+    forwards: int = 2
+    micros: int = 0
+    tower: tuple[int, ...] = ()
+    pieces: int = 1
+    cut: int | None = None
+
+    @property
+    def num_forwards(self) -> int:
+        """Of a micro-batch."""
+        if self.style in ("two", "sum"):
+            return self.forwards
+        return 2 if self.style in ("no_sync", "dropped") else 1
 
 
 @dataclass(frozen=True)
@@ -169,6 +191,9 @@ class Case:
         traced: "hytrain.trace.steps"; None: no trace.
         short: with several ranks, no device holds all gradients to the end of a first backward.
         gradients: how they are taken over, see `support/gradient_ways.py`.
+        accumulation: the configuration's micro-batches a step; 0: all.
+        hooked: hooks that are put on before the build.
+        before: events before the first step.
     """
 
     seed: int
@@ -196,6 +221,9 @@ class Case:
     traced: tuple[int, int] | None = None
     short: bool = False
     gradients: str = "joined"
+    accumulation: int = 0
+    hooked: tuple[Event, ...] = ()
+    before: tuple[Event, ...] = ()
 
     @property
     def checks_overflow(self) -> bool:
@@ -211,6 +239,10 @@ class Case:
     def num_micro_batches(self) -> int:
         """The most of any rank."""
         return max(len(own) for own in self.micro_samples)
+
+    def samples_of(self, step: Step, rank: int) -> tuple[int, ...]:
+        """Of its micro-batches in a step."""
+        return self.micro_samples[rank][: step.micros or None]
 
     def __str__(self) -> str:
         return f"seed {self.seed}: " + _words(self)

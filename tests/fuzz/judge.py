@@ -16,16 +16,10 @@ import torch
 from support.comparisons import assert_same_bits, ulp
 from support.engines import device
 
+from fuzz import between
 from fuzz.cases import Case, Event, Step
-from fuzz.player import (
-    Layout,
-    StepTrace,
-    Trace,
-    batch_of,
-    rate_factor,
-    set_gradient,
-    set_values,
-)
+from fuzz.models import batch_of, set_gradient, set_values
+from fuzz.player import Layout, StepTrace, Trace, rate_factor
 from fuzz.precision import autocasting, compute_dtype, copy_dtype
 from fuzz.reference import KINDS, Reference, Sums
 
@@ -51,6 +45,7 @@ class Judge:
         self._is_poisoned = False
         self._has_gradients = False
         self._largest_rate = 0.0
+        self.hooks = between.Hooks(self.reference.model)
         self.is_bitwise = device().type == "cpu" or not _was_on_gpu(case)
 
     @property
@@ -68,6 +63,9 @@ class Judge:
         lengths = [len(trace.seen) for trace in self.traces]
         assert len(set(lengths)) == 1, f"the ranks have seen different things: {lengths}"
         self._expect_fp32()
+        for event in (*self.case.hooked, *self.case.before):
+            self._where = f"before the first step, {event.kind}"
+            self._event(event)
         for number, step in enumerate(self.case.steps):
             self._where = f"in step {number}"
             self._step(number, step)
@@ -80,7 +78,7 @@ class Judge:
 
     # -- what was seen ---------------------------------------------------------------------------
 
-    def _next(self, what: str) -> list[Any]:
+    def next_seen(self, what: str) -> list[Any]:
         """The next thing of each rank."""
         found = [trace.seen[self._position] for trace in self.traces]
         self._position += 1
@@ -103,14 +101,14 @@ class Judge:
         assert not bool(bad.any()), f"{name}: off by {float(error[bad].max()):.3g}"
 
     def _expect_fp32(self) -> None:
-        found = self._next("fp32")
+        found = self.next_seen("fp32")
         assert not any(found[1:]), f"{self._where}: other ranks than 0 have the state"
         for name, tensors in self.reference.state.items():
             for kind, expected in zip(KINDS, tensors, strict=True):
                 self._same(f"{kind} of {name}", found[0][name][kind].flatten(), expected)
 
     def _expect_copies(self) -> None:
-        for rank, found in enumerate(self._next("copies")):
+        for rank, found in enumerate(self.next_seen("copies")):
             for name, value in self._weights().items():
                 self._same(f"copy of {name} on rank {rank}", found[name], value)
 
@@ -144,8 +142,7 @@ class Judge:
         self._has_gradients = False
 
     def _by_hand(self, number: int, step: Step, traces: Sequence[StepTrace]) -> None:
-        count = self.case.num_micro_batches
-        for micro in range(count):
+        for micro in range(step.micros or self.case.num_micro_batches):
             for rank in range(self.case.ranks):
                 if rank not in step.idle:
                     self._micro_batch(number, rank, micro, step, traces[rank])
@@ -164,27 +161,36 @@ class Judge:
         losses = self.reference.losses(number, rank, micro, step)
         for index, loss in enumerate(losses):
             at = micro * len(losses) + index
-            self._same_loss(f"of micro-batch {micro} of rank {rank}", trace.losses[at], loss)
+            self.same_loss(f"of micro-batch {micro} of rank {rank}", trace.losses[at], loss)
         if step.style == "sum":
-            losses = [losses[0] + losses[1]]
-        for loss in losses:
-            self._add(loss / self.case.num_micro_batches)
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses[step.style == "dropped" :]:
+            self._add(loss / (step.micros or self.case.num_micro_batches))
 
     def _add(self, loss: torch.Tensor) -> None:
         first = self._over_ranks if self._is_divided_first else 1.0
         for name, gradient in self.reference.gradients(loss).items():
             self._sums[name].add(gradient * first)
 
-    def _same_loss(self, what: str, actual: float, expected: torch.Tensor | float) -> None:
+    def same_loss(self, what: str, actual: float, expected: torch.Tensor | float) -> None:
         value = float(expected.detach() if isinstance(expected, torch.Tensor) else expected)
         is_same = math.isclose(actual, value, rel_tol=self.reference.noise, abs_tol=1e-30)
         is_same = is_same or (math.isnan(actual) and math.isnan(value)) or actual == value
         assert is_same, f"{self._where}: the loss {what} is {actual!r}, not {value!r}"
 
+    def same_values(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Of two computations of the same."""
+        rounding = max(self.reference.noise, self.reference.rounding)
+        bound = 4 * rounding * float(expected.abs().max()) + 1e-30
+        same = (actual == expected) | (actual.isnan() & expected.isnan())
+        bad = ~((actual - expected).abs() <= bound) & ~same
+        assert not bool(bad.any()), f"{self._where}: {what}: {actual} is not {expected}"
+
     def _global_batch(self, number: int, step: Step, traces: Sequence[StepTrace]) -> None:
-        total = sum(map(sum, self.case.micro_samples))
+        samples_of = [self.case.samples_of(step, rank) for rank in range(self.case.ranks)]
+        total = sum(map(sum, samples_of))
         mean = 0.0
-        for rank, own in enumerate(self.case.micro_samples):
+        for rank, own in enumerate(samples_of):
             for micro, samples in enumerate(own):
                 (loss,) = self.reference.losses(number, rank, micro, step)
                 mean += float(loss.detach()) * samples / total
@@ -192,7 +198,7 @@ class Judge:
         self._has_gradients = True
         self._is_poisoned = step.poison is not None
         for rank, trace in enumerate(traces):
-            self._same_loss(f"of the global batch on rank {rank}", trace.losses[0], mean)
+            self.same_loss(f"of the global batch on rank {rank}", trace.losses[0], mean)
 
     def _check_rates(self, number: int, trace: StepTrace) -> None:
         spec = self.case.optimizer
@@ -306,6 +312,9 @@ class Judge:
     # -- events ----------------------------------------------------------------------------------
 
     def _event(self, event: Event) -> None:
+        if event.kind in between.JUDGED:
+            between.JUDGED[event.kind](self, event)
+            return
         judge = getattr(self, f"_judge_{event.kind}", None)
         if judge is not None:
             judge(event)
@@ -318,12 +327,12 @@ class Judge:
 
     def _judge_peek(self, _event: Event) -> None:
         weights = self._weights()
-        for rank, found in enumerate(self._next("peek")):
+        for rank, found in enumerate(self.next_seen("peek")):
             for name, value in found.items():
                 self._same(f"{name} on rank {rank}", value, weights[name])
 
     def _judge_module_state(self, _event: Event) -> None:
-        for rank, found in enumerate(self._next("module_state")):
+        for rank, found in enumerate(self.next_seen("module_state")):
             assert found or rank, f"{self._where}: rank 0 has none"
             for name, value in self._weights().items() if found else ():
                 self._same(f"{name} on rank {rank}", found[name], value)
@@ -337,17 +346,17 @@ class Judge:
     def _evaluate(self, *, is_training: bool) -> None:
         self.reference.take_weights()
         model = self.reference.model.train(is_training)
-        for rank, (number, loss) in enumerate(self._next("eval")):
+        for rank, (number, loss) in enumerate(self.next_seen("eval")):
             if loss is None:
                 continue
             torch.manual_seed(number)
             with torch.no_grad(), autocasting(self.case):
                 expected = model(**batch_of(self.case, 900 + number, rank, 0, None))
-            self._same_loss(f"of an evaluation on rank {rank}", loss, expected)
+            self.same_loss(f"of an evaluation on rank {rank}", loss, expected)
         model.train()
 
     def _judge_set_gradient(self, _event: Event) -> None:
-        name = self._next("set_gradient")[0]
+        name = self.next_seen("set_gradient")[0]
         value = set_gradient(self.reference.shapes[name]).flatten() / self._unscale
         self.reference.set_gradient(self._sums[name], value)
 
@@ -355,42 +364,45 @@ class Judge:
         if self.traces[0].seen[self._position][0] == "safe_set":
             self._judge_safe_set(event)
             return
-        name = self._next("write")[0]
-        values = set_values(self.reference.shapes[name], event).flatten()
-        self.reference.state[name][0] = values.to(self.reference.dtype).float()
+        written = self.next_seen("write")[0]
+        for name in self.reference.state if written is None else (written,):
+            values = set_values(self.reference.shapes[name], event).flatten()
+            self.reference.state[name][0] = values.to(self.reference.dtype).float()
+
+    _judge_copy = _judge_load_module = _judge_write
 
     def _judge_save16(self, _event: Event) -> None:
-        is_written, found = self._next("save16")[0]
+        is_written, found = self.next_seen("save16")[0]
         for name, value in self._weights().items() if is_written else ():
             self._same(f"{name} in a file", found[name], value)
 
     def _judge_safe_get(self, _event: Event) -> None:
-        for rank, (name, values) in enumerate(self._next("safe_get")):
+        for rank, (name, values) in enumerate(self.next_seen("safe_get")):
             expected = self.reference.state[name]
             for kind, value, flat in zip(KINDS, values, expected, strict=True):
                 self._same(f"{kind} of {name} on rank {rank}", value.flatten(), flat)
 
     def _judge_gradient(self, _event: Event) -> None:
-        for name, value in self._next("gradient"):
+        for name, value in self.next_seen("gradient"):
             if self._sums[name].is_finite:
                 self._same_gradient(name, value.flatten() / self._unscale, self._sums[name])
 
     def _judge_safe_set(self, event: Event) -> None:
-        name = self._next("safe_set")[0]
+        name = self.next_seen("safe_set")[0]
         values = set_values(self.reference.shapes[name], event).flatten()
         self.reference.state[name][0] = values.clone()
         self.reference.set_first_moment(name, values / 8)
 
     def _judge_zero_grad(self, _event: Event) -> None:
-        self._next("zero_grad")
+        self.next_seen("zero_grad")
         self._reset()
 
     def _judge_save(self, _event: Event) -> None:
-        self._next("save")
+        self.next_seen("save")
         self.reference.save()
 
     def _judge_load(self, _event: Event) -> None:
-        self._next("load")
+        self.next_seen("load")
         self.reference.load()
 
     def _judge_reload(self, event: Event) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.engines import device
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.cases import ModelSpec
+from fuzz.cases import Case, Event, ModelSpec, Step
 
 VOCABULARY = 11
 INPUTS = 6
@@ -41,6 +42,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, number: int) -> None:
         super().__init__()
+        self.tiled = spec.tiled
         width, inner = spec.width, spec.inner[number]
         self.norm: nn.Module | None = None
         if spec.norm != "none":
@@ -52,10 +54,18 @@ class Block(nn.Module):
         if spec.scalar and number == 0:
             self.gate = nn.Parameter(torch.tensor(0.9))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, pieces: int = 0) -> torch.Tensor:
+        if self.tiled == "none" or not pieces:
+            return x + self._mlp(x)
+        is_reentrant = self.tiled == "reentrant"
+        parts = x.reshape(-1, x.shape[-1]).chunk(pieces)
+        found = [checkpoint(self._mlp, part, use_reentrant=is_reentrant) for part in parts]
+        return x + torch.cat(found).view_as(x)
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         y = x if self.norm is None else self.norm(x)
         y = self.down(torch.tanh(self.up(y)))
-        return x + (y * self.gate if hasattr(self, "gate") else y)
+        return y * self.gate if hasattr(self, "gate") else y
 
 
 class FuzzModel(nn.Module):
@@ -66,6 +76,8 @@ class FuzzModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.fault: str | None = None
+        self.keeps_hidden = False
+        self.hidden: torch.Tensor | None = None
         width = spec.width
         if spec.unused == "root":
             self.never = nn.Parameter(torch.ones(5))
@@ -90,7 +102,11 @@ class FuzzModel(nn.Module):
             self.slanted = nn.Parameter(torch.linspace(-0.1, 0.1, 2 * width).view(2, width).t())
         if spec.single:
             self.shift = nn.Parameter(torch.full((1,), 0.1))
+        if spec.tower:
+            self.tower = nn.Linear(width, width, bias=spec.bias)
         self._freeze(spec)
+        named = self.named_parameters()
+        self.frozen_at_build = {name for name, p in named if not p.requires_grad}
 
     def _add_blocks(self, spec: ModelSpec) -> None:
         blocks = [Block(spec, number) for number in range(len(spec.inner))]
@@ -134,7 +150,13 @@ class FuzzModel(nn.Module):
         return self.stack()[0].up.weight
 
     def forward(
-        self, inputs: torch.Tensor, skip: Sequence[int] = (), factor: float = 1.0
+        self,
+        inputs: torch.Tensor,
+        skip: Sequence[int] = (),
+        factor: float = 1.0,
+        tower: bool = False,
+        pieces: int = 0,
+        cut: int | None = None,
     ) -> torch.Tensor:
         spec = self.spec
         if spec.embed == "none":
@@ -147,19 +169,24 @@ class FuzzModel(nn.Module):
             x = x + self.slanted[:, 0] * self.slanted[:, 1]
         if spec.dropout:
             x = functional.dropout(x, 0.3, self.training)
+        if self.keeps_hidden:
+            self.hidden = x = x if x.requires_grad else x.detach().requires_grad_()
         for number, block in enumerate(self.stack()):
             if self.fault == "forward" and number == len(spec.inner) // 2:
                 raise UserError("forward")
             if self.fault == "backward" and number == len(spec.inner) // 2 and x.requires_grad:
                 x.register_hook(_raise)
+            x = x.detach() if number == cut else x
             if number not in skip:
                 for _ in range(2 if number in spec.twice else 1):
-                    x = self._call(block, x)
+                    x = self._call(block, x, pieces)
+        if tower:
+            x = x + torch.tanh(self.tower(x))
         return self._loss(x, inputs) * factor
 
-    def _call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, block: nn.Module, x: torch.Tensor, pieces: int) -> torch.Tensor:
         if self.spec.recompute == "none":
-            return block(x)
+            return block(x) if self.spec.tiled == "none" else block(x, pieces)
         return checkpoint(block, x, use_reentrant=self.spec.recompute == "reentrant")
 
     def _loss(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -205,3 +232,39 @@ def make_inputs(spec: ModelSpec, number: int, samples: int) -> torch.Tensor:
         return torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     wide = spec.width if spec.embed == "none" or spec.head == "tied" else INPUTS
     return torch.randn(samples, LENGTH, wide, generator=generator)
+
+
+def dropout_seed(number: int, rank: int, micro: int, part: int) -> int:
+    """Of a forward's random numbers."""
+    return ((number * 8 + micro) * 8 + rank) * 2 + part
+
+
+def set_gradient(shape: torch.Size) -> torch.Tensor:
+    """What an event sets a gradient to: numbers that any dtype holds."""
+    flat = torch.arange(max(1, shape.numel()))[: shape.numel()]
+    return ((flat % 16 - 8) / 8).view(shape)
+
+
+def set_values(shape: torch.Size, event: Event) -> torch.Tensor:
+    """What an event sets a parameter to."""
+    return torch.linspace(-event.value, 0.5, max(1, shape.numel()))[: shape.numel()].view(shape)
+
+
+def batch_of(
+    case: Case, number: int, rank: int, micro: int, step: Step | None, part: int = 0
+) -> dict[str, Any]:
+    """The arguments of a forward; without a step: nothing is left out."""
+    own = case.micro_samples[rank]
+    samples = own[micro] if own else 1
+    index = ((number * 8 + micro) * 8 + rank) * 2 + part
+    inputs = make_inputs(case.model, index, samples).to(device())
+    if step is None:
+        return {"inputs": inputs}
+    found = {"inputs": inputs, "skip": step.skip[rank][micro], "factor": step.factor}
+    if case.model.tower:
+        found["tower"] = rank in step.tower
+    if case.model.tiled != "none":
+        found["pieces"] = step.pieces
+    if step.cut is not None:
+        found["cut"] = step.cut
+    return found

@@ -1,6 +1,7 @@
 """Draws what a case does beside and between its steps: saves, traces, states off the device.
 
-From a stream of random numbers of its own: the rest of a seed's case is what it was before.
+And what its user does between steps and from step to step, see `between.py`. From streams of random
+numbers of their own: the rest of a seed's case is what it was before.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from fuzz.cases import Case, Event, Step
+from fuzz.cases import Case, Event, ModelSpec, Step
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """What can leave the device."""
@@ -24,8 +25,11 @@ def with_phases(case: Case) -> Case:
     for step in case.steps:
         saved = any(event.kind == "save" for each in steps for event in each.after)
         steps.append(_step(rng, case, step, saved=saved))
-    then = None if case.then is None else with_phases(case.then)
-    return replace(case, async_saves=is_async, traced=traced, steps=tuple(steps), then=then)
+    case = replace(case, async_saves=is_async, traced=traced, steps=tuple(steps))
+    case = _with_changes(random.Random(f"changes {case.seed} {case.follows}"), case)
+    if case.then is None:
+        return case
+    return replace(case, then=with_phases(replace(case.then, model=case.model)))
 
 
 def _step(rng: random.Random, case: Case, step: Step, *, saved: bool) -> Step:
@@ -47,3 +51,123 @@ def _step(rng: random.Random, case: Case, step: Step, *, saved: bool) -> Step:
 def _away(rng: random.Random) -> Event:
     chosen = tuple(name for name in STATES if rng.random() < 0.5)
     return Event("away", rng.randrange(1000), states=chosen if rng.random() < 0.5 else None)
+
+
+# -- from step to step -----------------------------------------------------------------------------
+
+
+def _with_changes(rng: random.Random, case: Case) -> Case:
+    """Steps that differ, and what a user does between them, in two of three cases."""
+    if not case.follows:
+        case = replace(case, model=_model(rng, case.model))
+    if rng.random() < 0.3:
+        return case
+    if case.batch_keys == "deepspeed" and rng.random() < 0.6:
+        case = replace(case, accumulation=rng.randint(1, case.num_micro_batches))
+    build, is_fresh = case.build, True
+    steps: list[Step] = []
+    for step in case.steps:
+        now = replace(case, build=build)
+        steps.append(_changed(rng, now, step, is_fresh, steps))
+        is_fresh = False
+        for event in step.after:
+            if event.build is not None:
+                build, is_fresh = event.build, True
+    hooked = tuple(_event(rng, "hook") for _ in range(2) if rng.random() < 0.15)
+    before = tuple(_between(rng, case)) if rng.random() < 0.5 else ()
+    case = replace(case, steps=tuple(steps), hooked=hooked, before=before)
+    return _with_grounds(case)
+
+
+def _with_grounds(case: Case) -> Case:
+    """Without a fault in a backward that frozen weights may keep from coming."""
+    events = [*case.before, *(event for step in case.steps for event in step.after)]
+    if all(event.kind != "toggle" for event in events):
+        return case
+    steps = [
+        replace(step, fault=None)
+        if step.fault is not None and step.fault[0] == "backward"
+        else step
+        for step in case.steps
+    ]
+    return replace(case, steps=tuple(steps))
+
+
+def _model(rng: random.Random, model: ModelSpec) -> ModelSpec:
+    tiled = rng.choice(("reentrant", "not_reentrant")) if rng.random() < 0.2 else "none"
+    if model.recompute != "none":
+        tiled = "none"
+    if tiled == "reentrant" and (model.embed == "none" or model.frozen not in ("none", "head")):
+        tiled = "not_reentrant"  # nothing before a block asks for a gradient
+    return replace(model, tiled=tiled, tower=rng.random() < 0.2)
+
+
+def _changed(
+    rng: random.Random, case: Case, step: Step, is_fresh: bool, before: list[Step]
+) -> Step:
+    model = case.model
+    is_by_layer = dict(case.build.section).get("accumulation") == "layer_major"
+    must_agree = case.build.stage == 3 and (
+        is_fresh or (is_by_layer and case.mode == "train_batch")
+    )
+    if case.batch_keys == "deepspeed" and case.num_micro_batches > 1:
+        step = _with_micros(step, rng.choice((0, rng.randint(1, case.num_micro_batches))))
+    tower: tuple[int, ...] = ()
+    if model.tower and rng.random() < 0.5:
+        everyone = tuple(range(case.ranks))
+        some = tuple(rank for rank in everyone if rng.random() < 0.5)
+        tower = everyone if must_agree or rng.random() < 0.4 else some
+    pieces = rng.choice((0, 1, 2, 3, 4)) if model.tiled != "none" else 1
+    cut = None
+    if model.head != "none" and model.frozen != "head" and rng.random() < 0.1:
+        cut = rng.randrange(len(model.inner))
+    if step.style in ("two", "sum"):
+        step = replace(step, forwards=rng.choice((2, 2, 3)))
+    is_alone = (step.micros or case.num_micro_batches) == 1 and not step.idle and not step.inside
+    if case.mode == "hand" and step.style == "plain" and is_alone and rng.random() < 0.3:
+        step = replace(step, style=_style(rng, case, before), forwards=rng.choice((2, 3)))
+    inside = step.inside
+    may_look = case.mode == "hand" and step.style == "plain" and not step.idle
+    if may_look and not case.is_direct and rng.random() < 0.1:
+        micro = rng.randrange(step.micros or case.num_micro_batches)
+        inside = (*inside, (micro, _event(rng, _input_gradient(rng, case))))
+    after = list(step.after)
+    if rng.random() < 0.5:
+        at = rng.randint(0, len(after))
+        after[at:at] = _between(rng, case)
+    return replace(step, tower=tower, pieces=pieces, cut=cut, inside=inside, after=tuple(after))
+
+
+def _with_micros(step: Step, micros: int) -> Step:
+    if not micros:
+        return step
+    poison = step.poison
+    if poison is not None:
+        poison = (poison[0], min(poison[1], micros - 1), poison[2])
+    inside = tuple((micro, event) for micro, event in step.inside if micro < micros)
+    return replace(step, micros=micros, poison=poison, inside=inside)
+
+
+def _style(rng: random.Random, case: Case, before: list[Step]) -> str:
+    styles = ["dropped", "two"]
+    if "reentrant" not in (case.model.recompute, case.model.tiled):
+        styles.append("penalty")
+        # Documented: what has followed as many forwards is expected again.
+        if case.ranks == 1 or not any(each.style == "two" for each in before):
+            styles.append("sum")
+    return rng.choice(styles)
+
+
+def _input_gradient(rng: random.Random, case: Case) -> str:
+    # Reentrant recomputation knows no torch.autograd.grad.
+    is_reentrant = "reentrant" in (case.model.recompute, case.model.tiled)
+    return "frozen_backward" if is_reentrant else rng.choice(("input_gradient", "frozen_backward"))
+
+
+def _between(rng: random.Random, case: Case) -> list[Event]:
+    kinds = (_input_gradient(rng, case), "toggle", "hook", "unhook", "copy", "load_module")
+    return [_event(rng, rng.choice(kinds)) for _ in range(rng.choice((1, 1, 2)))]
+
+
+def _event(rng: random.Random, kind: str) -> Event:
+    return Event(kind, rng.randrange(1000), round(rng.random(), 3))

@@ -18,9 +18,16 @@ from support.gradient_ways import taking_gradients
 from support.short_memory import short_of_memory
 from torch import nn
 
-from fuzz import precision
+from fuzz import between, precision
 from fuzz.cases import Build, Case, Event, OptimizerSpec, Step
-from fuzz.models import FuzzModel, UserError, make_inputs
+from fuzz.models import (
+    FuzzModel,
+    UserError,
+    batch_of,
+    dropout_seed,
+    set_gradient,
+    set_values,
+)
 from hytrain.errors import (
     AbortedBackwardError,
     HyTrainError,
@@ -132,7 +139,7 @@ def config_of(case: Case, build: Build, rank: int) -> dict[str, Any]:
         section["micro_batch_sizes"] = list(case.micro_sizes)
     else:
         config["train_micro_batch_size_per_gpu"] = 1
-        config["gradient_accumulation_steps"] = case.num_micro_batches
+        config["gradient_accumulation_steps"] = case.accumulation or case.num_micro_batches
     _add_optimizer(config, case.optimizer)
     return config
 
@@ -189,7 +196,8 @@ class Player:
         self._saved = ""
         self._round_trip: Any = None
         self._poison: float | None = None
-        self._micro = 0
+        self._toggles: list[Event] = []
+        self.hooks = between.Hooks()
         self.engine: Any = None
 
     def play(self) -> Trace:
@@ -200,6 +208,7 @@ class Player:
             if self.case.short and self.case.ranks > 1:
                 self._stack.enter_context(short_of_memory())
             try:
+                self.hooks.live += self.case.hooked
                 self._build(self.case.build, seed=9 if self.case.follows else 0)
             except HyTrainError as error:
                 if self.case.refusal is None:
@@ -210,6 +219,8 @@ class Player:
                 found, _ = self.engine.load_checkpoint(str(self.folder), tag="end")
                 assert found is not None
             self.note("fp32", self._state())
+            for event in self.case.before:
+                self._event(event)
             for number, step in enumerate(self.case.steps):
                 self._step(number, step)
                 for event in step.after:
@@ -243,6 +254,7 @@ class Player:
             model = FuzzModel(self.case.model, seed)
         model.anchor().register_hook(self._strike)
         self.model = model
+        self.hooks.move_to(model)
         if self.case.refusal is not None:
             _refuse(config, *self.case.refusal[:2])
         spec = self.case.optimizer
@@ -257,6 +269,9 @@ class Player:
         self._engine_context = built(model, config, **keywords)
         self.engine = self._engine_context.__enter__()
         self._stack.callback(self.engine.destroy)
+        for event in self._toggles:
+            between.toggle(model, event)
+        self._accumulation = self.case.accumulation or self.case.num_micro_batches
         self.engine.optimizer.passes.on_reduced_gradient = self._observe
         states: list[LayerState] = self.engine.optimizer.layer_states
         layout = Layout(
@@ -301,6 +316,7 @@ class Player:
         if spec.schedule == "hand":
             for group, values in zip(self.engine.optimizer.param_groups, spec.groups, strict=False):
                 group["lr"] = values[0] * rate_factor(number)
+        self._accumulate(step.micros or self.case.num_micro_batches)
         if step.fault is not None:
             self._fail(*step.fault)
         self._recorded.clear()
@@ -310,6 +326,11 @@ class Player:
         else:
             self._by_hand(number, step, trace)
         self._end_step(trace)
+
+    def _accumulate(self, count: int) -> None:
+        if count != self._accumulation:
+            self.engine.set_train_batch_size(count * self.case.ranks)
+            self._accumulation = count
 
     def _end_step(self, trace: StepTrace) -> None:
         optimizer = self.engine.optimizer
@@ -331,7 +352,7 @@ class Player:
 
     def _by_hand(self, number: int, step: Step, trace: StepTrace) -> None:
         engine = self.engine
-        count = len(self.case.micro_samples[self.rank])
+        count = len(self.case.samples_of(step, self.rank))
         for micro in range(count):
             if self.rank not in step.idle:
                 self._arm(step, micro)
@@ -353,17 +374,17 @@ class Player:
         if step.style in SINGLE:
             torch.manual_seed(dropout_seed(number, self.rank, micro, 0))
             model = engine.module if step.style == "module" else engine
-            loss = model(**self.batch(number, micro, step))
+            batch = self.batch(number, micro, step)
+            is_plain = step.style != "penalty"
+            loss = model(**batch) if is_plain else self._penalized(model, batch)
             self._disturb(engine)
             if step.style in ("past", "module"):
-                # As it is where nothing is scaled: refused else.
-                is_scaled = engine.optimizer.scaling.is_used
-                (engine.scale(loss) if is_scaled else loss).backward()
+                self.scale_loss(loss).backward()
             else:
                 engine.backward(loss, retain_graph=step.style == "retain")
             return [loss]
         losses: list[torch.Tensor] = []
-        for part in range(2):
+        for part in range(step.num_forwards):
             torch.manual_seed(dropout_seed(number, self.rank, micro, part))
             with engine.no_sync() if step.style == "no_sync" and part == 0 else _nothing():
                 losses.append(engine(**self.batch(number, micro, step, part)))
@@ -372,20 +393,31 @@ class Player:
         if step.style == "no_sync":
             return losses
         if step.style == "sum":
-            engine.backward(losses[0] + losses[1])
+            engine.backward(sum(losses[1:], losses[0]))
             return losses
-        for loss, is_last in zip(losses, (False, True), strict=True):
-            engine.set_gradient_accumulation_boundary(is_last)
+        if step.style == "dropped":
+            engine.backward(losses[1])
+            return losses
+        for loss in losses:
+            engine.set_gradient_accumulation_boundary(loss is losses[-1])
             engine.backward(loss)
         engine.set_gradient_accumulation_boundary(None)
         return losses
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Or as it is where nothing is scaled: refused else."""
+        return self.engine.scale(loss) if self.engine.optimizer.scaling.is_used else loss
+
+    def _penalized(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        value = self.engine.optimizer.loss_scale
+        return between.penalized(self.model, model, batch, self.scale_loss, value)
 
     def _arm(self, step: Step, micro: int) -> None:
         if step.poison is not None and step.poison[:2] == (self.rank, micro):
             self._poison = step.poison[2]
 
     def _train_batch(self, number: int, step: Step, trace: StepTrace) -> None:
-        count = len(self.case.micro_samples[self.rank])
+        count = len(self.case.samples_of(step, self.rank))
 
         def batches() -> Iterator[dict[str, Any]]:
             for micro in range(count):
@@ -426,7 +458,10 @@ class Player:
 
     def _event(self, event: Event) -> None:
         self._disturb(self.engine)
-        getattr(self, f"_do_{event.kind}")(event)
+        if event.kind in between.PLAYED:
+            between.PLAYED[event.kind](self, event)
+        else:
+            getattr(self, f"_do_{event.kind}")(event)
 
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {
@@ -472,6 +507,34 @@ class Player:
             if self.rank == 0:
                 parameter.copy_(set_values(parameter.shape, event))
         self.note("write", name)
+
+    def _do_copy(self, event: Event) -> None:
+        """Past the engine, where the weights are there."""
+        if self.engine.optimizer.weights.is_sharded:
+            self._do_write(event)
+            return
+        parameters = self.parameters()
+        name, parameter = parameters[event.number % len(parameters)]
+        with torch.no_grad():
+            parameter.copy_(set_values(parameter.shape, event))
+        self.note("write", name)
+
+    def _do_load_module(self, event: Event) -> None:
+        if self.engine.optimizer.weights.is_sharded:
+            self._do_write(event)
+            return
+        trained = {id(p) for _, p in self.parameters()}
+        self.engine.module.load_state_dict(
+            {
+                name: set_values(p.shape, event) if id(p) in trained else p.detach()
+                for name, p in self.model.named_parameters(remove_duplicate=False)
+            }
+        )
+        self.note("write", None)
+
+    def _do_toggle(self, event: Event) -> None:
+        self._toggles.append(event)
+        between.toggle(self.model, event)
 
     def _do_zero_after(self, event: Event) -> None:
         """As most loops do, though nothing is left."""
@@ -601,38 +664,9 @@ class Player:
             self.note("fp32", self._state())
 
 
-SINGLE = ("plain", "retain", "past", "module")
+SINGLE = ("plain", "retain", "past", "module", "penalty")
 """Styles of one forward and one backward."""
 
 
 def _nothing() -> Any:
     return contextlib.nullcontext()
-
-
-def dropout_seed(number: int, rank: int, micro: int, part: int) -> int:
-    """Of a forward's random numbers."""
-    return ((number * 8 + micro) * 8 + rank) * 2 + part
-
-
-def set_gradient(shape: torch.Size) -> torch.Tensor:
-    """What an event sets a gradient to: numbers that any dtype holds."""
-    flat = torch.arange(max(1, shape.numel()))[: shape.numel()]
-    return ((flat % 16 - 8) / 8).view(shape)
-
-
-def set_values(shape: torch.Size, event: Event) -> torch.Tensor:
-    """What an event sets a parameter to."""
-    return torch.linspace(-event.value, 0.5, max(1, shape.numel()))[: shape.numel()].view(shape)
-
-
-def batch_of(
-    case: Case, number: int, rank: int, micro: int, step: Step | None, part: int = 0
-) -> dict[str, Any]:
-    """The arguments of a forward; without a step: nothing is left out."""
-    own = case.micro_samples[rank]
-    samples = own[micro] if own else 1
-    index = ((number * 8 + micro) * 8 + rank) * 2 + part
-    inputs = make_inputs(case.model, index, samples).to(device())
-    if step is None:
-        return {"inputs": inputs}
-    return {"inputs": inputs, "skip": step.skip[rank][micro], "factor": step.factor}

@@ -15,9 +15,10 @@ from support.reference_adam import read_moments, stored_moments
 from support.rounded_moments import rounding_of
 
 from fuzz import precision
+from fuzz.between import penalized
 from fuzz.cases import Case, Step
-from fuzz.models import FuzzModel
-from fuzz.player import SINGLE, StepTrace, batch_of, dropout_seed, parameter_groups
+from fuzz.models import FuzzModel, batch_of, dropout_seed
+from fuzz.player import StepTrace, parameter_groups
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.moment_codes import read_moment, write_moment
 from hytrain.kernels.moments import zero_moment
@@ -100,19 +101,21 @@ class Reference:
     def losses(self, number: int, rank: int, micro: int, step: Step) -> list[torch.Tensor]:
         """Of the forwards of one micro-batch."""
         found: list[torch.Tensor] = []
-        for part in range(1 if step.style in SINGLE else 2):
+        for part in range(step.num_forwards):
             torch.manual_seed(dropout_seed(number, rank, micro, part))
             # Autocast is the engine's; "module" goes past it.
             is_past = step.style == "module"
             with contextlib.nullcontext() if is_past else precision.autocasting(self.case):
-                found.append(self.model(**batch_of(self.case, number, rank, micro, step, part)))
+                batch = batch_of(self.case, number, rank, micro, step, part)
+                is_plain = step.style != "penalty"
+                found.append(self.model(**batch) if is_plain else self._penalized(batch))
         return found
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of one loss, scaled, fp32, flat, on the host; zeros where there is none."""
         self.model.zero_grad(set_to_none=True)
         if loss.requires_grad:
-            (loss * self.scale.value).backward()
+            self.scale_loss(loss).backward()
         return {
             name: torch.zeros_like(self.state[name][0])
             if parameter.grad is None
@@ -120,6 +123,13 @@ class Reference:
             for name, parameter in self.model.named_parameters()
             if name in self.state
         }
+
+    def _penalized(self, batch: dict[str, Any]) -> torch.Tensor:
+        return penalized(self.model, self.model, batch, self.scale_loss, self.scale.value)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiplied by the scale of this step."""
+        return loss * self.scale.value
 
     def sums(self) -> dict[str, Sums]:
         """Nothing so far."""
@@ -156,7 +166,7 @@ class Reference:
         model = self.case.model
         if model.recompute == "reentrant" or model.outside != "none" or model.head == "tied":
             uses = 4
-        if model.shared or model.embed == "sparse":
+        if model.shared or model.embed == "sparse" or model.tiled != "none":
             uses = 8
         # A division before the sum over ranks is one rounding more.
         is_divided = precision.copy_dtype(self.case) == torch.float16 and self.case.ranks > 1

@@ -23,6 +23,8 @@ MODEL = {
     "shared": False,
     "strided": False,
     "dropout": False,
+    "tiled": "none",
+    "tower": False,
     "bias": False,
 }
 """The usual value of what a model may have."""
@@ -40,9 +42,22 @@ CASE = {
     "traced": None,
     "short": False,
     "gradients": "joined",
+    "hooked": (),
+    "before": (),
 }
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
-STEP = {"fault": None, "poison": None, "idle": (), "style": "plain", "factor": 1.0}
+STEP = {
+    "fault": None,
+    "poison": None,
+    "idle": (),
+    "style": "plain",
+    "factor": 1.0,
+    "forwards": 2,
+    "micros": 0,
+    "tower": (),
+    "pieces": 1,
+    "cut": None,
+}
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -52,6 +67,8 @@ def smaller(case: Case) -> Iterator[Case]:
     if case.then is not None:
         for less in smaller(case.then):
             yield replace(case, then=less)
+    for number in range(len(case.before)):
+        yield replace(case, before=case.before[:number] + case.before[number + 1 :])
     for number in range(len(case.steps)):
         if len(case.steps) > 1:
             yield replace(case, steps=case.steps[:number] + case.steps[number + 1 :])

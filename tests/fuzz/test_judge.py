@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuzz import cases
+from fuzz import between, cases
 from fuzz.cases import Case, Event, Step
 from fuzz.drawing import draw
 from fuzz.judge import Judge
@@ -181,15 +181,23 @@ def test_everything_is_drawn() -> None:
     assert {case.build.stage for case in drawn} == {1, 2, 3}
     assert {case.mode for case in drawn} == {"hand", "train_batch"}
     steps = [step for case in drawn for step in case.steps]
-    assert {step.style for step in steps} == {*SINGLE, "two", "sum", "no_sync"}
+    assert {step.style for step in steps} == {*SINGLE, "two", "sum", "no_sync", "dropped"}
     assert any(case.then is not None for case in drawn)
     assert any(event.build.zero_init for step in steps for event in step.after if event.build)
     assert {fault[0] for step in steps if (fault := step.fault)} == {"forward", "backward"}
     kinds = {event.kind for step in steps for event in step.after}
     kinds |= {event.kind for step in steps for _, event in step.inside}
     methods = {name.removeprefix("_do_") for name in vars(Player) if name.startswith("_do_")}
-    assert kinds == methods
+    assert kinds == methods | set(between.PLAYED)
+    assert {event.kind for case in drawn for event in case.hooked} == {"hook"}
+    assert {event.kind for case in drawn for event in case.before} >= set(between.PLAYED)
+    counts = {(step.forwards, len(step.tower), step.pieces > 1, step.micros) for step in steps}
+    assert {found[0] for found in counts} == {2, 3}
+    assert {found[1] for found in counts} == {0, 1, 2, 3}
+    assert {found[2] for found in counts} == {False, True}
+    assert {found[3] for found in counts} == {0, 1, 2, 3}
+    assert any(step.cut is not None for step in steps)
     refused = {case.refusal[0] for case in drawn if case.refusal is not None}
     assert refused == {refusal.path for refusal in REFUSALS}
-    for name in ("stack", "embed", "head", "norm", "unused", "frozen", "recompute"):
+    for name in ("stack", "embed", "head", "norm", "unused", "frozen", "recompute", "tiled"):
         assert len({getattr(case.model, name) for case in drawn}) >= 3, name
