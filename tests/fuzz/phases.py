@@ -121,6 +121,8 @@ def _changed(
     cut = None
     if model.head != "none" and model.frozen != "head" and rng.random() < 0.1:
         cut = rng.randrange(len(model.inner))
+    if step.style == "sum" and not _may_sum(case, before):
+        step = replace(step, style="two")
     if step.style in ("two", "sum"):
         step = replace(step, forwards=rng.choice((2, 2, 3)))
     is_alone = (step.micros or case.num_micro_batches) == 1 and not step.idle and not step.inside
@@ -152,10 +154,14 @@ def _style(rng: random.Random, case: Case, before: list[Step]) -> str:
     styles = ["dropped", "two"]
     if "reentrant" not in (case.model.recompute, case.model.tiled):
         styles.append("penalty")
-        # Documented: what has followed as many forwards is expected again.
-        if case.ranks == 1 or not any(each.style == "two" for each in before):
+        if _may_sum(case, before):
             styles.append("sum")
     return rng.choice(styles)
+
+
+def _may_sum(case: Case, before: list[Step]) -> bool:
+    # Documented: what has followed as many forwards is expected again.
+    return case.ranks == 1 or not any(each.style == "two" for each in before)
 
 
 def _input_gradient(rng: random.Random, case: Case) -> str:
