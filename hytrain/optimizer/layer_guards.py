@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from hytrain.model.discovery import is_container
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.schedule import ForwardMark
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -189,10 +191,12 @@ class LayerGuards:
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
-        if self._owner.gathers and torch.is_grad_enabled():
+        mark = self._owner.mark_forward() if torch.is_grad_enabled() else None
+        if mark is not None:
+            hook = partial(self._backward_begins, mark)
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    before_backward(tensor, self._backward_begins)
+                    before_backward(tensor, hook)
         self._owner.end_forward()
 
     def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
@@ -223,8 +227,8 @@ class LayerGuards:
         if self._saved is not None:
             self._saved.stop()
 
-    def _backward_begins(self, _gradient: object) -> None:
-        self._owner.backward_begins()
+    def _backward_begins(self, mark: ForwardMark, _gradient: object) -> None:
+        self._owner.backward_begins(mark)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
