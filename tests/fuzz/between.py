@@ -181,10 +181,14 @@ class Hooks:
 
     def put_on(self, event: Event) -> None:
         """Where its parameter has gradients now."""
-        parameter = self._parameter(event.number)
+        model = self._model
+        assert model is not None
+        parameter = self._parameter(model, event.number)
         if parameter is None or event in self._handles or not parameter.requires_grad:
             return
         kind = (*AFTER, *ON_TENSOR)[int(event.value * 100) % 5]
+        if kind == "halve" and "reentrant" in (model.spec.recompute, model.spec.tiled):
+            kind = "tensor halve"
         if kind in AFTER:
             handle = parameter.register_post_accumulate_grad_hook(AFTER[kind])
         else:
@@ -197,9 +201,7 @@ class Hooks:
         if self.live:
             self._handles.pop(self.live.pop(event.number % len(self.live))).remove()
 
-    def _parameter(self, number: int) -> nn.Parameter | None:
-        model = self._model
-        assert model is not None
+    def _parameter(self, model: FuzzModel, number: int) -> nn.Parameter | None:
         anchor = model.anchor()  # a poisoned gradient comes by a hook of its own
         found = [
             parameter

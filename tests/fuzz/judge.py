@@ -367,22 +367,12 @@ class Judge:
         written = self.next_seen("write")[0]
         for name in self.reference.state if written is None else (written,):
             values = set_values(self.reference.shapes[name], event).flatten()
-            self.reference.state[name][0] = values.to(self.reference.dtype).float()
-
-    def _judge_copy(self, event: Event) -> None:
-        """Past the engine, or as a write where weights are sharded."""
-        if self.traces[0].seen[self._position][0] == "write":
-            self._judge_write(event)
-            return
-        copied = self.next_seen("copy")[0]
-        for name in self.reference.state if copied is None else (copied,):
-            values = set_values(self.reference.shapes[name], event).flatten()
             old, new = self.reference.copy_of(name).flatten(), values.to(self.reference.dtype)
             # What was there already was not written: that keeps its fp32 bits.
             master = self.reference.state[name][0]
             self.reference.state[name][0] = torch.where(old == new, master, new.float())
 
-    _judge_load_module = _judge_copy
+    _judge_copy = _judge_load_module = _judge_write
 
     def _judge_save16(self, _event: Event) -> None:
         is_written, found = self.next_seen("save16")[0]

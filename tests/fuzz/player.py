@@ -517,7 +517,7 @@ class Player:
         name, parameter = parameters[event.number % len(parameters)]
         with torch.no_grad():
             parameter.copy_(set_values(parameter.shape, event))
-        self.note("copy", name)
+        self.note("write", name)
 
     def _do_load_module(self, event: Event) -> None:
         if self.engine.optimizer.weights.is_sharded:
@@ -530,7 +530,7 @@ class Player:
                 for name, p in self.model.named_parameters(remove_duplicate=False)
             }
         )
-        self.note("copy", None)
+        self.note("write", None)
 
     def _do_toggle(self, event: Event) -> None:
         self._toggles.append(event)
