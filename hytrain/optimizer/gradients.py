@@ -22,6 +22,7 @@ order and who may go early are the same in both modes: ranks may differ in their
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,7 +30,7 @@ import torch
 
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
-from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.layout import LayerLayout
 from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
@@ -273,24 +274,30 @@ class GradientCollector:
             layer.final = True
             self._close(layer)
 
-    def _hook(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> Hook:
+    def _hook(self, layer: LayerGradient, index: int) -> Hook:
         # It runs for every parameter of every micro-batch: where those are small, what it takes
         # the host is what they take. So all of the usual case is here, and calls little.
-        last = len(layer.layout.slots) - 1
-        parameter = slot.parameter
+        number, last = layer.layout.index, len(layer.layout.slots) - 1
+        # Python does not see what autograd's nodes refer to: a cycle through one is never freed.
+        owner = weakref.ref(self)
 
         def hook(_inputs: object, _outputs: object) -> None:
+            collector = owner()
+            if collector is None:
+                return
+            layer = collector.layers[number]
+            parameter = layer.layout.slots[index].parameter
             gradient = parameter.grad
             if gradient is None:
                 return
-            if not self.in_backward:
-                self._sink.begin_unannounced()
+            if not collector.in_backward:
+                collector._sink.begin_unannounced()
             if layer.final or layer.closed:
-                self._take_more(layer, index)
+                collector._take_more(layer, index)
             waiting = layer.waiting
             if torch.is_grad_enabled():  # create_graph
                 with torch.no_grad():
-                    layer.take(index, gradient, self._device)
+                    layer.take(index, gradient, collector._device)
             elif (
                 layer.together
                 and len(waiting) < last
@@ -299,50 +306,54 @@ class GradientCollector:
             ):
                 waiting[index] = gradient
             else:
-                layer.take(index, gradient, self._device)
+                layer.take(index, gradient, collector._device)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
             layer.fired[index] += 1
             layer.last_index = index
-            self._firings += 1
-            layer.last_firing = self._clock = self._clock + 1
-            if self._pace is not None:
-                layer.uses_before = self._pace.uses_made
-            if self.record is None and layer.fired[index] > 1:
+            collector._firings += 1
+            layer.last_firing = collector._clock = collector._clock + 1
+            if collector._pace is not None:
+                layer.uses_before = collector._pace.uses_made
+            if collector.record is None and layer.fired[index] > 1:
                 layer.remaining = -1  # once more than once: not before the end of this backward
             layer.remaining -= 1
             if layer.remaining == 0:
-                self._finish(layer)
+                collector._finish(layer)
 
         return hook
 
     def _marker(self, hooks: LayerHooks) -> Hook:
         """The one hook of a layer, called when its last gradient has come."""
-        layer, last = hooks.layer, hooks.layer.last_index
-        count = len(layer.layout.slots)
+        last, count = hooks.layer.last_index, len(hooks.layer.layout.slots)
+        owner, of_layer = weakref.ref(self), weakref.ref(hooks)  # as in _hook
 
         def hook(_inputs: object, _outputs: object) -> None:
-            if not self.in_backward:
-                self._sink.begin_unannounced()
-                self._unmark_all()  # the next one like it shall be noticed at its first gradient
+            collector, hooks = owner(), of_layer()
+            if collector is None or hooks is None:
+                return
+            layer = hooks.layer
+            if not collector.in_backward:
+                collector._sink.begin_unannounced()
+                collector._unmark_all()  # the next one is to be noticed at its first gradient
                 return
             if layer.final or layer.closed:
-                self._take_more(layer, last)
+                collector._take_more(layer, last)
             gradients = hooks.take()
             whole = [g for g in gradients if g is not None and not g.is_sparse]
             if len(whole) < count:
                 hooks.unmark()
-                self._take_some(layer, gradients)
+                collector._take_some(layer, gradients)
                 return
             layer.take_all(whole)
             layer.fired = [1] * count
-            self._firings += count
-            layer.last_firing = self._clock = self._clock + count
+            collector._firings += count
+            layer.last_firing = collector._clock = collector._clock + count
             layer.remaining -= count
             if layer.remaining == 0:
-                self._finish(layer)
+                collector._finish(layer)
 
         return hook
 

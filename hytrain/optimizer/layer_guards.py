@@ -9,6 +9,7 @@ read (:mod:`hytrain.model.weight_reads`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -69,7 +70,7 @@ class LayerGuards:
         self._needed = WeakIdKeyDictionary()
         """Output of modules -> the layers of each of these modules, the outermost one first."""
         owner.when_held(self._layer_held)
-        self._watched = [watched for x in owner.layers for watched in self._watch(x)]
+        self._watched = [w for place in range(len(owner.layers)) for w in self._watch(place)]
         # Those are there in the whole of every pass (unguarded_layers).
         borrowed = _borrowed(model, owner.layers) if owner.gathers else {}
         for module, indices in self._guarded.items():
@@ -199,16 +200,22 @@ class LayerGuards:
                     before_backward(tensor, hook)
         self._owner.end_forward()
 
-    def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
-        """Has the layer's weights tell of reads that no hook tells of."""
+    def _watch(self, place: int) -> Iterator[WatchedParameters]:
+        """Has a layer's weights tell of reads that no hook tells of.
+
+        A parameter that autograd's nodes refer to is nothing that Python can collect: were the
+        engine reachable from it, neither would ever be freed.
+        """
+        layer, owner = self._owner.layers[place], weakref.ref(self._owner)
 
         def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
             del name, may_refuse, was_read
-            self._owner.read_trained(layer)
+            if (guide := owner()) is not None:
+                guide.read_trained(guide.layers[place])
 
         def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-            if may_refuse:
-                self._owner.read_sharded(layer, name, was_read=was_read)
+            if may_refuse and (guide := owner()) is not None:
+                guide.read_sharded(guide.layers[place], name, was_read=was_read)
 
         state = layer.resident
         if state is not None:

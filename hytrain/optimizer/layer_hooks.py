@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from hytrain.model.layout import ParameterSlot
 from hytrain.optimizer.autograd_task import accumulator
 from hytrain.optimizer.layer_gradient import LayerGradient
 
@@ -23,9 +22,7 @@ Hook = Callable[[object, object], None]
 class LayerHooks:
     """The hooks of one layer."""
 
-    def __init__(
-        self, layer: LayerGradient, each: Callable[[LayerGradient, int, ParameterSlot], Hook]
-    ) -> None:
+    def __init__(self, layer: LayerGradient, each: Callable[[LayerGradient, int], Hook]) -> None:
         """
         Args:
             layer: whose parameters.
@@ -57,7 +54,7 @@ class LayerHooks:
                 node = accumulator(parameter)
                 parameter.requires_grad_(is_trained)
                 self.accumulators.append(node)
-                self._handles.append(node.register_hook(self._each(self.layer, index, slot)))
+                self._handles.append(node.register_hook(self._each(self.layer, index)))
 
     def mark(self, hook: Hook) -> None:
         """From the next backward on the hook is called for the parameter that came last in this.

@@ -149,7 +149,8 @@ class GatherSchedule:
         self._reached.clear()
         context = self._context
         key: _Key = (kind, self._count_forwards() if kind == "backward" else 1)
-        known = next((k for k in (key, (kind, 1)) if k in self._records), None)
+        once: _Key = (kind, 1)
+        known = key if key in self._records else once if once in self._records else None
         if known is not None:
             begun = self._plan(known, repeats=key[1] // known[1])
         else:

@@ -260,7 +260,7 @@ def a_gradient_after_its_layer() -> None:
         def again(gradient: torch.Tensor) -> None:
             assert last.closed
             slot.parameter.grad = torch.ones(slot.parameter.shape, dtype=last.dtype)
-            collector._hook(last, 0, slot)(None, None)
+            collector._hook(last, 0)(None, None)
 
         first.layout.slots[0].parameter.register_hook(again)
         with pytest.raises(
