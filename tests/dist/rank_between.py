@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_ranks
+from deepspeed.utils import groups
 from support.beside_torch import CLIPPING, BesideTorch
 from support.engines import built, make_config
 from torch import nn
@@ -192,3 +194,21 @@ def tiles(stage: int, numbers: tuple[int, ...], **zero: Any) -> None:
                     tiled.pieces = pieces
             beside.step(_sum_of(1, number))
         beside.check()
+
+
+def sequence_group(stage: int) -> None:
+    """Ranks that share sequences: gradients are those of one process with the whole of each."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    sequence_ranks.initialize_sequence_parallel(sequence_parallel_size=2)
+    try:
+        beside = BesideTorch(model, dist.get_world_size(), dist.get_rank())
+        config = make_config(stage=stage, bf16=False, clipping=CLIPPING)
+        with built(model, config, mpu=sequence_ranks) as beside.engine:
+            assert beside.engine.train_batch_size() == 1  # both ranks have parts of one sample
+            for number in range(3):
+                beside.step(_sum_of(1, number))
+            beside.check()
+    finally:
+        sequence_ranks._release_sequence_parallel_groups()
+        groups.mpu = None

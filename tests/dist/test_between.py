@@ -52,3 +52,8 @@ def test_one_rank(streams: bool) -> None:
     cases.second_order(stage, is_normed=True, **zero)
     cases.tiles(stage, (1, 2, 4, 3, 4), **zero)
     cases.late_hooks(stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_group(ranks: RankPools, stage: int) -> None:
+    ranks(2).run(cases.sequence_group, stage)
