@@ -332,7 +332,9 @@ class ShardCollectives:
                 "the ranks' passes over the model differ: where one of them has come to "
                 f"{words(-negated)}, another one has come to {words(largest)} ({own}). Under "
                 "ZeRO-3 the first forward and backward must use the same layers in the same order "
-                "on all ranks; later ones may leave layers out"
+                "on all ranks; later ones may leave layers out, and use others on all ranks only. "
+                "A layer that some ranks use later must be used in the first step, for example "
+                "with its output times zero"
             )
         return largest
 

@@ -192,9 +192,8 @@ class LayerGuards:
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
-        mark = self._owner.mark_forward() if torch.is_grad_enabled() else None
-        if mark is not None:
-            hook = partial(self._backward_begins, mark)
+        if torch.is_grad_enabled():
+            hook = partial(self._backward_begins, self._owner.mark_forward())
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     before_backward(tensor, hook)

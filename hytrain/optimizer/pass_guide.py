@@ -137,22 +137,22 @@ class PassGuide:
             for layer in layers:
                 schedule.leave(layer.index)
 
-    def mark_forward(self) -> ForwardMark | None:
-        """For the outputs of the forward that ends, where backward is to tell of it."""
+    def mark_forward(self) -> ForwardMark:
+        """For the outputs of the forward that ends: backward tells of it."""
         schedule = self._weights.active
-        return None if schedule is None else schedule.mark_forward()
+        return ForwardMark() if schedule is None else schedule.mark_forward()
 
     def backward_begins(self, mark: ForwardMark) -> None:
         """Autograd has come to the model's output.
 
         A forward that went past the engine was not announced. A layer that is held must be
-        there before the first use that no hook tells of.
+        there before the first use that no hook tells of; and in a part of the model that runs a
+        graph of its own (reentrant checkpointing) that graph's end would be taken for the end.
         """
-        schedule = self._weights.active
-        if schedule is not None:
-            if not self._passes.is_in_graph:
-                self._passes.begin_unannounced()
-            schedule.reach(mark, keeps_graph=keeps_graph())
+        if not self._passes.is_in_graph:
+            self._passes.begin_unannounced()
+        if self._weights.active is not None:
+            self._weights.active.reach(mark, keeps_graph=keeps_graph())
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
@@ -161,12 +161,12 @@ class PassGuide:
             return
         if not self._passes.is_in_graph:
             self._passes.begin_unannounced()
+        if torch.is_grad_enabled():
+            # create_graph: the graph of this backward saves weights, and no module tells when it is
+            # run back. Without memory they would be read all the same.
+            self._weights.hold_all()
         for layer in layers:
             schedule.use(layer.index)
-            if torch.is_grad_enabled() and layer.sharded and not self._weights.is_held(layer):
-                # create_graph: the graph of this backward saves weights, and no module tells when
-                # it is run back. Without memory they would be read all the same.
-                self._weights.hold(layer)
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
 

@@ -84,7 +84,9 @@ class GatherContext:
 
     def _words(self, number: int) -> str:
         special = {END: "its end", TURN: "its backward", FAILED: "an error"}
-        return special.get(number) or f"layer '{self._by_number[number % HOLD].name}'"
+        layer = self._by_number.get(number % HOLD)
+        # A collective of another kind on another rank may have met this one.
+        return special.get(number) or (f"layer '{layer.name}'" if layer else "something else")
 
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank; a collective."""

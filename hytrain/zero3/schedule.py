@@ -255,6 +255,13 @@ class GatherSchedule:
         self._context.agree(HOLD + index)
         self._context.hold(index)
 
+    def hold_all(self) -> bool:
+        """All layers are there in the whole of every pass from now on; whether they were not."""
+        missing = self._context.sharded - set(self._context.held)
+        for index in sorted(missing):
+            self._context.hold(index)
+        return bool(missing)
+
     def end(self) -> None:
         """The pass is over: layers are released, but for what the next one uses at once."""
         current, context = self._pass, self._context

@@ -249,6 +249,13 @@ class WeightPasses:
         self.has_held = True
         self.when_held()
 
+    def hold_all(self) -> None:
+        """As :meth:`hold` for every layer that is gathered; all ranks do so at this place."""
+        assert self.schedule is not None
+        if self.schedule.hold_all():
+            self.has_held = True
+            self.when_held()
+
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
         self.gatherer.unpin_all()
