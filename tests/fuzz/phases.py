@@ -119,7 +119,12 @@ def _changed(
         tower = everyone if must_agree or rng.random() < 0.4 else some
     pieces = rng.choice((0, 1, 2, 3, 4)) if model.tiled != "none" else 1
     cut = None
-    if model.head != "none" and model.frozen != "head" and rng.random() < 0.1:
+    # Documented: on several ranks the first backward must be the one with the most uses.
+    must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
+    if must_be_most and model.tiled != "none":
+        pieces = 2 if is_fresh else min(pieces, 2)
+    can_cut = not (must_be_most and is_fresh) and model.frozen != "head"
+    if can_cut and model.head != "none" and rng.random() < 0.1:
         cut = rng.randrange(len(model.inner))
     if step.style == "sum" and not _may_sum(case, before):
         step = replace(step, style="two")
