@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.build_agreement import require_one_job, tell_of_plain_engine
 from hytrain.engine.config_checks import (
     check_config,
     check_sections,
@@ -112,6 +113,7 @@ def initialize(
     refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
+        tell_of_plain_engine('the configuration has no section "hytrain"')
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_sections(loaded)
     check_version()
@@ -124,6 +126,7 @@ def initialize(
             _evaluated.discard(model)
             loaded = _for_evaluation(loaded)
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
+        tell_of_plain_engine("no optimizer was given")
         untrained = _deepspeed_initialize(**keywords)
         if isinstance(model, torch.nn.Module):
             _untrained[model] = weakref.ref(untrained[0])
@@ -138,8 +141,12 @@ def initialize(
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_forced(loaded, optimizer)
     _check_fit(section, model, optimizer, mpu)
+    device = join_ranks(
+        args, distributed_port=distributed_port, dist_init_required=dist_init_required
+    )
+    require_one_job(loaded, section, model, optimizer, mpu)
     if section.plan is not None:
-        loaded = _with_plan(loaded, section, keywords, distributed_port)
+        loaded = _with_plan(loaded, section, keywords, device)
         section = HyTrainConfig.from_deepspeed(loaded)
         assert section is not None, "the plan has added to it"
         keywords["config"], keywords["config_params"] = loaded, None
@@ -269,28 +276,20 @@ def _with_plan(
     config: Mapping[str, Any],
     section: HyTrainConfig,
     keywords: Mapping[str, Any],
-    distributed_port: int | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The configuration with what its plan decides; a collective.
 
     Raises:
         PlanError: the plan is for another job.
-        ConfigError: a key says what the plan decides, or there is no model to compare.
+        ConfigError: a key says what the plan decides.
     """
-    model = keywords["model"]
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError('"hytrain.plan" needs the model: pass model=...')
-    device = join_ranks(
-        keywords["args"],
-        distributed_port=distributed_port,
-        dist_init_required=keywords["dist_init_required"],
-    )
     source = keywords["config"] if keywords["config"] is not None else keywords["config_params"]
     if source is None:
         source = vars(keywords["args"]).get("deepspeed_config")
     # Not Path.is_file(), which raises where the "name" is a long base64 configuration.
     is_file = isinstance(source, (str, Path)) and os.path.isfile(source)
-    return adopt_plan(config, section, model, device, Path(source) if is_file else None)
+    return adopt_plan(config, section, keywords["model"], device, Path(source) if is_file else None)
 
 
 def _check_batches(section: HyTrainConfig) -> None:

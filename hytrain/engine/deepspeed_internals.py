@@ -48,6 +48,7 @@ __all__ = [
     "avoid_cpu_communication_build",
     "check_version",
     "create_loss_scaler",
+    "deepspeed_version",
     "engine_class",
     "forget_partition",
     "fp32_weights_of_deepspeed",
@@ -59,6 +60,7 @@ __all__ = [
     "print_dist",
     "read_fp32_weights_by",
     "shape_partitioned",
+    "state_group_of",
     "use_checkpointing",
 ]
 
@@ -79,12 +81,30 @@ def check_version() -> None:
     Raises:
         UnsupportedError: another series than 0.19.
     """
-    version = str(deepspeed.__version__)
+    version = deepspeed_version()
     if not re.match(rf"{re.escape(SUPPORTED)}\.\d", version):
         raise UnsupportedError(
             f"DeepSpeed {version} is installed, but this release of hytrain works with "
             f"{SUPPORTED}.x: pip install 'deepspeed>={SUPPORTED},<0.20'"
         )
+
+
+def deepspeed_version() -> str:
+    """What is installed."""
+    return str(deepspeed.__version__)
+
+
+def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
+    """The ranks that an engine's state is spread over, as ``deepspeed.utils.groups`` has them.
+
+    Returns:
+        None: all of them.
+    """
+    if hasattr(mpu, "get_sequence_data_parallel_group"):
+        return mpu.get_sequence_data_parallel_group()
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    return mpu.get_data_parallel_group()
 
 
 def load_config(given: Any) -> dict[str, Any]:
