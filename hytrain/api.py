@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from hytrain.config import HyTrainConfig
 from hytrain.engine.build_agreement import require_one_job, tell_of_plain_engine
+from hytrain.engine.build_arguments import checked_arguments, refuse_unknown
 from hytrain.engine.config_checks import (
     check_config,
     check_sections,
@@ -72,6 +73,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Builds the engine. Arguments are those of ``deepspeed.initialize``, by name or position.
 
@@ -85,8 +87,8 @@ def initialize(
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Raises:
-        ConfigError: the section, or its fit to model and job, is wrong, or there is no optimizer in
-            ZeRO stage 1 or 2; nothing was changed.
+        ConfigError: the section, or its fit to model and job, is wrong, an argument is not of its
+            kind, ranks differ, or there is no optimizer in ZeRO stage 1 or 2; nothing was changed.
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for what hytrain does not do.
     """
@@ -100,16 +102,8 @@ def initialize(
     }  # fmt: skip
     if distributed_port is not None:
         keywords["distributed_port"] = distributed_port
-    given = config if config is not None else config_params
-    if given is None and args is not None:
-        # The second is DeepSpeed's name of old, which it still takes.
-        given = vars(args).get("deepspeed_config") or vars(args).get("deepscale_config")
-    if given is None:
-        raise ConfigError(
-            "no configuration was given: pass config=... (a dict or a file), or start with "
-            "--deepspeed_config FILE"
-        )
-    loaded = load_config(given)
+    refuse_unknown(unknown, (*keywords, "distributed_port"))
+    loaded = load_config(_given_config(args, config, config_params))
     refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
@@ -131,6 +125,7 @@ def initialize(
         if isinstance(model, torch.nn.Module):
             _untrained[model] = weakref.ref(untrained[0])
         return untrained  # type: ignore[return-value]
+    keywords = checked_arguments(keywords)
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
@@ -163,6 +158,25 @@ def initialize(
         if explained is None:
             raise
         raise explained from None
+
+
+def _given_config(args: Any, *named: Any) -> Any:
+    """The configuration, or the name of its file.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    # The second is DeepSpeed's name of old, which it still takes.
+    names = ("deepspeed_config", "deepscale_config")
+    every = [*named, *(getattr(args, name, None) for name in names)]
+    given = [each for each in every if each is not None]
+    if len(given) != 1:
+        seen = f"{len(given)} configurations were" if given else "no configuration was"
+        raise ConfigError(
+            f"{seen} given: pass config=... (a dict or a file), or start with "
+            "--deepspeed_config FILE"
+        )
+    return given[0]
 
 
 def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:

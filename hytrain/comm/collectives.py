@@ -401,8 +401,7 @@ class ShardCollectives:
         lines = differences(values, list(mine[1]), {rank: f"rank {rank}" for rank in values})
         raise ConfigError(
             f"the ranks have come to {what} with different settings: make them "
-            "alike (does one rank step its scheduler more often?):\n  "
-            + "\n  ".join(lines)
+            "alike (does one rank step its scheduler more often?):\n  " + "\n  ".join(lines)
         )
 
     def agree_on_order(

@@ -111,14 +111,18 @@ def load_config(given: Any) -> dict[str, Any]:
     """A DeepSpeed configuration as a dict: from a dict, a file (JSON or HJSON) or base64 JSON.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or empty.
     """
-    if isinstance(given, Mapping):
-        return dict(given)
-    try:
-        return dict(load_ds_config(str(given)))
-    except (OSError, ValueError, AssertionError) as error:
-        raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+    loaded: Any = given
+    if not isinstance(given, Mapping):
+        try:
+            loaded = load_ds_config(str(given))
+        except (OSError, ValueError, AssertionError) as error:
+            raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+    if not isinstance(loaded, Mapping) or not loaded:
+        seen = "empty" if loaded in ({}, None) else f"a {type(loaded).__name__}"
+        raise ConfigError(f"the configuration {given!r} is {seen}: write a JSON object, {{...}}")
+    return dict(cast(Mapping[str, Any], loaded))
 
 
 def keys_of_section(model: str) -> list[str]:
