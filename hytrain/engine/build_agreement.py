@@ -174,7 +174,8 @@ def _sample(model: nn.Module) -> str:
     for parameter in model.parameters():
         if is_partitioned(parameter) or type(parameter.data) is not torch.Tensor:
             continue
-        row = parameter.detach()
+        row = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        row = row.detach()
         while row.dim() > 1 and row.shape[0]:
             row = row[0]
         pieces.append(row.reshape(-1)[:_SAMPLED].double())
