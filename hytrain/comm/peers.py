@@ -387,6 +387,11 @@ class Peers:
         """Whether a neighbour's words come here, or came until it was lost."""
         return rank in self._peers and self._peers[rank].wire is not None
 
+    def is_at_address_in(self, rank: int, text: str) -> bool:
+        """Whether a text has the address of a neighbour's host, in brackets as gloo writes it."""
+        address = self._peers[rank].address
+        return address is not None and any(f"[{host}]" in text for host in address.hosts)
+
     def is_refused(self, rank: int) -> bool:
         """Whether connections to a neighbour that was connected are refused now."""
         peer = self._peers.get(rank)
