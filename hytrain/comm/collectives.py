@@ -406,18 +406,20 @@ class ShardCollectives:
 
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[list[int], list[bool]] | None:
         """One order for all ranks, and early only where every rank says so.
 
         The order is that of the lowest rank that has seen a backward; a rank without one (it
-        computes no samples) has no say.
+        computes no samples) has no say. None where no rank has.
         """
         if self.world_size == 1:
             return list(order), list(early)
         first = torch.tensor([self.rank if has_seen else self.world_size], device=device)
         what = "the agreement on the layers' order"
         self._run(what, dist.all_reduce, first, op=dist.ReduceOp.MIN)
-        source = min(int(first.item()), self.world_size - 1)
+        source = int(first.item())
+        if source == self.world_size:
+            return None
         early = early if has_seen else [True] * len(early)
         table = torch.tensor([list(order), [int(e) for e in early]], device=device)
         self._run(what, dist.broadcast, table[0], self.global_rank(source))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -21,7 +20,6 @@ from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import ClipSettings, GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
 from hytrain.model.moment_format import MomentFormat
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.pipeline import UpdatePipeline
@@ -257,18 +255,6 @@ def _allocate_state(state: LayerState, threads: ThreadChoice) -> None:
             touch_threads=threads.num_threads,
         )
         state.set_state(call_on(threads.cores, take))
-    _refresh_run(state, state.begin, state.end)
-
-
-def refresh_master(state: LayerState, slots: Sequence[ParameterSlot]) -> None:
-    """Master weights of some of the layer's parameters become the training copy's values."""
-    for slot in slots:
-        begin, end = max(slot.offset, state.begin), min(slot.offset + slot.numel, state.end)
-        if begin < end:
-            _refresh_run(state, begin, end)
-
-
-def _refresh_run(state: LayerState, begin: int, end: int) -> None:
-    for start, weights in state.storage.shard_slices(begin, end):
+    for start, weights in state.storage.shard_slices(state.begin, state.end):
         at = start - state.begin
         state.master[at : at + weights.numel()].copy_(weights)

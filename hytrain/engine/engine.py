@@ -38,6 +38,7 @@ from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
+from hytrain.engine.thawed_parameters import ThawedParameters
 from hytrain.engine.trace_session import TracedEngine
 from hytrain.engine.tracing import Tracing
 from hytrain.engine.zero3_surface import offer_zero3
@@ -128,6 +129,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self._prepare_saves(self.optimizer)
         self._prepare_tracing(self.optimizer)
         self._unblock_throughput_timer(kwargs["config"])
+        self._thawed = ThawedParameters(self._model)
         close_at_exit(self.optimizer)
 
     def _watch_plan(self, optimizer: HyTrainZeroOptimizer) -> None:
@@ -356,6 +358,8 @@ class HyTrainEngine(DeepSpeedEngine):
                 report_step(self, optimizer)
             if self._plan_watch is not None and self.global_steps != steps:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
+        if self.global_steps != steps:
+            self._thawed.warn()
         if self._saver is not None:
             self._saver.check()
         if (
@@ -370,6 +374,35 @@ class HyTrainEngine(DeepSpeedEngine):
         logger.warning("SIGTERM: saving step %d in %s, then ending", self.global_steps, folder)
         self.save_checkpoint(folder)
         self.wait_for_checkpoint()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's, between two steps: accumulation follows, and is counted from here.
+
+        Raises:
+            ConfigError: a step is under way, its micro-batches are dealt by a plan or by
+                ``batch_sizes``, or the size is not a multiple of a micro-batch on each rank.
+        """
+        passes, internals = self.open_optimizer().passes, cast(Any, self)
+        steps = int(internals.gradient_accumulation_steps())
+        unit = int(internals.train_micro_batch_size_per_gpu()) * int(internals.dp_world_size)
+        if train_batch_size < unit or train_batch_size % unit:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of {unit}, a "
+                "micro-batch on each rank"
+            )
+        if self.batch_training.samples is not None:
+            raise ConfigError(
+                "set_train_batch_size with unequal batches: build the engine anew with other "
+                '"hytrain.batch_sizes", or another plan'
+            )
+        if self.micro_steps % steps or not passes.is_between_steps:
+            raise ConfigError(
+                "set_train_batch_size within a step: its first micro-batches were divided by the "
+                f"old number ({steps}); call it after the step() that ends one"
+            )
+        super().set_train_batch_size(train_batch_size)
+        # DeepSpeed finds the end of a step by this count, modulo the new number.
+        self.micro_steps = self.micro_steps // steps * int(internals.gradient_accumulation_steps())
 
     def zero_grad(self) -> None:
         """Drops the gradients of the step's micro-batches so far, in whichever stage.

@@ -9,7 +9,7 @@ that are whole on every rank have one, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,14 @@ class GatheringParameters:
         self,
         weights: WeightPasses,
         kept: KeptState,
-        refresh: Callable[[LayerState, Sequence[ParameterSlot]], None],
     ) -> None:
         """
         Args:
             weights: gathers and releases layers.
             kept: the optimizer's state.
-            refresh: makes master weights of some of a layer's parameters those of its shard.
         """
         self._weights = weights
         self._kept = kept
-        self._refresh = refresh
         self._claims: Counter[int] = Counter()
         """Contexts that have gathered a layer and have not ended."""
         self._layer_of = {
@@ -133,7 +130,7 @@ class GatheringParameters:
                 for part in layer.sharded:
                     part.storage.keep_gathered()
             if layer.trained is not None:
-                self._refresh(layer.trained, _slots_of(layer.trained, parameters))
+                layer.trained.adopt_written(_slots_of(layer.trained, parameters))
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:
@@ -151,9 +148,6 @@ class GatheringParameters:
 
 
 def _slots_of(state: LayerState, parameters: Sequence[torch.Tensor]) -> list[ParameterSlot]:
-    """The places of those of the parameters that the layer trains.
-
-    Only these: the master weights of the others have bits that their training copy has not.
-    """
+    """The places of those of the parameters that the layer trains."""
     wanted = {id(parameter) for parameter in parameters}
     return [slot for slot in state.layout.slots if id(slot.parameter) in wanted]

@@ -8,8 +8,6 @@ before this rank's worker is done with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import NoneType
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +19,7 @@ from hytrain.checkpoint.gather import (
     gather_everywhere,
     list_parameters,
 )
+from hytrain.engine.weak_references import WeakCall, WeakPart
 from hytrain.errors import ConfigError
 from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.kept_state import KeptState
@@ -31,25 +30,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-class _Unpickled:
-    """What hangs on a parameter and must not travel with it: it becomes None."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return NoneType, ()
-
-
-class _Call(_Unpickled):
-    """A method of a parameter."""
-
-    def __init__(self, function: Callable[..., Any], *first: Any) -> None:
-        self._function = function
-        self._first = first
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._function(*self._first, *arguments, **named)
-
-
-class StateAccess(_Unpickled):
+class StateAccess:
     """Master weights, moments and gradients of single parameters, as DeepSpeed's tools see them.
 
     Full tensors are collectives, as with DeepSpeed. "Local" ones (of parameters that ZeRO-3 shards)
@@ -76,18 +57,18 @@ class StateAccess(_Unpickled):
         self._parameters = list(parameters)
         for parameter in self._parameters:
             # DeepSpeed asks it where a parameter has a ds_id (ZeRO-3).
-            vars(parameter)["_z3_optimizer"] = self
+            vars(parameter)["_z3_optimizer"] = WeakPart(self)
         for place in list_parameters(kept.layers):
             parameter = place.slot.parameter
             self._places[id(parameter)] = place
             if place.layer.storage.is_sharded:
                 continue
             vars(parameter).update(
-                _hp_mapping=self,
-                get_full_hp_param=_Call(self.get_full_hp_param, parameter),
-                set_full_hp_param=_Call(self._set_full_hp_param, parameter),
-                get_full_hp_grad=_Call(self.get_fp32_grad_for_param, parameter),
-                set_full_hp_grad=_Call(self._set_full_hp_grad, parameter),
+                _hp_mapping=WeakPart(self),
+                get_full_hp_param=WeakCall(self.get_full_hp_param, parameter),
+                set_full_hp_param=WeakCall(self._set_full_hp_param, parameter),
+                get_full_hp_grad=WeakCall(self.get_fp32_grad_for_param, parameter),
+                set_full_hp_grad=WeakCall(self._set_full_hp_grad, parameter),
             )
 
     def detach(self) -> None:

@@ -21,6 +21,7 @@ from hytrain.engine.deepspeed_internals import (
     ZeroParamStatus,
     ZeroParamType,
 )
+from hytrain.engine.weak_references import WeakCall
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
 from hytrain.zero3.gatherer import Presence
@@ -126,7 +127,7 @@ class ParameterAttributes:
             "partition_numel": shard.numel,
         }
         for name, function in self._functions.items():
-            attributes[name] = partial(function, parameter)
+            attributes[name] = WeakCall(function, parameter)
         vars(parameter).update(attributes)
         self._given.append((parameter, set(attributes)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from hytrain.engine.build_optimizer import refresh_master
 from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.parameter_attributes import ParameterAttributes
 from hytrain.engine.parameter_offload import ParameterOffload
@@ -14,7 +13,7 @@ from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 def offer_zero3(optimizer: HyTrainZeroOptimizer, model: nn.Module) -> None:
     """Parameters get their ``ds_*`` attributes, the optimizer its ``parameter_offload``."""
     weights = optimizer.weights
-    gathering = GatheringParameters(weights, optimizer.kept, refresh_master)
+    gathering = GatheringParameters(weights, optimizer.kept)
     attributes = ParameterAttributes(
         model,
         weights,

@@ -131,7 +131,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def needs_scaler(self) -> bool:
         """Whether DeepSpeed must refuse a plain ``loss.backward()``: also with a static scale."""
-        return self.scaling.is_used
+        return self.scaling.is_used and not self.passes.open_step.for_inputs
 
     def backward_epilogue(self, **kwargs: Any) -> None:
         """See :meth:`PassTracker.backward_epilogue`."""
@@ -183,12 +183,14 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         passes, collector = self.passes, self.collector
         passes.check_open()
         passes.refuse_aborted()
-        self._hyper.check()
         if self.settings.refuse_unused:
             self._refuse_unused()
         if passes.open_step.skip_dropped():
             self._skip()
             return
+        self._run_hooks("pre")
+        self._hyper.check()
+        passes.adopt_writes()  # since the last forward
         if not passes.open_step.begun:
             passes.begin_update()
         if not collector.open and collector.has_left:
@@ -214,6 +216,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if not self.settings.overlap_forward:
             self.synchronize()
         self.scaling.end_step(overflow=self.overflow)
+        if not self.overflow:
+            self._run_hooks("post")
+
+    def _run_hooks(self, when: Literal["pre", "post"]) -> None:
+        """Those that users have registered on the client's optimizer, whose step nobody calls.
+
+        Before the step they run where it may turn out to be skipped, too: that is decided on the
+        device. Gradients are not there: they left ``parameter.grad`` in backward.
+        """
+        hooks = getattr(self.optimizer, f"_optimizer_step_{when}_hooks")
+        for hook in list(hooks.values()):
+            hook(self.optimizer, (), {})
 
     def _refuse_unused(self) -> None:
         """The configuration asks for an error where a parameter got no gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from hytrain.formats.moment_kinds import MASTER_BYTES
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
-from hytrain.model.layout import LayerLayout
+from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateLaunch
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
@@ -145,6 +145,21 @@ class LayerState:
                 m, v = (part_of(moment, begin, end) for moment in (self.exp_avg, self.exp_avg_sq))
                 self._parts.append(UpdatePart(launch, begin, self.master[begin:end], m, v))
         return self._parts
+
+    def adopt_written(self, slots: Sequence[ParameterSlot]) -> None:
+        """What was written into some parameters' training copy becomes their master weights'.
+
+        An element that is its master weight, rounded, was not written: that keeps its fp32 bits.
+        """
+        for slot in slots:
+            begin, end = max(slot.offset, self.begin), min(slot.offset + slot.numel, self.end)
+            for start, copy in self.storage.shard_slices(begin, end) if begin < end else ():
+                at = start - self.begin
+                master = self.master[at : at + copy.numel()]
+                written = copy.to(master.device)
+                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+                is_new = written.view(bits) != master.to(copy.dtype).view(bits)
+                master.copy_(torch.where(is_new, written.to(master.dtype), master))
 
     def hold_for(self, wait: Callable[[], None], *, updates: bool) -> None:
         """Somebody reads the state beside training.

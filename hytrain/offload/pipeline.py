@@ -62,6 +62,8 @@ class UpdatePipeline:
         """Takes the times of waits and of updates on the device; None while no step is recorded."""
         self.is_torn = False
         """The last step failed midway: some layers have made it and others have not."""
+        self.overwrites = 0
+        """How often all weights have been overwritten."""
         for layer in self.layers:
             layer.update.gradient_ready = streams.new_event()
         self._unscale = 1.0
@@ -237,6 +239,7 @@ class UpdatePipeline:
             layer.update.overwrite()
 
     def _after_step(self, *, skipped: bool) -> None:
+        self.overwrites += not skipped
         for layer in self.layers:
             layer.update.end_step(layer.placement)
             if not skipped:

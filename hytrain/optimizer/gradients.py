@@ -3,7 +3,8 @@
 A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
 tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
 Layers with a parameter that got no gradient then are never sent early: "not yet" and "not this
-time" cannot be told apart.
+time" cannot be told apart. Where more comes than was counted, one rank takes the layer back, and
+counts that many from then on.
 
 The first backward itself cannot know. With one rank it takes each parameter's first firing for its
 last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
@@ -21,18 +22,19 @@ order and who may go early are the same in both modes: ranks may differ in their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
-from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.layout import LayerLayout
+from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
-from hytrain.optimizer.layer_hooks import LayerHooks, with_gradient
+from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
 from hytrain.zero3.schedule import GatherSchedule
 
 _JOINED = 6 << 20
@@ -74,8 +76,11 @@ class GradientSink(Protocol):
 
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]]:
-        """Makes the layers' order and early flags the same on all ranks; a collective."""
+    ) -> tuple[list[int], list[bool]] | None:
+        """Makes the layers' order and early flags the same on all ranks; a collective.
+
+        None where no rank has seen a gradient.
+        """
         ...
 
 
@@ -133,12 +138,14 @@ class GradientCollector:
         self._early = False
         self._parts = False  # parts of this backward's gradients have been reduced
         self._late = late_policy(num_ranks, direct=direct)
+        self._natural = FiringRecord(list(range(len(layouts))), [False] * len(layouts))
+        """In place of a record that there is none of: nothing has come."""
         self.record: FiringRecord | None = None
         self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
         self._by_layer = False
         self._micro_batches = 1
         self._takes_first = False  # parameters' first gradients are taken for their last
-        self._may_withdraw = False  # and what was consumed too early can be taken back
+        self._has_grown = False  # a layer of this backward was taken back: more came than expected
         self._pace: GatherSchedule | None = None
         self._clock = 0
         self._firings = 0
@@ -147,8 +154,7 @@ class GradientCollector:
         self.open = False
         """A backward has begun and its gradients have not all been consumed."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
-        self._marked: list[nn.Parameter] = []
-        """Those of layers that have one hook."""
+        self._parameters = [p for hooks in self._hooks for p in hooks.parameters]
         self._may_mark = not is_shared
         """Layers may get one hook each, when the next backward has ended.
 
@@ -175,7 +181,23 @@ class GradientCollector:
         for hooks in self._hooks:
             hooks.remove()
         self._hooks.clear()  # each refers to this object
-        self._marked.clear()
+
+    def renew_hooks(self) -> None:
+        """Parameters are in other memory: autograd may have new nodes that add up gradients."""
+        for hooks in self._hooks:
+            hooks.hook_each()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether the graph that is running may bring a trained parameter a gradient.
+
+        Where it comes to none of them it still may if one wants a gradient: parts of the model
+        that were run without a graph (reentrant checkpointing) run one of their own.
+        """
+        accumulators = (node for hooks in self._hooks for node in hooks.accumulators)
+        if any(will_run(node) for node in accumulators):
+            return True
+        return not is_limited() and any(p.requires_grad for p in self._parameters)
 
     # -- one backward --------------------------------------------------------------------------
 
@@ -223,10 +245,10 @@ class GradientCollector:
         self._parts = False
         expected = self._expected.get(self._by_layer)
         is_first = early and expected is None and (self._by_layer or self.record is None)
-        self._may_withdraw = is_first and self._can_withdraw
+        self._has_grown = False
         # Several ranks have to agree: see reduce_so_far().
         must_send = is_first and not self._is_shared and self.lacks_room
-        self._takes_first = self._may_withdraw or must_send
+        self._takes_first = (is_first and self._can_withdraw) or must_send
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -252,29 +274,30 @@ class GradientCollector:
             layer.final = True
             self._close(layer)
 
-    def _hook(
-        self, layer: LayerGradient, index: int, slot: ParameterSlot
-    ) -> Callable[[nn.Parameter], None]:
+    def _hook(self, layer: LayerGradient, index: int) -> Hook:
         # It runs for every parameter of every micro-batch: where those are small, what it takes
         # the host is what they take. So all of the usual case is here, and calls little.
-        last = len(layer.layout.slots) - 1
+        number, last = layer.layout.index, len(layer.layout.slots) - 1
+        # Python does not see what autograd's nodes refer to: a cycle through one is never freed.
+        owner = weakref.ref(self)
 
-        def hook(parameter: torch.Tensor) -> None:
+        def hook(_inputs: object, _outputs: object) -> None:
+            collector = owner()
+            if collector is None:
+                return
+            layer = collector.layers[number]
+            parameter = layer.layout.slots[index].parameter
             gradient = parameter.grad
             if gradient is None:
                 return
-            if not self.in_backward:
-                self._sink.begin_unannounced()
+            if not collector.in_backward:
+                collector._sink.begin_unannounced()
             if layer.final or layer.closed:
-                # The layer's update may have begun with a gradient that lacks this part.
-                if self._may_withdraw:
-                    self._withdraw(layer)
-                else:
-                    self._refuse_late(layer, index, slot)
+                collector._take_more(layer, index)
             waiting = layer.waiting
             if torch.is_grad_enabled():  # create_graph
                 with torch.no_grad():
-                    layer.take(index, gradient, self._device)
+                    layer.take(index, gradient, collector._device)
             elif (
                 layer.together
                 and len(waiting) < last
@@ -283,50 +306,54 @@ class GradientCollector:
             ):
                 waiting[index] = gradient
             else:
-                layer.take(index, gradient, self._device)
+                layer.take(index, gradient, collector._device)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
             layer.fired[index] += 1
             layer.last_index = index
-            self._firings += 1
-            layer.last_firing = self._clock = self._clock + 1
-            if self._pace is not None:
-                layer.uses_before = self._pace.uses_made
-            if self.record is None and layer.fired[index] > 1:
+            collector._firings += 1
+            layer.last_firing = collector._clock = collector._clock + 1
+            if collector._pace is not None:
+                layer.uses_before = collector._pace.uses_made
+            if collector.record is None and layer.fired[index] > 1:
                 layer.remaining = -1  # once more than once: not before the end of this backward
             layer.remaining -= 1
             if layer.remaining == 0:
-                self._finish(layer)
+                collector._finish(layer)
 
         return hook
 
-    def _marker(self, hooks: LayerHooks) -> Callable[[nn.Parameter], None]:
+    def _marker(self, hooks: LayerHooks) -> Hook:
         """The one hook of a layer, called when its last gradient has come."""
-        layer, last = hooks.layer, hooks.layer.last_index
-        slot, count = layer.layout.slots[last], len(layer.layout.slots)
+        last, count = hooks.layer.last_index, len(hooks.layer.layout.slots)
+        owner, of_layer = weakref.ref(self), weakref.ref(hooks)  # as in _hook
 
-        def hook(_parameter: torch.Tensor) -> None:
-            if not self.in_backward:
-                self._sink.begin_unannounced()
-                self._unmark_all()  # the next one like it shall be noticed at its first gradient
+        def hook(_inputs: object, _outputs: object) -> None:
+            collector, hooks = owner(), of_layer()
+            if collector is None or hooks is None:
+                return
+            layer = hooks.layer
+            if not collector.in_backward:
+                collector._sink.begin_unannounced()
+                collector._unmark_all()  # the next one is to be noticed at its first gradient
                 return
             if layer.final or layer.closed:
-                self._refuse_late(layer, last, slot)
+                collector._take_more(layer, last)
             gradients = hooks.take()
             whole = [g for g in gradients if g is not None and not g.is_sparse]
             if len(whole) < count:
                 hooks.unmark()
-                self._take_some(layer, gradients)
+                collector._take_some(layer, gradients)
                 return
             layer.take_all(whole)
             layer.fired = [1] * count
-            self._firings += count
-            layer.last_firing = self._clock = self._clock + count
+            collector._firings += count
+            layer.last_firing = collector._clock = collector._clock + count
             layer.remaining -= count
             if layer.remaining == 0:
-                self._finish(layer)
+                collector._finish(layer)
 
         return hook
 
@@ -335,8 +362,6 @@ class GradientCollector:
         self._may_mark = False
         for hooks in self._hooks:
             hooks.mark(self._marker(hooks))
-            if hooks.is_marked:
-                self._marked += hooks.parameters
 
     def _unmark_all(self) -> None:
         self._may_mark = False
@@ -361,8 +386,12 @@ class GradientCollector:
                 self._finish(layer)
 
     def _take_left(self) -> None:
-        """Of a backward that has ended: gradients of layers whose last one was not what it was."""
-        if not with_gradient(self._marked):  # one look at all of them: as a rule there is none
+        """Of a backward that has ended: gradients that no hook has told of.
+
+        Those of layers whose last one was not what it was, and of parameters whose memory somebody
+        has changed since the hooks were put on.
+        """
+        if not with_gradient(self._parameters):  # one look at all: as a rule there is none
             return
         for hooks in self._hooks:
             left = hooks.left()
@@ -370,9 +399,10 @@ class GradientCollector:
                 continue
             layer = hooks.layer
             if layer.final or layer.closed:
-                self._refuse_late(layer, left[0], layer.layout.slots[left[0]])
+                self._take_more(layer, left[0])
             gradients = hooks.take()
             hooks.unmark()
+            hooks.hook_each()
             self._take_some(layer, gradients)
 
     @property
@@ -388,34 +418,60 @@ class GradientCollector:
         else:
             self._advance()
 
+    def _take_more(self, layer: LayerGradient, index: int) -> None:
+        """A parameter gets a gradient after its layer was taken for complete."""
+        if layer.closed and not self._can_withdraw:
+            expected = self._expected.get(self._by_layer)
+            usual = 0 if expected is None else expected[layer.layout.index][index]
+            self._refuse_more(
+                layer,
+                f"parameter '{layer.layout.slots[index].name}' received gradient number "
+                f"{layer.fired[index] + 1} of this backward, and the usual number is "
+                f"{usual * self._micro_batches}",
+            )
+        self._withdraw(layer)
+
     def _withdraw(self, layer: LayerGradient) -> None:
-        """The first backward took this layer for complete, and it was not."""
+        """The layer was taken for complete, and it was not: it waits for the end of backward."""
         self._sink.withdraw_gradient(layer)
         layer.final = False
         layer.closed = False
         layer.remaining = -1
+        self._has_grown = True
 
-    def _refuse_late(self, layer: LayerGradient, index: int, slot: ParameterSlot) -> None:
-        if self._by_layer not in self._expected:
-            raise GradientOrderError(
-                f"parameter '{slot.name}' received a gradient in the first backward after the "
-                f"update of layer '{layer.layout.name}' had begun: each of its parameters had got "
-                "one, and the GPU's memory does not hold all gradients to the end of backward. "
-                "With a smaller micro-batch or activation checkpointing it may, and with clipping "
-                f"or an overflow check one rank takes such an update back. {self._late.advice}"
+    def take_back(self, index: int) -> None:
+        """Weights of a layer whose gradient was consumed are used again in this backward.
+
+        Where they are recomputed with, more of the gradient will come.
+
+        Raises:
+            GradientOrderError: it cannot be taken back.
+        """
+        layer = self.layers[index]
+        if not self._can_withdraw:
+            self._refuse_more(
+                layer, "its weights are used after the layer has got its last gradient"
             )
-        expected = self._expected[self._by_layer][self.layers.index(layer)][index]
-        expected *= self._micro_batches
-        if self._late.relearn:
+        self._withdraw(layer)
+
+    def _refuse_more(self, layer: LayerGradient, seen: str) -> None:
+        is_first = self._by_layer not in self._expected
+        if is_first:
+            seen += (
+                ": each of its parameters had got one in this first backward, and the GPU's memory "
+                "does not hold all gradients to the end of it. With a smaller micro-batch or "
+                "activation checkpointing it may, and with clipping or an overflow check one rank "
+                "takes such an update back"
+            )
+        elif self._late.relearn:
             # What was learned does not hold for this model any more: learn again.
             self.record = None
             self._expected.clear()
             for hooks in self._hooks:
                 hooks.unmark()
         raise GradientOrderError(
-            f"parameter '{slot.name}' received gradient number {layer.fired[index] + 1} of this "
-            f"backward, but the first backward gave it {expected}, and the update of layer "
-            f"'{layer.layout.name}' has begun. {self._late.advice}"
+            f"the update of layer '{layer.layout.name}' has begun in a backward that goes on with "
+            f"it: {seen}. {self._late.advice}"
         )
 
     def _advance(self) -> None:
@@ -524,15 +580,9 @@ class GradientCollector:
         if not self.open:
             return
         self.open = False
-        if not consume and not self._is_shared and not self._clock:
-            return  # nothing came (torch.autograd.grad does that), so nothing is learned
         is_new = self._by_layer not in self._expected
-        if is_new:
-            self._expected[self._by_layer] = [self._for_each(layer.fired) for layer in self.layers]
-        if self.record is None:
-            self._learn()
-        if is_new and self._pace is not None:
-            self._learn_pace(self._pace)
+        if self._is_shared or self._clock:  # else nothing came, and nothing is learned
+            self._learn(is_new=is_new)
         if self._may_mark and not is_new and self._clock and not self._by_layer:
             self._mark_all()
         if consume:
@@ -541,8 +591,7 @@ class GradientCollector:
     def _consume_rest(self) -> None:
         if self._pace is not None:
             self._pace.finish()
-        record = self.record
-        assert record is not None
+        record = self.record or self._natural
         whole = self._wholly_reduced()
         first = [i for i in record.order if record.early[i]]
         for index in [*first, *(i for i in record.order if not record.early[i])]:
@@ -562,21 +611,40 @@ class GradientCollector:
         found = self._pace.largest([int(flag) for flag in missing])
         return {index for index, flag in enumerate(found) if not flag}
 
-    def _learn(self) -> None:
+    def _learn(self, *, is_new: bool) -> None:
+        """What a backward teaches; a collective if it is the first of its mode."""
+        if is_new or self._has_grown:
+            fired = [self._for_each(layer.fired) for layer in self.layers]
+            before = self._expected.get(self._by_layer, fired)
+            self._expected[self._by_layer] = [
+                [max(pair) for pair in zip(old, new, strict=True)]
+                for old, new in zip(before, fired, strict=True)
+            ]
+        if self.record is None:
+            self._learn_order()
+        if self._pace is not None and (is_new or self._pace.wants_reduces):
+            self._learn_pace(self._pace, is_new=is_new)
+        if self.record is None:
+            del self._expected[self._by_layer]  # no rank has seen a gradient
+
+    def _learn_order(self) -> None:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         has_seen = any(layer.last_firing for layer in self.layers)
-        self.record = FiringRecord(*self._sink.agree_on_order(order, early, has_seen=has_seen))
+        agreed = self._sink.agree_on_order(order, early, has_seen=has_seen)
+        self.record = None if agreed is None else FiringRecord(*agreed)
 
-    def _learn_pace(self, pace: GatherSchedule) -> None:
+    def _learn_pace(self, pace: GatherSchedule, *, is_new: bool) -> None:
         record = self.record
-        assert record is not None
-        # A rank without a batch now may have one in this step still.
-        expected = self._expected[self._by_layer]
-        counts = iter(pace.largest([count for fired in expected for count in fired]))
-        self._expected[self._by_layer] = [[next(counts) for _ in fired] for fired in expected]
+        if record is None:
+            return
+        if is_new:
+            # A rank without a batch now may have one in this step still.
+            expected = self._expected[self._by_layer]
+            counts = iter(pace.largest([count for fired in expected for count in fired]))
+            self._expected[self._by_layer] = [[next(counts) for _ in fired] for fired in expected]
         uses_before = [layer.uses_before for layer in self.layers]
-        pace.learn_reduces(record.order, record.early, uses_before, by_layer=self._by_layer)
+        pace.learn_reduces(record.order, record.early, uses_before)
 
     def _for_each(self, fired: list[int]) -> list[int]:
         """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""

@@ -85,6 +85,7 @@ class KeptState:
     def flush(self) -> None:
         """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
         self.synchronize()
+        self._passes.adopt_writes()
         self.pipeline.flush()
 
     def begin_reading(self) -> None:
@@ -92,6 +93,7 @@ class KeptState:
         self._passes.check_open()
         if any(state.update.sent for state in self.layers):
             self.synchronize()
+        self._passes.adopt_writes()
 
     def forget_gradients(self) -> None:
         """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
@@ -117,6 +119,7 @@ class KeptState:
         # The gather waits for the last update's event, not for these copies on the compute stream:
         # without this the other ranks could be sent weights that are half written.
         pipeline.streams.synchronize()
+        pipeline.overwrites += 1
         for layer in pipeline.layers:
             layer.update.overwrite()
             layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
@@ -143,6 +146,7 @@ class KeptState:
             ConfigError: a backward is running, or updates are committed directly.
         """
         self._settle(what)
+        self._passes.adopt_writes()
         self._before_change()
         # A new copy that is still on its way would overwrite what is written now.
         self.pipeline.cpu.wait_copies()

@@ -9,9 +9,11 @@ read (:mod:`hytrain.model.weight_reads`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
@@ -24,6 +26,7 @@ from hytrain.model.discovery import is_container
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.schedule import ForwardMark
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -68,7 +71,7 @@ class LayerGuards:
         self._needed = WeakIdKeyDictionary()
         """Output of modules -> the layers of each of these modules, the outermost one first."""
         owner.when_held(self._layer_held)
-        self._watched = [watched for x in owner.layers for watched in self._watch(x)]
+        self._watched = [w for place in range(len(owner.layers)) for w in self._watch(place)]
         # Those are there in the whole of every pass (unguarded_layers).
         borrowed = _borrowed(model, owner.layers) if owner.gathers else {}
         for module, indices in self._guarded.items():
@@ -190,22 +193,30 @@ class LayerGuards:
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
-        if self._owner.gathers and torch.is_grad_enabled():
+        mark = self._owner.mark_forward() if torch.is_grad_enabled() else None
+        if mark is not None:
+            hook = partial(self._backward_begins, mark)
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    before_backward(tensor, self._backward_begins)
+                    before_backward(tensor, hook)
         self._owner.end_forward()
 
-    def _watch(self, layer: LayerWeights) -> Iterator[WatchedParameters]:
-        """Has the layer's weights tell of reads that no hook tells of."""
+    def _watch(self, place: int) -> Iterator[WatchedParameters]:
+        """Has a layer's weights tell of reads that no hook tells of.
+
+        A parameter that autograd's nodes refer to is nothing that Python can collect: were the
+        engine reachable from it, neither would ever be freed.
+        """
+        layer, owner = self._owner.layers[place], weakref.ref(self._owner)
 
         def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
             del name, may_refuse, was_read
-            self._owner.read_trained(layer)
+            if (guide := owner()) is not None:
+                guide.read_trained(guide.layers[place])
 
         def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-            if may_refuse:
-                self._owner.read_sharded(layer, name, was_read=was_read)
+            if may_refuse and (guide := owner()) is not None:
+                guide.read_sharded(guide.layers[place], name, was_read=was_read)
 
         state = layer.resident
         if state is not None:
@@ -224,8 +235,8 @@ class LayerGuards:
         if self._saved is not None:
             self._saved.stop()
 
-    def _backward_begins(self, _gradient: object) -> None:
-        self._owner.backward_begins()
+    def _backward_begins(self, mark: ForwardMark, _gradient: object) -> None:
+        self._owner.backward_begins(mark)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

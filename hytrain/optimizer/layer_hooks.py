@@ -1,11 +1,7 @@
-"""Hooks on a layer's parameters: one on each, or one on that whose gradient comes last.
+"""Where autograd tells of a layer's gradients: at each of its parameters, or at the last one only.
 
-A call from autograd into Python takes as long as some kernels of a small model. Autograd gives the
-gradients of one and the same graph in one and the same order: where a layer's last one is known,
-its hook alone takes over all of them, which autograd has kept in ``parameter.grad`` until then.
-Another graph may have another order: then what is there is taken, and each parameter has a hook of
-its own again, for good. A gradient that comes after the layer's last one is found when the backward
-has ended (:meth:`LayerHooks.left`). With several ranks each parameter keeps its hook.
+The hooks are those of the nodes that add to ``parameter.grad``, which come after all hooks of the
+parameters: what a user masks or clips there, in a hook registered at any time, is what is taken.
 """
 
 from __future__ import annotations
@@ -14,20 +10,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from hytrain.model.layout import ParameterSlot
+from hytrain.optimizer.autograd_task import accumulator
 from hytrain.optimizer.layer_gradient import LayerGradient
 
-Hook = Callable[[nn.Parameter], None]
+Hook = Callable[[object, object], None]
 
 
 class LayerHooks:
     """The hooks of one layer."""
 
-    def __init__(
-        self, layer: LayerGradient, each: Callable[[LayerGradient, int, ParameterSlot], Hook]
-    ) -> None:
+    def __init__(self, layer: LayerGradient, each: Callable[[LayerGradient, int], Hook]) -> None:
         """
         Args:
             layer: whose parameters.
@@ -36,6 +31,8 @@ class LayerHooks:
         self._each = each
         self.layer = layer
         self._parameters = [slot.parameter for slot in layer.layout.slots]
+        self.accumulators: list[Node] = []
+        """Of its parameters, in their order; they live as long as they are here."""
         self._handles: list[RemovableHandle] = []
         self.is_marked = False
         """One hook takes all."""
@@ -43,18 +40,21 @@ class LayerHooks:
         self._may_be_marked = layer.together and all(
             parameter.dtype == layer.dtype for parameter in self._parameters
         )
-        self._hook_each()
+        self.hook_each()
 
-    def _hook_each(self) -> None:
-        # Reads of weights are looked for where updates have begun; here none is read.
+    def hook_each(self) -> None:
+        """Each parameter has its hook, on the node that adds to its gradient now."""
+        self.remove()
+        self.is_marked = False
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             for index, slot in enumerate(self.layer.layout.slots):
                 parameter, is_trained = slot.parameter, slot.parameter.requires_grad
-                # torch refuses a hook on one that is frozen, which may be thawed.
+                # There is no node of one that is frozen, which may be thawed.
                 parameter.requires_grad_(True)
-                hook = self._each(self.layer, index, slot)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                node = accumulator(parameter)
                 parameter.requires_grad_(is_trained)
+                self.accumulators.append(node)
+                self._handles.append(node.register_hook(self._each(self.layer, index)))
 
     def mark(self, hook: Hook) -> None:
         """From the next backward on the hook is called for the parameter that came last in this.
@@ -63,18 +63,16 @@ class LayerHooks:
         """
         if self.is_marked or not self._may_be_marked or set(self.layer.fired) != {1}:
             return
-        self.remove()
-        last = self._parameters[self.layer.last_index]
-        self._handles.append(last.register_post_accumulate_grad_hook(hook))
+        self._remove_hooks()
+        last = self.accumulators[self.layer.last_index]
+        self._handles.append(last.register_hook(hook))
         self.is_marked = True
 
     def unmark(self) -> None:
         """Each parameter has its hook again, for good; also for what is still to come."""
         self._may_be_marked = False
         if self.is_marked:
-            self.remove()
-            self._hook_each()
-            self.is_marked = False
+            self.hook_each()
 
     def take(self) -> list[torch.Tensor | None]:
         """The gradients that autograd has kept, by parameter; it keeps them no longer."""
@@ -86,19 +84,23 @@ class LayerHooks:
         return gradients
 
     def left(self) -> list[int]:
-        """Parameters whose gradients autograd keeps, where one hook takes all."""
-        return with_gradient(self._parameters) if self.is_marked else []
+        """Parameters whose gradients autograd keeps: no hook has taken them."""
+        return with_gradient(self._parameters)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Of the layer."""
         return self._parameters
 
-    def remove(self) -> None:
-        """Detaches from the model."""
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def remove(self) -> None:
+        """Detaches from the model."""
+        self._remove_hooks()
+        self.accumulators.clear()
 
 
 def with_gradient(parameters: Sequence[nn.Parameter]) -> list[int]:

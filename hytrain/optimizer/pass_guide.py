@@ -9,10 +9,11 @@ import torch
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
 from hytrain.model.weight_reads import IN_BACKWARD
-from hytrain.optimizer.autograd_task import graph_task
+from hytrain.optimizer.autograd_task import graph_task, keeps_graph
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.schedule import ForwardMark
 
 _ONLY_SHARDS = (
     "Under ZeRO-3 a rank has its shards of the weights only: read them on all ranks inside `with "
@@ -42,10 +43,17 @@ class PassGuide:
     def begin_forward(self) -> None:
         """The model's forward begins, and is about to enter its modules."""
         passes, schedule = self._passes, self._weights.active
+        if schedule is not None and torch._C._are_functorch_transforms_active():  # pyright: ignore
+            raise UnsupportedError(
+                "the model is called in a transform of torch.func (grad, vjp, vmap, ...): under "
+                "ZeRO-3 weights are gathered for their uses, which a transform does not allow. "
+                "torch.autograd.grad(..., create_graph=True) is supported; or use ZeRO-2"
+            )
         passes.begin_forward()
         if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self._weights.forbid_reads()
+            self._weights.settle()  # which may close layers that an unannounced backward left
             for state in passes.pipeline.layers:
                 # What is gathered ahead must not be what a later step would make it.
                 if state.update.sent:
@@ -71,7 +79,7 @@ class PassGuide:
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
         passes = self._passes
-        if graph_task() != -1 and not passes.collector.in_backward:
+        if graph_task() != -1 and not passes.is_in_graph:
             passes.notice_recomputation()
         if self._weights.is_sharded:
             self._enter_sharded(layers)
@@ -81,7 +89,7 @@ class PassGuide:
                 if state is None:
                     continue
                 update = state.update
-                if not update.waited or (update.sent and not passes.collector.in_backward):
+                if update.sent or not update.waited:
                     passes.before_use(state)  # what was sent is withdrawn
         first = layers[0].trained
         if passes.timer.in_forward and first is not None:
@@ -100,7 +108,7 @@ class PassGuide:
                 if schedule is not None:
                     schedule.use(layer.index)
                 continue
-            if state.update.sent and not passes.collector.in_backward:
+            if state.update.sent:
                 passes.before_use(state)  # withdraws
             if schedule is not None:
                 passes.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
@@ -129,25 +137,36 @@ class PassGuide:
             for layer in layers:
                 schedule.leave(layer.index)
 
-    def backward_begins(self) -> None:
+    def mark_forward(self) -> ForwardMark | None:
+        """For the outputs of the forward that ends, where backward is to tell of it."""
+        schedule = self._weights.active
+        return None if schedule is None else schedule.mark_forward()
+
+    def backward_begins(self, mark: ForwardMark) -> None:
         """Autograd has come to the model's output.
 
         A forward that went past the engine was not announced. A layer that is held must be
         there before the first use that no hook tells of.
         """
         schedule = self._weights.active
-        if schedule is not None and schedule.holds and not self._passes.collector.in_backward:
-            self._passes.begin_unannounced()
+        if schedule is not None:
+            if not self._passes.is_in_graph:
+                self._passes.begin_unannounced()
+            schedule.reach(mark, keeps_graph=keeps_graph())
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
         schedule = self._weights.active
         if schedule is None:
             return
-        if not self._passes.collector.in_backward:
+        if not self._passes.is_in_graph:
             self._passes.begin_unannounced()
         for layer in layers:
             schedule.use(layer.index)
+            if torch.is_grad_enabled() and layer.sharded and not self._weights.is_held(layer):
+                # create_graph: the graph of this backward saves weights, and no module tells when
+                # it is run back. Without memory they would be read all the same.
+                self._weights.hold(layer)
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
 
@@ -173,18 +192,13 @@ class PassGuide:
         Several ranks gather what the others have updated: a collective then, as a forward is.
 
         Raises:
-            UnsupportedError: a backward is running, and their update has begun.
+            UnsupportedError: a backward is running, their update has begun and cannot be taken
+                back.
             ConfigError: between backward and step, where updates are committed directly.
         """
         passes, schedule = self._passes, self._weights.active
         state = layer.resident
         assert state is not None
-        if state.update.sent and passes.is_in_graph:
-            raise UnsupportedError(
-                f"weights of layer '{layer.name}' are read in a backward that has given the layer "
-                "its last gradient: its update has begun and overwrites them. Read them before "
-                "backward, or after engine.step()"
-            )
         if schedule is not None and schedule.is_open:
             schedule.hold(layer.index)
         else:

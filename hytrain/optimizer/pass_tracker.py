@@ -23,7 +23,9 @@ from hytrain.errors import (
     StatesOffloadedError,
 )
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
 from hytrain.model.storage import ResidentStorage
+from hytrain.model.weight_writes import WeightWrites
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import call_at_end, graph_task
 from hytrain.optimizer.engine_view import EngineView, StepSettings
@@ -100,6 +102,7 @@ class PassTracker:
         self.trace: Recorder | None = None
         """Is told of the passes; None while no step is recorded."""
         layers = pipeline.layers
+        self._writes = WeightWrites(layers)
         self.collector = GradientCollector(
             [layer.layout for layer in layers],
             [layer.gradient_dtype for layer in layers],
@@ -135,6 +138,9 @@ class PassTracker:
         """The engine's forward output receives its gradient: a backward has begun."""
         if self.collector.in_backward and self.open_step.graph_task not in (-1, graph_task()):
             self._drop_aborted()
+        if self._is_for_inputs:
+            self._begin_for_inputs()
+            return
         self.begin_backward()
         self.open_step.enter_graph(graph_task())
 
@@ -150,9 +156,43 @@ class PassTracker:
         Raises:
             LossScaleError: its loss was not scaled, where losses must be.
         """
-        self.scaling.check_applied()
-        self.begin_backward()
+        if self.open_step.for_inputs:
+            return
+        if self._is_for_inputs:
+            self._begin_for_inputs()
+        else:
+            self.scaling.check_applied()
+            self.begin_backward()
         call_at_end(self.backward_epilogue)
+
+    @property
+    def _is_for_inputs(self) -> bool:
+        """Whether the backward that runs gives no trained parameter a gradient.
+
+        ``torch.autograd.grad`` of an input does not, nor a backward through weights that are frozen
+        for the time. Taken for a micro-batch's, its layers would be reduced as zeros.
+        """
+        if self.collector.in_backward or graph_task() == -1:
+            return False
+        return not self.collector.may_come
+
+    def _begin_for_inputs(self) -> None:
+        if self.open_step.for_inputs:
+            return  # told by several outputs
+        self.check_open()
+        if self.collectives.world_size > 1:
+            self.end_micro_batch()  # the other ranks have reduced what they left out
+        # What an earlier backward has sent must not overwrite the weights that this one reads.
+        self.withdraw_all()
+        self.pipeline.wait_all()
+        self.open_step.begin_for_inputs()
+        if self.weights.active is not None:
+            self.weights.active.begin("inputs")
+
+    def _end_for_inputs(self) -> None:
+        self.open_step.end_for_inputs()
+        if self.weights.active is not None:
+            self.weights.active.end()
 
     def notice_recomputation(self) -> None:
         """A forward within a backward that nothing has announced: checkpointing recomputes.
@@ -248,9 +288,11 @@ class PassTracker:
         The others wait in these reductions. Whatever this rank does next, before step(), may be a
         collective in which it would wait for them: the user's own, or a read of state.
         """
+        if self.open_step.for_inputs:
+            self._end_for_inputs()
+            return
         self.end_backward()
-        # torch.autograd.grad on an output looks the same from here, and nothing fires in it: more
-        # gradients of this micro-batch may come.
+        # Where nothing has fired, more gradients of this micro-batch may come.
         may_be_over = self.open_step.is_announced or self.collector.has_fired
         # In train_batch nothing comes between, and a rank without samples does it in step().
         is_own_affair = self.collectives.world_size == 1 or self.open_step.sums_over_ranks
@@ -340,7 +382,7 @@ class PassTracker:
 
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[list[int], list[bool]] | None:
         """See :meth:`ShardCollectives.agree_on_order`."""
         device = self.pipeline.streams.device
         return self.collectives.agree_on_order(order, early, device, has_seen=has_seen)
@@ -368,9 +410,12 @@ class PassTracker:
         """The layer's weights are about to be read."""
         self.clean_up_aborted()
         update, timer = state.update, self.timer
-        if update.sent and not self.collector.in_backward:
+        if update.sent:
             timer.invalidate()
-            self.withdraw(state)
+            if not self.collector.in_backward:
+                self.withdraw(state)
+            else:
+                self.collector.take_back(state.index)
         if not timer.in_forward:
             self.pipeline.wait(state)
             return
@@ -381,7 +426,8 @@ class PassTracker:
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd is running here: a forward now is a recomputation."""
-        return self.collector.in_backward and graph_task() != -1
+        is_running = self.collector.in_backward or self.open_step.for_inputs
+        return is_running and graph_task() != -1
 
     def begin_forward(self, *, enters_model: bool = True) -> None:
         """The model's forward begins: an aborted backward is cleaned up.
@@ -408,6 +454,9 @@ class PassTracker:
         for state in self.pipeline.layers:
             if isinstance(state.storage, ResidentStorage):
                 moved += state.storage.restore_views()
+        if moved:
+            self.collector.renew_hooks()
+        self.adopt_writes()
         if moved and not self._has_warned_of_moves:
             self._has_warned_of_moves = True
             logger.warning(
@@ -417,6 +466,24 @@ class PassTracker:
                 len(moved),
                 moved[0],
             )
+
+    def adopt_writes(self) -> None:
+        """Weights that somebody has written to become the master weights; see docs/weights.md."""
+        for index, written in self._writes.take(self.pipeline.overwrites).items():
+            self._adopt(self.pipeline.layers[index], written)
+
+    def _adopt(self, state: LayerState, written: Sequence[ParameterSlot]) -> None:
+        self.before_use(state)  # updates are taken back
+        state.before_change()
+        # A new copy that is still on its way would overwrite what was written; and the worker
+        # commits what is pending to the master weights that are read here.
+        self.pipeline.cpu.wait_copies()
+        self.pipeline.cpu.commit_pending()
+        self.pipeline.streams.synchronize()
+        with torch.no_grad():
+            state.adopt_written(written)
+        # State on the device is read on the update stream.
+        self.pipeline.streams.synchronize()
 
     def end_forward(self) -> None:
         """The model's forward is over."""
@@ -458,6 +525,11 @@ class PassTracker:
         """
         if self.open_step.by_layer:
             return  # between two of the graphs that make one backward
+        if self.open_step.for_inputs and graph_task() == -1:
+            self.open_step.end_for_inputs()
+            if self.weights.active is not None:
+                self.weights.active.give_up()
+            self._marks.clear_backward_marks()
         is_open = self.collector.in_backward or self._marks.is_backward_marked
         if is_open and graph_task() == -1:
             self._drop_aborted()

@@ -33,6 +33,8 @@ class StepState:
         """zero_grad() has discarded the gradients, and no backward has begun since."""
         self.graph_task = -1
         """The autograd graph task of the current backward; -1: not known."""
+        self.for_inputs = False
+        """A backward runs that gives no trained parameter a gradient: it is no part of a step."""
         self.is_announced = False
         """The current backward was begun by engine.backward(): it is a micro-batch's."""
 
@@ -47,6 +49,14 @@ class StepState:
         self.is_reducing = reduces
         self.was_reduced |= reduces
         self.has_gradients = True
+
+    def begin_for_inputs(self) -> None:
+        """A backward begins that leaves the step as it is."""
+        self.for_inputs = True
+
+    def end_for_inputs(self) -> None:
+        """It is over, or was given up."""
+        self.for_inputs = False
 
     def announce(self) -> None:
         """The backward that has begun is engine.backward()'s."""

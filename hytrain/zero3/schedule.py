@@ -15,10 +15,10 @@ is taken as it is.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakSet
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.zero3.context import HOLD, GatherContext, Reducer
@@ -28,9 +28,19 @@ from hytrain.zero3.layer_weights import LayerWeights
 from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass
 from hytrain.zero3.recorded_pass import RecordedPass
 
-PassKind = Literal["train", "eval", "backward", "layers"]
-"""A forward with or without gradients; a backward; or both for all of a step's micro-batches, layer
-by layer."""
+PassKind = Literal["train", "eval", "backward", "inputs", "layers"]
+"""A forward with or without gradients; a backward that gives weights gradients, or none of them
+(``torch.autograd.grad`` of an input, frozen weights); or both forward and backward of all of a
+step's micro-batches, layer by layer."""
+
+_Key = tuple[PassKind, int]
+"""A kind of pass, and the forwards that a backward goes back through."""
+
+
+class ForwardMark:
+    """A forward with gradients; its graph, and nothing else, keeps it alive."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
@@ -40,8 +50,6 @@ class _Record:
     uses: tuple[int, ...]
     turning_point: int = 0
     """Uses before the backward of "layers"."""
-    forwards: int = 1
-    """Forwards with gradients that came before a backward, since the one before that."""
 
 
 class GatherSchedule:
@@ -67,12 +75,13 @@ class GatherSchedule:
         self._sizes = [x.gathered_elements for x in sorted(layers, key=lambda x: x.index)]
         self._settings = settings
         self._collectives = collectives
-        self._records: dict[PassKind, _Record] = {}
-        self._reduces: dict[PassKind, dict[int, tuple[int, ...]]] = {}
-        self._kind: PassKind = "train"
-        self._forwards = 0  # with gradients, since the last backward began
-        self._forwards_before = 1  # the last backward
-        self._repeats: dict[int, int] = {}
+        self._records: dict[_Key, _Record] = {}
+        self._reduces: dict[_Key, dict[int, tuple[int, ...]]] = {}
+        self._key: _Key = ("train", 1)
+        self._taught: _Key | None = None  # recorded, and when to reduce in it is still to be told
+        self._most_forwards = 0  # that a backward may go back through, the same on all ranks
+        self._marks: WeakSet[ForwardMark] = WeakSet()  # those of them that this rank still has
+        self._reached: set[ForwardMark] = set()  # by the backward that runs
         self._pass: RecordedPass | FollowedPass | None = None
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
@@ -89,8 +98,6 @@ class GatherSchedule:
         order: Sequence[int],
         early: Sequence[bool],
         uses_before: Sequence[int],
-        *,
-        by_layer: bool,
     ) -> None:
         """The recorded backward has told when gradients are final; a collective.
 
@@ -98,7 +105,6 @@ class GatherSchedule:
             order: in which all ranks reduce the layers.
             early: for each layer, whether it may be reduced before the backward is over.
             uses_before: for each layer, uses of the pass when its last gradient came.
-            by_layer: whether that was the pass of all micro-batches, layer by layer.
         """
         latest = 1
         found: dict[int, tuple[int, ...]] = {}
@@ -108,7 +114,13 @@ class GatherSchedule:
             if early[index]:
                 latest = max(latest, positions[index])
                 found[latest] = (*found.get(latest, ()), index)
-        self._reduces["layers" if by_layer else "backward"] = found
+        if self._taught is not None:
+            self._reduces[self._taught], self._taught = found, None
+
+    @property
+    def wants_reduces(self) -> bool:
+        """Whether a backward was recorded that :meth:`learn_reduces` has not been told of."""
+        return self._taught is not None
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -124,7 +136,7 @@ class GatherSchedule:
 
     def knows(self, kind: PassKind) -> bool:
         """Whether a pass of this kind has been recorded."""
-        return kind in self._records
+        return (kind, 1) in self._records
 
     def begin(self, kind: PassKind) -> None:
         """A pass begins; one that was not ended is given up (it has raised, on all ranks)."""
@@ -134,34 +146,48 @@ class GatherSchedule:
         if self._pass is not None:
             self.settle()
         self._alone.clear()
+        self._reached.clear()
         context = self._context
-        if kind == "backward":
-            self._forwards_before, self._forwards = self._forwards, 0
-        if self.knows(kind):
-            begun = self._plan(kind)
+        key: _Key = (kind, self._count_forwards() if kind == "backward" else 1)
+        once: _Key = (kind, 1)
+        known = key if key in self._records else once if once in self._records else None
+        if known is not None:
+            begun = self._plan(known, repeats=key[1] // known[1])
         else:
             # What an earlier pass has kept for this one is no part of the record.
             context.release(context.gatherer.live)
-            begun = RecordedPass(context, self._forward_uses(kind))
-        self._kind, self._pass = kind, begun
+            begun = RecordedPass(context, self._forward_uses(key))
+        self._key, self._pass = key, begun
         # Layers that the plan does not use are waited for here, in one place on all ranks: each of
         # these waits may be a collective.
-        context.wait_beside(self._records[kind].uses if self.knows(kind) else ())
+        context.wait_beside(() if known is None else self._records[known].uses)
         for index in context.held:
             context.keep(index)
         return begun
 
-    def _forward_uses(self, kind: PassKind) -> tuple[int, ...]:
-        """Of the forward that a first backward runs back; empty if it may be another one's."""
-        forward = self._records.get("train") if kind == "backward" else None
-        return () if forward is None or self._forwards_before != 1 else forward.uses
+    def _count_forwards(self) -> int:
+        """Forwards that the backward that begins goes back through, at most; may be a collective.
 
-    def _plan(self, kind: PassKind) -> FollowedPass:
-        record = self._records[kind]
-        repeats = self._repeats_of(record) if kind == "backward" else 1
+        One loss of two forwards goes back through both, and gradients are complete in the end
+        only. Two losses that are run back one after the other do not. Which of them it is cannot
+        be seen here; that a forward's graph is gone, or has been run back, can.
+        """
+        if self._most_forwards <= 1:
+            return 1
+        self._most_forwards = max(1, *self._collectives.maximum([len(self._marks)]))
+        return self._most_forwards
+
+    def _forward_uses(self, key: _Key) -> tuple[int, ...]:
+        """Of the forward that a first backward runs back; empty if there may be another one."""
+        forward = self._records.get(("train", 1)) if key == ("backward", 1) else None
+        return () if forward is None else forward.uses
+
+    def _plan(self, key: _Key, repeats: int) -> FollowedPass:
+        """Of a pass that goes ``repeats`` times through what the record of ``key`` does."""
+        record = self._records[key]
         later = (repeats - 1) * len(record.uses)  # gradients come of all of them
-        reduces = self._reduces.get(kind, {})
-        following = self._records.get("backward") if kind == "train" else None
+        reduces = self._reduces.get(key, {})
+        following = self._records.get(("backward", 1)) if key[0] == "train" else None
         trace = PassTrace(
             record.uses * repeats,
             () if following is None else following.uses,
@@ -173,27 +199,17 @@ class GatherSchedule:
         plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
         return FollowedPass(context, plan.operations)
 
-    def _repeats_of(self, record: _Record) -> int:
-        """How often a backward goes through what the recorded one went through.
+    def mark_forward(self) -> ForwardMark:
+        """For what a forward with gradients has computed; the graph is to keep it alive."""
+        mark = ForwardMark()
+        self._marks.add(mark)
+        return mark
 
-        One loss of two forwards goes through it twice, and gradients are complete in the end only.
-        Two losses that are run back one after the other do not; from here both look the same until
-        the first of them has been seen.
-        """
-        number = self._forwards_before
-        return 1 if number <= record.forwards else self._repeats.get(number, number)
-
-    def _learn_repeats(self, current: FollowedPass) -> None:
-        """A backward of more forwards than the recorded one is over; a collective, once a number.
-
-        The most of all ranks: some may have left layers out.
-        """
-        record, number = self._records["backward"], self._forwards_before
-        if number <= record.forwards or number in self._repeats:
-            return
-        usual, now = Counter(record.uses), Counter(current.uses)
-        most = max((-(-now[index] // usual[index]) for index in usual), default=1)
-        self._repeats[number] = min(number, self._collectives.maximum([max(1, most)])[0])
+    def reach(self, mark: ForwardMark, *, keeps_graph: bool) -> None:
+        """The backward that runs comes to what a forward has computed."""
+        self._reached.add(mark)
+        if not keeps_graph:
+            self._marks.discard(mark)
 
     def use(self, index: int) -> None:
         """Computation with a layer begins; its weights are there when this returns."""
@@ -245,7 +261,7 @@ class GatherSchedule:
         if current is None:
             return
         current.end()
-        self._count_forward()
+        self._count_pass()
         if isinstance(current, RecordedPass):
             self._remember(current)
             context.release(context.gatherer.live)
@@ -258,14 +274,21 @@ class GatherSchedule:
             context.release(context.gatherer.live)
             context.gatherer.start_held()
 
-    def _count_forward(self) -> None:
-        # At its end: one that has failed has no backward.
-        if self._kind == "train":
-            self._forwards += 1
+    def _count_pass(self) -> None:
+        # At its end: a forward that has failed has no backward.
+        kind, _ = self._key
+        if kind == "train":
+            self._most_forwards += 1
+        elif kind == "backward":  # it goes back through one at least
+            self._most_forwards = max(0, self._most_forwards - 1)
 
     def _remember(self, recorded: RecordedPass) -> None:
-        forwards = max(1, self._forwards_before) if self._kind == "backward" else 1
-        self._records[self._kind] = _Record(tuple(recorded.uses), recorded.turning_point, forwards)
+        kind, number = self._key
+        if number > 1:  # at most; a collective
+            number = max(1, *self._collectives.maximum([len(self._reached)]))
+        self._records[kind, number] = _Record(tuple(recorded.uses), recorded.turning_point)
+        if kind in ("backward", "layers"):
+            self._taught = (kind, number)
 
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
         """A pass that other ranks make and this one has no batch for, from begin to end.
@@ -279,13 +302,13 @@ class GatherSchedule:
         """
         current = self._begin(kind)
         if isinstance(current, FollowedPass):
-            current.join(turned, self._records[kind].turning_point)
-            self._count_forward()
+            current.join(turned, self._records[kind, 1].turning_point if turned else 0)
+            self._count_pass()
             self._close(current)
             return True
         is_whole = current.join(turned)
         if is_whole:
-            self._count_forward()
+            self._count_pass()
             self._remember(current)
         self.give_up()
         return is_whole
@@ -308,8 +331,6 @@ class GatherSchedule:
         current.release()
         self._pass = None
         self._context.gatherer.start_held()
-        if self._kind == "backward":
-            self._learn_repeats(current)
 
     def settle(self) -> None:
         """Between passes, before something else is gathered: no pass is left half done."""
@@ -325,7 +346,8 @@ class GatherSchedule:
     def forget(self) -> None:
         """Weights are about to change, or a step is given up: no forward is to be run back."""
         self.give_up()
-        self._forwards = 0
+        self._most_forwards = 0
+        self._marks.clear()
 
     # -- beside passes -------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from training import FRACTIONS, backward
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, GradientOrderError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -190,10 +190,16 @@ def test_between_backward_and_step_of_a_direct_commit() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_in_a_backward_that_updates_the_layer() -> None:
-    """A hook that runs after a layer's last gradient reads what is being overwritten."""
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_in_a_backward_that_updates_the_layer(is_direct: bool) -> None:
+    """A hook that runs after a layer's last gradient reads what is being overwritten.
+
+    The update is taken back, where it can be.
+    """
     model = make_model("mlp")
-    with built(model, make_config(clipping=1.0)) as engine:
+    config = make_config(clipping=0.0 if is_direct else 1.0)
+    config["bf16"]["check_grad_overflow"] = not is_direct
+    with built(model, config) as engine:
         seen: list[float] = []
         model.embed.register_full_backward_hook(
             lambda *_: seen.append(float(model.embed.weight[0, 0]))
@@ -206,12 +212,20 @@ def test_in_a_backward_that_updates_the_layer() -> None:
 
         def read_above(*_arguments: Any) -> None:
             if armed[0]:
-                float(model.head.weight.detach()[0, 0])
+                read.append(model.head.weight.detach().clone())
 
+        read: list[torch.Tensor] = []
         model.embed.register_full_backward_hook(read_above)
-        with pytest.raises(UnsupportedError, match=r"'after blocks\.3' are read in a back"):
-            backward(engine, 3)
+        if is_direct:
+            with pytest.raises(GradientOrderError, match=r"the update of layer 'after blocks\.3'"):
+                backward(engine, 3)
+            return
+        engine.synchronize()
+        before = model.head.weight.detach().clone()
+        backward(engine, 3)
+        assert_same_bits("the head's weight", read[0], before)
         armed[0] = False
+        engine.step()
         backward(engine, 4)
         engine.step()
 
