@@ -105,6 +105,7 @@ def test_secret_greetings_of_the_wrong_kind(rank: Rank) -> None:
 def test_words_that_cannot_be_read_cost_no_other(rank: Rank) -> None:
     with stranger(rank, _greeting(hello=rank.address.secret)) as caller:
         assert json.loads(caller.recv(1000)) == {"welcome": "y"}
+        assert within(lambda: rank.peers.was_connected(1))
         caller.sendall(b"[" * 100_000 + b"\n")
         assert within(lambda: not rank.peers._peers[1].wire.is_open)
     others_are_heard(rank)
