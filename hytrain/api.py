@@ -16,6 +16,8 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.build_agreement import require_one_job, tell_of_plain_engine
+from hytrain.engine.build_arguments import checked_arguments, refuse_unknown
 from hytrain.engine.config_checks import (
     check_config,
     check_sections,
@@ -71,6 +73,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Builds the engine. Arguments are those of ``deepspeed.initialize``, by name or position.
 
@@ -84,8 +87,8 @@ def initialize(
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Raises:
-        ConfigError: the section, or its fit to model and job, is wrong, or there is no optimizer in
-            ZeRO stage 1 or 2; nothing was changed.
+        ConfigError: the section, or its fit to model and job, is wrong, an argument is not of its
+            kind, ranks differ, or there is no optimizer in ZeRO stage 1 or 2; nothing was changed.
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for what hytrain does not do.
     """
@@ -99,19 +102,12 @@ def initialize(
     }  # fmt: skip
     if distributed_port is not None:
         keywords["distributed_port"] = distributed_port
-    given = config if config is not None else config_params
-    if given is None and args is not None:
-        # The second is DeepSpeed's name of old, which it still takes.
-        given = vars(args).get("deepspeed_config") or vars(args).get("deepscale_config")
-    if given is None:
-        raise ConfigError(
-            "no configuration was given: pass config=... (a dict or a file), or start with "
-            "--deepspeed_config FILE"
-        )
-    loaded = load_config(given)
+    refuse_unknown(unknown, (*keywords, "distributed_port"))
+    loaded = load_config(_given_config(args, config, config_params))
     refuse_misplaced_section(loaded)
     section = HyTrainConfig.from_deepspeed(loaded)
     if section is None:
+        tell_of_plain_engine('the configuration has no section "hytrain"')
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_sections(loaded)
     check_version()
@@ -124,10 +120,12 @@ def initialize(
             _evaluated.discard(model)
             loaded = _for_evaluation(loaded)
         keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
+        tell_of_plain_engine("no optimizer was given")
         untrained = _deepspeed_initialize(**keywords)
         if isinstance(model, torch.nn.Module):
             _untrained[model] = weakref.ref(untrained[0])
         return untrained  # type: ignore[return-value]
+    keywords = checked_arguments(keywords)
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
@@ -138,8 +136,12 @@ def initialize(
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])
     _check_forced(loaded, optimizer)
     _check_fit(section, model, optimizer, mpu)
+    device = join_ranks(
+        args, distributed_port=distributed_port, dist_init_required=dist_init_required
+    )
+    require_one_job(loaded, section, model, optimizer, mpu)
     if section.plan is not None:
-        loaded = _with_plan(loaded, section, keywords, distributed_port)
+        loaded = _with_plan(loaded, section, keywords, device)
         section = HyTrainConfig.from_deepspeed(loaded)
         assert section is not None, "the plan has added to it"
         keywords["config"], keywords["config_params"] = loaded, None
@@ -156,6 +158,25 @@ def initialize(
         if explained is None:
             raise
         raise explained from None
+
+
+def _given_config(args: Any, *named: Any) -> Any:
+    """The configuration, or the name of its file.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    # The second is DeepSpeed's name of old, which it still takes.
+    names = ("deepspeed_config", "deepscale_config")
+    every = [*named, *(getattr(args, name, None) for name in names)]
+    given = [each for each in every if each is not None]
+    if len(given) != 1:
+        seen = f"{len(given)} configurations were" if given else "no configuration was"
+        raise ConfigError(
+            f"{seen} given: pass config=... (a dict or a file), or start with "
+            "--deepspeed_config FILE"
+        )
+    return given[0]
 
 
 def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:
@@ -269,28 +290,20 @@ def _with_plan(
     config: Mapping[str, Any],
     section: HyTrainConfig,
     keywords: Mapping[str, Any],
-    distributed_port: int | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The configuration with what its plan decides; a collective.
 
     Raises:
         PlanError: the plan is for another job.
-        ConfigError: a key says what the plan decides, or there is no model to compare.
+        ConfigError: a key says what the plan decides.
     """
-    model = keywords["model"]
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError('"hytrain.plan" needs the model: pass model=...')
-    device = join_ranks(
-        keywords["args"],
-        distributed_port=distributed_port,
-        dist_init_required=keywords["dist_init_required"],
-    )
     source = keywords["config"] if keywords["config"] is not None else keywords["config_params"]
     if source is None:
         source = vars(keywords["args"]).get("deepspeed_config")
     # Not Path.is_file(), which raises where the "name" is a long base64 configuration.
     is_file = isinstance(source, (str, Path)) and os.path.isfile(source)
-    return adopt_plan(config, section, model, device, Path(source) if is_file else None)
+    return adopt_plan(config, section, keywords["model"], device, Path(source) if is_file else None)
 
 
 def _check_batches(section: HyTrainConfig) -> None:

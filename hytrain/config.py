@@ -33,6 +33,7 @@ SECTION = "hytrain"
 # JSON has types: true is no number here, and "4" neither.
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict()]
+Samples = Annotated[int, Strict(), Field(lt=2**31)]
 Flag = Annotated[bool, Strict()]
 
 
@@ -218,11 +219,11 @@ class HyTrainConfig(_Section):
     shard_fractions: tuple[Number, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
 
-    batch_sizes: tuple[Count, ...] | None = None
+    batch_sizes: tuple[Samples, ...] | None = None
     """Samples of the global batch that each rank computes in ``engine.train_batch``, one number a
     rank, 0 for a rank that only holds state; null: as DeepSpeed's keys say."""
 
-    micro_batch_sizes: tuple[Count, ...] | None = None
+    micro_batch_sizes: tuple[Samples, ...] | None = None
     """Most samples that each rank computes at once, one number a rank; needs ``batch_sizes``."""
 
     accumulation: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
@@ -299,8 +300,10 @@ class HyTrainConfig(_Section):
         """The section of a DeepSpeed configuration; None where it has none (plain DeepSpeed).
 
         Raises:
-            ConfigError: the section is malformed, or a top-level key looks like a misspelt one.
+            ConfigError: the section is malformed, or a top-level key looks like a misspelt one, or
+                like a key of it.
         """
+        _refuse_outside(config)
         if SECTION not in config:
             lowered = {str(key).lower(): key for key in config}
             near = difflib.get_close_matches(SECTION, list(lowered), n=1, cutoff=0.8)
@@ -331,6 +334,19 @@ _OF_JSON = {
     "string_type": "must be a string",
 }
 """pydantic's words for them are those of Python."""
+
+
+def _refuse_outside(config: Mapping[str, Any]) -> None:
+    """Keys of the section outside of it, which DeepSpeed would ignore silently."""
+    for key in map(str, config):
+        # One word, as "plan" is, may be a key of its owner's own.
+        if "_" in key and key in HyTrainConfig.model_fields:
+            raise ConfigError(
+                f'"{key}" is a key of the section "{SECTION}", and of no use at the top level of '
+                f'the configuration: write "{SECTION}": {{"{key}": ...}}'
+            )
+        if key != SECTION and key.lower() == SECTION and SECTION in config:
+            raise ConfigError(f'the configuration has sections "{SECTION}" and "{key}": merge them')
 
 
 def _explain(error: ValidationError) -> str:

@@ -188,6 +188,11 @@ def missing_file(path: Path, whose: str = "") -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"{path}, which rank 0 has found, is not there for this rank: load from a folder that "
+            "all hosts share"
+        )
     return (
         f"{path} cannot be read ({type(error).__name__}: {error}): mend the file system, or load "
         "another tag"

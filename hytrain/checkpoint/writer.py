@@ -184,10 +184,10 @@ class Writes:
         if self.failure is None:
             is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             room = f"{self._room()}; " if is_full else ""
-            self.failure = (
-                f"{problem} ({type(error).__name__}: {error}): {room}free space or mend the "
-                f"folder and save again; {outcome}"
-            )
+            remedy = f"{room}free space or mend the folder and save again"
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "close files, or allow more (ulimit -n), and save again"
+            self.failure = f"{problem} ({type(error).__name__}: {error}): {remedy}; {outcome}"
 
 
 class ModelStatesFile:

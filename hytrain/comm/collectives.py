@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hytrain.comm.agreement import differences
 from hytrain.comm.failure_messages import is_connection_error
 from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch, Surveillance
 from hytrain.comm.process_exit import Ending
 from hytrain.comm.processes import this_process
 from hytrain.comm.rank_status import Store
 from hytrain.comm.stream_gate import GateStream, StreamGate, open_gate
-from hytrain.errors import OutOfStepError, RankFailedError
+from hytrain.errors import ConfigError, OutOfStepError, RankFailedError
 from hytrain.trace.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -365,7 +366,7 @@ class ShardCollectives:
         if self.world_size > 1:
             self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, alike: Callable[[], Mapping[str, str]] = dict) -> None:
         """The ranks are about to begin the same thing: where they could be out of step.
 
         NCCL's collectives wait for one another, so that it is enough to note it. Gloo ends the
@@ -373,9 +374,11 @@ class ShardCollectives:
 
         Args:
             what: begins here.
+            alike: what all ranks must begin it with, by its key; gloo's ranks compare it.
 
         Raises:
             OutOfStepError: it is something else on another rank; raised on all.
+            ConfigError: it is the same, but not what it begins with; raised on all.
         """
         if self.world_size == 1:
             return
@@ -384,14 +387,24 @@ class ShardCollectives:
                 self.watch.issue(what)
             return
         codes = torch.zeros(self.world_size, dtype=torch.int64)
-        codes[self.rank] = mine = zlib.crc32(what.encode())
+        mine = (what, dict(alike()))
+        codes[self.rank] = zlib.crc32(repr(mine).encode())
         self._run("the ranks' meeting", dist.all_reduce, codes)
-        others = [rank for rank, code in enumerate(codes.tolist()) if code != mine]
+        if len(set(codes.tolist())) == 1:
+            return
+        ranks: list[tuple[str, dict[str, str]]] = self.gather_objects(mine, "the ranks' words")
+        others = [rank for rank, (where, _) in enumerate(ranks) if where != what]
         if others:
             raise OutOfStepError(
                 f"the ranks are out of step: rank {self.rank} has come to {what}, ranks {others} "
-                f"to something else. {SAME_NUMBER}"
+                f"to {ranks[others[0]][0]}. {SAME_NUMBER}"
             )
+        values = {rank: settings for rank, (_, settings) in enumerate(ranks)}
+        lines = differences(values, list(mine[1]), {rank: f"rank {rank}" for rank in values})
+        raise ConfigError(
+            f"the ranks have come to {what} with different settings: make them "
+            "alike (does one rank step its scheduler more often?):\n  " + "\n  ".join(lines)
+        )
 
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool

@@ -246,10 +246,27 @@ class RankWatch:
         except (RankFailedError, OutOfStepError):
             raise
         except Exception as error:
-            failure = self.explain(error)
+            failure = self.explain(error) or self._lose_connection(error)
             if failure is None:
                 raise
             raise failure from error
+
+    def _lose_connection(self, error: Exception) -> RankFailedError | OutOfStepError | None:
+        """Fails where a connection broke off to a rank whose watch cannot say why."""
+        monitor = self._monitor if is_connection_error(error) else None
+        ranks = {} if monitor is None else monitor.unheard(str(error))
+        if ranks:
+            names = " or ".join(ranks.values())
+            only = next(iter(ranks)) if len(ranks) == 1 else None
+            text = (
+                f"the connection to {names} was lost, and its watch has not answered since the "
+                "start: a firewall forbids the ranks' watches to connect, so that it cannot be "
+                "told whether that rank has failed or was killed, or its host is gone. See its "
+                f"log. Start the job again from a checkpoint (torch says: {error})"
+            )
+            self._fail(RankFailedError(text), about=only, is_seen_here_only=only is None)
+            self._hold_ending()
+        return self._failure
 
     def explain(self, error: Exception) -> RankFailedError | OutOfStepError | None:
         """What is behind a collective that has failed; None where no rank has said anything."""
@@ -562,6 +579,15 @@ class RankWatch:
         if since == self._warned_of or not (has_answered or waited > seconds + PATIENCE_SECONDS):
             return
         self._warned_of = since
+        lost = self._monitor.lost_hosts() if self._monitor is not None else {}
+        if not lost.keys().isdisjoint(behind):
+            logger.warning(
+                "%s Of %s. Is a host, or the network between, down? The job ends when it has not "
+                "answered for a minute",
+                here,
+                "; ".join(lost[rank] for rank in behind if rank in lost),
+            )
+            return
         standings = standings_of(fresh)
         places = "".join(f" Rank {r} stands at {standings[r]}." for r in behind if r in standings)
         logger.warning(

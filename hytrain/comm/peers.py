@@ -34,6 +34,12 @@ _ALL_TO_ALL = 32
 _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 _LONGEST_LINE = 1 << 20
+_GREETING_SECONDS = 5.0
+_LONGEST_GREETING = 1 << 10
+_MOST_CALLERS = 64
+"""Connections without a greeting yet: anybody makes them, and each takes a descriptor."""
+_MOST_ACCEPTED = 1024
+"""In a turn."""
 SILENT_SECONDS = 15.0
 """Ranks send something every two seconds; after this long one is asked whether it is there."""
 
@@ -70,11 +76,13 @@ class Address:
 class Wire:
     """A connection: lines of JSON, never waited for."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int = _LONGEST_LINE) -> None:
         """
         Args:
             connection: from now on the wire's.
+            longest: bytes of a message; may be changed later.
         """
+        self.longest = longest
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,22 +129,22 @@ class Wire:
         """What has come. Closes at the other side's end, and at what is no message."""
         while self.is_open:
             try:
-                piece = self._connection.recv(65536)
+                piece = self._connection.recv(min(65536, self.longest + 1))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 piece = b""
-            if not piece or len(self._received) > _LONGEST_LINE:
+            self._received += piece
+            if not piece or len(self._received) > self.longest:
                 self.is_open = False
                 break
-            self._received += piece
             self.heard_at = time.monotonic()
         *lines, self._received = self._received.split(b"\n")
         messages, self._unread = self._unread, []
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.is_open = False
                 break
             if isinstance(message, dict):
@@ -212,10 +220,7 @@ class Peers:
         Raises:
             OSError: it cannot be opened, or everything was closed meanwhile.
         """
-        if is_one_host:
-            hosts, listener = ("127.0.0.1",), socket.create_server(("127.0.0.1", 0))
-        else:
-            hosts, listener = _addresses(), _listen_everywhere()
+        hosts, listener = _open_port("127.0.0.1" if is_one_host else address_for_ranks())
         listener.setblocking(False)
         _remember(listener)
         # close() comes from another thread: one that ran before this socket was known has not
@@ -308,7 +313,9 @@ class Peers:
             for message in wire.receive():
                 if "state" in message:
                     peer.state = message["state"]
-                else:
+                    continue
+                # What one rank says must not cost the words of another.
+                with suppress(Exception):
                     hear(rank, message)
             is_silent = now - wire.heard_at > SILENT_SECONDS
             if (not wire.is_open or is_silent) and not (peer.is_probing or peer.refused):
@@ -330,26 +337,41 @@ class Peers:
 
     def _accept(self) -> None:
         listener = self._listener
-        while listener is not None:
-            try:
+        accepted = 0
+        with suppress(OSError):  # no connection is waiting, or the listener is closed
+            while listener is not None and accepted < _MOST_ACCEPTED:
                 connection, _ = listener.accept()
-            except OSError:  # no connection is waiting, or the listener is closed
-                break
-            self._callers.append(_Caller(Wire(connection)))
-        for caller in list(self._callers):
+                accepted += 1
+                self._callers.append(_Caller(Wire(connection, _LONGEST_GREETING)))
+                if len(self._callers) >= 2 * _MOST_CALLERS:
+                    self._greet_callers()
+        self._greet_callers()
+
+    def _greet_callers(self) -> None:
+        waiting: list[_Caller] = []
+        for caller in self._callers:
             message = caller.wire.first()
-            is_late = time.monotonic() - caller.since > 6 * _ANSWER_SECONDS
-            if message is not None or is_late or not caller.wire.is_open:
-                self._callers.remove(caller)
-                if message is None or not self._welcome(caller.wire, message):
-                    caller.wire.close()
+            is_late = time.monotonic() - caller.since > _GREETING_SECONDS
+            if message is None and caller.wire.is_open and not is_late:
+                waiting.append(caller)
+            elif message is None or not self._welcome(caller.wire, message):
+                caller.wire.close()
+        # A rank greets as it connects: who has waited longest is none.
+        for caller in waiting[:-_MOST_CALLERS]:
+            caller.wire.close()
+        self._callers = waiting[-_MOST_CALLERS:]
 
     def _welcome(self, wire: Wire, message: dict[str, Any]) -> bool:
-        rank = message.get("rank")
-        shown = str(message.get("hello", ""))
-        if rank not in self._peers or not secrets.compare_digest(shown, self._secret):
+        rank, shown, own = message.get("rank"), message.get("hello"), message.get("mine")
+        # Whatever JSON has may be there: lists, which cannot be looked up, and true, which is 1.
+        if type(rank) is not int or rank not in self._peers:
             return False
-        wire.send({"welcome": message.get("mine")})
+        if not isinstance(shown, str) or not isinstance(own, str):
+            return False
+        if not secrets.compare_digest(shown.encode(errors="replace"), self._secret.encode()):
+            return False
+        wire.longest = _LONGEST_LINE
+        wire.send({"welcome": own})
         self._adopt(rank, wire, wire.peer)
         return True
 
@@ -364,6 +386,11 @@ class Peers:
     def was_connected(self, rank: int) -> bool:
         """Whether a neighbour's words come here, or came until it was lost."""
         return rank in self._peers and self._peers[rank].wire is not None
+
+    def is_at_address_in(self, rank: int, text: str) -> bool:
+        """Whether a text has the address of a neighbour's host, in brackets as gloo writes it."""
+        address = self._peers[rank].address
+        return address is not None and any(f"[{host}]" in text for host in address.hosts)
 
     def is_refused(self, rank: int) -> bool:
         """Whether connections to a neighbour that was connected are refused now."""
@@ -402,30 +429,65 @@ class Peers:
             listener.close()
 
 
-def _listen_everywhere() -> socket.socket:
+def _open_port(host: str | None) -> tuple[tuple[str, ...], socket.socket]:
+    """A port at that address, or at all; and the addresses to be tried by others."""
+    if host is not None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with suppress(OSError):
+            listener = socket.create_server((host, 0), family=family, backlog=_MOST_ACCEPTED)
+            return (host,), listener
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+            return _addresses(), socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=_MOST_ACCEPTED, dualstack_ipv6=True
+            )
+    return _addresses(), socket.create_server(("", 0), backlog=_MOST_ACCEPTED)
 
 
-def _addresses() -> tuple[str, ...]:
-    """This host's, those of the interfaces that the process group is told to use first."""
+def address_for_ranks() -> str | None:
+    """Where ranks of other hosts reach this one: None where that cannot be told.
+
+    On the interface that the process group is told to use, else where this host reaches the master.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
+    for _, address in _interface_addresses(interface):
+        return address
+    with suppress(OSError, KeyError):
+        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, where in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)  # no packet is sent
+                address = str(probe.getsockname()[0])
+            return None if address.startswith(_LOCAL) else address
+    return None
+
+
+_LOCAL = ("127.", "::1", "fe80")
+
+
+def _interface_addresses(only: str | None = None) -> list[tuple[str, str]]:
+    """Interfaces and their addresses that other hosts may reach, those of IPv4 first."""
     import psutil
 
-    chosen = ",".join(os.environ.get(n, "") for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
-    wanted = [name.strip("=^ ") for name in chosen.split(",") if name]
-    found: list[tuple[bool, bool, str]] = []
+    found: list[tuple[bool, str, str]] = []
     for interface, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             is_ip6 = address.family == socket.AF_INET6
-            if not is_ip6 and address.family != socket.AF_INET:
-                continue
-            if address.address.startswith(("127.", "::1", "fe80")):
-                continue
-            found.append((interface not in wanted, is_ip6, address.address))
-    names = [address for *_, address in sorted(found, key=lambda each: each[:2])]
-    return (*dict.fromkeys(names), "127.0.0.1")
+            is_other = address.address.startswith(_LOCAL) or only not in (None, interface)
+            if not is_other and (is_ip6 or address.family == socket.AF_INET):
+                found.append((is_ip6, interface, address.address))
+    return [
+        (interface, address) for _, interface, address in sorted(found, key=lambda each: each[0])
+    ]
+
+
+def _addresses() -> tuple[str, ...]:
+    """This host's, those of the interfaces that NCCL is told to use first."""
+    chosen = os.environ.get("NCCL_SOCKET_IFNAME", "").strip()
+    names = tuple(name.strip("= ") for name in chosen.split(",") if name)
+    wanted = () if chosen.startswith("^") else names  # else it names those to leave out
+    found = sorted(_interface_addresses(), key=lambda each: not each[0].startswith(wanted))
+    return (*dict.fromkeys(address for _, address in found), "127.0.0.1")
 
 
 def can_share_loopback(processes: list[Process]) -> bool:

@@ -111,6 +111,25 @@ class ProcessMonitor:
             if (seconds := self._peers.unreachable_for(rank)) > UNREACHABLE_SECONDS
         }
 
+    def lost_hosts(self) -> dict[int, str]:
+        """Ranks on hosts that do not answer now."""
+        return {
+            rank: f"rank {rank} ({self._name(rank)}) nothing has been heard for "
+            f"{self._peers.silent_for(rank):.0f} s, and its host does not answer"
+            for rank in self._neighbours
+            if self._peers.unreachable_for(rank) > 0.0
+        }
+
+    def unheard(self, text: str) -> dict[int, str]:
+        """Ranks whose watches have never answered; those at an address in the text, if there are.
+
+        Args:
+            text: of an error, which may have the address of the other side.
+        """
+        ranks = [rank for rank in self._neighbours if not self.hears(rank)]
+        there = [rank for rank in ranks if self._peers.is_at_address_in(rank, text)]
+        return {rank: f"rank {rank} ({self._name(rank)})" for rank in there or ranks}
+
     def close(self) -> None:
         """Ends the threads and the connections; what was said still arrives."""
         self._closed.set()
@@ -222,8 +241,11 @@ class ProcessMonitor:
             elif now - self._gone_since.setdefault(rank, now) > CONFIRM_SECONDS:
                 self._gone[rank] = self._describe(rank)
 
+    def _name(self, rank: int) -> str:
+        return str(self._processes[rank]) if rank in self._processes else f"rank {rank}"
+
     def _describe(self, rank: int) -> str:
-        where = str(self._processes[rank]) if rank in self._processes else f"rank {rank}"
+        where = self._name(rank)
         state = self._peers.state_of(rank)
         if not state:
             return where

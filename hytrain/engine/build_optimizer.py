@@ -11,6 +11,7 @@ from torch import nn
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
+from hytrain.engine.build_agreement import require_one_optimizer
 from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
@@ -92,6 +93,7 @@ def build_optimizer(
     give_shapes(model)
     reader = HyperReader(check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
+    require_one_optimizer(model, basic_optimizer, collectives.group)
     reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
     group_of = {
         id(parameter): index

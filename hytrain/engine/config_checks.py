@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from hytrain.config import SECTION
+from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import keys_of_section, lr_schedules
 from hytrain.errors import ConfigError
 
@@ -32,6 +31,9 @@ _OF_ADAM = (
 )  # fmt: skip
 """What DeepSpeed and torch take as parameters of an Adam."""
 _FLAGS_OF_ADAM = ("bias_correction", "adam_w_mode", "torch_adam", "amsgrad")
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_TINY = torch.finfo(torch.float32).tiny
+_MOST_SAMPLES = 2**31
 _DTYPES = ("fp32", "bf16", "fp16")
 _LONG_DTYPES = (*_DTYPES, "float32", "bfloat16", "float16", "float", "half")
 _OBJECTS = (
@@ -97,6 +99,8 @@ def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         near = difflib.get_close_matches(str(key), _TOP_LEVEL, n=1, cutoff=0.85)
         if near and near[0] != key and near[0] not in config:
             found.append((str(key), near[0]))
+        elif not near and key in HyTrainConfig.model_fields:
+            found.append((str(key), f"{SECTION}.{key}"))
     return found
 
 
@@ -190,8 +194,10 @@ def _check_number(path: str, value: Any, remedy: str) -> None:
     if value == "auto":
         raise ConfigError(f'"{path}" is "auto": {_AUTO}')
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value < math.inf:  # false of NaN, too
-        raise ConfigError(f'"{path}" is {value!r}: give a finite number of at least 0; {remedy}')
+    if not is_number or not 0.0 <= value <= _FLOAT32_MAX:  # false of NaN, too
+        raise ConfigError(
+            f'"{path}" is {value!r:.40}: give a finite number of at least 0; {remedy}'
+        )
 
 
 def _check_steps_per_print(value: Any) -> None:
@@ -215,8 +221,10 @@ def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> Non
     for key, value in given.items():
         if value == "auto":
             raise ConfigError(f'"{key}" is "auto": {_AUTO}')
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f'"{key}" is {value!r}: give a whole number above 0')
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST_SAMPLES:
+            raise ConfigError(
+                f'"{key}" is {value!r:.40}: give a whole number above 0 and below 2**31'
+            )
     if not any(key in given for key in _BATCH_KEYS[:2]):
         raise ConfigError(
             'the configuration does not say how large a batch is: set "train_batch_size" (samples '
@@ -245,6 +253,11 @@ def _check_optimizer(section: Any) -> None:
             )
         if name in ("lr", "eps", "weight_decay"):
             _check_number(key, value, "as in 1e-4")
+            if name == "eps" and value < _FLOAT32_TINY:
+                raise ConfigError(
+                    f'"{key}" is {value!r}: give a number above 0, as in 1e-8, since a parameter '
+                    "without gradients is divided by it"
+                )
         elif name in _FLAGS_OF_ADAM and not isinstance(value, bool):
             raise ConfigError(f'"{key}" is {value!r}: write true or false')
         elif name == "betas":

@@ -48,6 +48,7 @@ __all__ = [
     "avoid_cpu_communication_build",
     "check_version",
     "create_loss_scaler",
+    "deepspeed_version",
     "engine_class",
     "forget_partition",
     "fp32_weights_of_deepspeed",
@@ -59,6 +60,7 @@ __all__ = [
     "print_dist",
     "read_fp32_weights_by",
     "shape_partitioned",
+    "state_group_of",
     "use_checkpointing",
 ]
 
@@ -79,7 +81,7 @@ def check_version() -> None:
     Raises:
         UnsupportedError: another series than 0.19.
     """
-    version = str(deepspeed.__version__)
+    version = deepspeed_version()
     if not re.match(rf"{re.escape(SUPPORTED)}\.\d", version):
         raise UnsupportedError(
             f"DeepSpeed {version} is installed, but this release of hytrain works with "
@@ -87,18 +89,40 @@ def check_version() -> None:
         )
 
 
+def deepspeed_version() -> str:
+    """What is installed."""
+    return str(deepspeed.__version__)
+
+
+def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
+    """The ranks that an engine's state is spread over, as ``deepspeed.utils.groups`` has them.
+
+    Returns:
+        None: all of them.
+    """
+    if hasattr(mpu, "get_sequence_data_parallel_group"):
+        return mpu.get_sequence_data_parallel_group()
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    return mpu.get_data_parallel_group()
+
+
 def load_config(given: Any) -> dict[str, Any]:
     """A DeepSpeed configuration as a dict: from a dict, a file (JSON or HJSON) or base64 JSON.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or empty.
     """
-    if isinstance(given, Mapping):
-        return dict(given)
-    try:
-        return dict(load_ds_config(str(given)))
-    except (OSError, ValueError, AssertionError) as error:
-        raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+    loaded: Any = given
+    if not isinstance(given, Mapping):
+        try:
+            loaded = load_ds_config(str(given))
+        except (OSError, ValueError, AssertionError) as error:
+            raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
+    if not isinstance(loaded, Mapping) or not loaded:
+        seen = "empty" if loaded in ({}, None) else f"a {type(loaded).__name__}"
+        raise ConfigError(f"the configuration {given!r} is {seen}: write a JSON object, {{...}}")
+    return dict(cast(Mapping[str, Any], loaded))
 
 
 def keys_of_section(model: str) -> list[str]:

@@ -13,7 +13,7 @@ from hytrain.engine.deepspeed_internals import is_partitioned
 from hytrain.errors import UnsupportedError
 
 
-def refuse_unsupported_model(model: Any, stage: int) -> None:
+def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
     """Refuses models that need another engine or another ZeRO stage.
 
     Args:
@@ -30,8 +30,6 @@ def refuse_unsupported_model(model: Any, stage: int) -> None:
             "the model is a PipelineModule, which hytrain does not support: pass a plain "
             "torch.nn.Module"
         )
-    if not isinstance(model, torch.nn.Module):
-        return  # DeepSpeed's own message is as good as one of ours
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             raise UnsupportedError(
@@ -118,7 +116,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_zero(config: Mapping[str, Any]) -> None:
     stage = _get(config, "zero_optimization.stage")
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise UnsupportedError(
             f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
         )

@@ -204,7 +204,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             collector.begin(early=False)
         collector.complete(consume=True)
         passes.send_held()
-        self.collectives.meet("the end of a step")
+        self.collectives.meet("the end of a step", self._hyper.words)
         self.pipeline.launch_outcome()
         self.placement.end_backward(collector.num_firings)
         # Before updates on the device: giving a layer up makes compute, and with it the update

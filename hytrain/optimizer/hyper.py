@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -170,6 +170,14 @@ class HyperParameters:
         """The hyper-parameters of the step that comes; see :meth:`HyperReader.read`."""
         self._built.check_number(self.groups)
         return self._reader.read(self.groups, [step + 1 for step in self.steps])
+
+    def words(self) -> dict[str, str]:
+        """What :meth:`read` finds, by the words for it: for comparing ranks."""
+        return {
+            f'"{name}" of parameter group {index}': str(value)
+            for index, hyper in enumerate(self.read())
+            for name, value in asdict(hyper).items()
+        }
 
     def count_step(self) -> None:
         """Every group has made a step."""

@@ -10,10 +10,11 @@ read (:mod:`hytrain.model.weight_reads`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar, cast
 
 import torch
@@ -238,15 +239,17 @@ class LayerGuards:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output: itself, or within mappings, sequences and dataclasses."""
+    """The tensors of a module's output: itself, or within mappings, sequences, sets and records."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for item in (*value, *value.values()):
             yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, (tuple, list, Set)):
         for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, SimpleNamespace):
+        yield from tensors_in(vars(value))
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

@@ -243,7 +243,8 @@ class PassTracker:
         """The ranks say that they are about to reduce, where each backward does; a collective."""
         # In train_batch ranks reduce once a step, however many micro-batches they have.
         if self.settings.reduce_every_backward and not self.open_step.sums_over_ranks:
-            self.collectives.meet("the reduction of a backward pass's gradients")
+            what = "the reduction of a backward pass's gradients"
+            self.collectives.meet(what, self._hyper.words)
 
     def begin_update(self, *, by_layer: bool = False) -> None:
         """Reads the hyper-parameters that this step's updates begin with."""

@@ -20,8 +20,9 @@ from hytrain.errors import OutOfStepError, UnsupportedError
 WIDTH = 8
 
 
-def _data(number: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+def _data(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randn(4, WIDTH, generator=generator).to(next(model.parameters()).device)
 
 
 def _net(*, is_normed: bool = False) -> nn.Module:
@@ -39,12 +40,12 @@ def _training(model: nn.Module, stage: int, **zero: Any) -> tuple[BesideTorch, A
 
 
 def _one(model: Any, number: int, rank: int) -> torch.Tensor:
-    return model(_data(number, rank)).pow(2).mean()
+    return model(_data(model, number, rank)).pow(2).mean()
 
 
 def _sum_of(forwards: int, number: int) -> Callable[[Any, int], torch.Tensor]:
     return lambda model, rank: sum(  # pyright: ignore
-        (_one(model, number + 100 * each, rank) for each in range(forwards)), torch.zeros(())
+        _one(model, number + 100 * each, rank) for each in range(forwards)
     )
 
 
@@ -52,7 +53,7 @@ def _input_gradient(engine: Any, plain: Any, number: int, rank: int, way: str) -
     """Through one forward; it must be torch's, and leave nothing behind."""
     found: list[torch.Tensor] = []
     for model in (engine, plain):
-        x = _data(number, rank).requires_grad_(True)
+        x = _data(model, number, rank).requires_grad_(True)
         if way == "frozen":
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
@@ -62,9 +63,9 @@ def _input_gradient(engine: Any, plain: Any, number: int, rank: int, way: str) -
         if way == "frozen":
             loss.backward()
             assert x.grad is not None
-            found.append(x.grad)
+            found.append(x.grad.cpu())
         else:
-            found += torch.autograd.grad(loss, x)
+            found.append(torch.autograd.grad(loss, x)[0].cpu())
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         model.train()
@@ -86,7 +87,7 @@ def numbers_of_forwards(stage: int) -> None:
     beside, engine = _training(_net(), stage)
     with engine as beside.engine:
         for number, forwards in enumerate((2, 1, 3, 1, 2)):
-            beside.engine(_data(70, beside.rank))
+            beside.engine(_data(beside.engine, 70, beside.rank))
             beside.step(_sum_of(forwards, number))
             one, other = (_one(beside.engine, 80 + n, beside.rank) for n in (0, 1))
             beside.engine.backward(one)
@@ -101,7 +102,7 @@ def second_order(stage: int, *, is_normed: bool, **zero: Any) -> None:
     beside, engine = _training(_net(is_normed=is_normed), stage, **zero)
 
     def penalty(model: Any, rank: int) -> torch.Tensor:
-        x = _data(number, rank).requires_grad_(True)
+        x = _data(model, number, rank).requires_grad_(True)
         output = model(x)
         (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
         return output.pow(2).mean() + 0.1 * gradient.pow(2).mean()
@@ -113,7 +114,7 @@ def second_order(stage: int, *, is_normed: bool, **zero: Any) -> None:
         if stage == 3:
             transformed = torch.func.grad(lambda x: beside.engine(x).sum())
             with pytest.raises(UnsupportedError, match=r"in a transform of torch\.func"):
-                transformed(_data(0, 0))
+                transformed(_data(beside.engine, 0, 0))
 
 
 def late_hooks(stage: int) -> None:

@@ -16,7 +16,7 @@ from support.models import make_model
 from support.plans import a_plan, write_a_plan
 
 from hytrain.config import BatchShares
-from hytrain.errors import PlanError
+from hytrain.errors import ConfigError, PlanError
 from hytrain.formats.plan_file import PlanFile
 
 STEPS = 4
@@ -184,10 +184,9 @@ def trouble_of_one_is_everybodys(case: Planned, folder: Path) -> tuple[str, str,
         write_a_plan(own, _plan(case))
     dist.barrier()
 
-    def refusal(kind: str = "llama") -> str:
-        model = make_model(kind)
+    def refusal(model: str = "llama", kind: type[ValueError] = PlanError) -> str:
         config = _config({"plan": str(own / "plan.json")})
-        with pytest.raises(PlanError) as refused, built(model, config):
+        with pytest.raises(kind) as refused, built(make_model(model), config):
             pass
         return str(refused.value)
 
@@ -199,7 +198,7 @@ def trouble_of_one_is_everybodys(case: Planned, folder: Path) -> tuple[str, str,
     dist.barrier()
     write_a_plan(own, _plan(case))
     dist.barrier()
-    return missing, different, refusal("mlp" if rank == 1 else "llama")
+    return missing, different, refusal("mlp" if rank == 1 else "llama", ConfigError)
 
 
 def predicted_beside_measured(case: Planned, folder: Path) -> tuple[dict[str, Any], int]:

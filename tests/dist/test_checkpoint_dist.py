@@ -250,6 +250,11 @@ def _refuse_together(engine: Any, folder: Path) -> None:
     assert_same_state(snapshot(engine), before)
     with pytest.raises(CheckpointError, match="no checkpoint 'x'"):
         engine.load_checkpoint(folder, tag="x")
+    for tag in ("good", None):  # a folder that only the first host has
+        seen = folder if dist.get_rank() == 0 else folder / "of another host"
+        with pytest.raises(CheckpointError, match=r"on rank 1: .*is not there for this rank: load"):
+            engine.load_checkpoint(seen, tag=tag)
+    assert_same_state(snapshot(engine), before)
     assert engine.load_checkpoint(folder / "nothing") == (None, None)
 
 

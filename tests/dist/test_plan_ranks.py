@@ -67,7 +67,7 @@ def test_what_one_rank_lacks_all_ranks_refuse(ranks: RankPools, tmp_path: Path) 
         assert missing.startswith("rank 1: ")
         assert "there is no file" in missing
         assert "ranks read different files" in different
-        assert "rank 1: parameters is " in another
+        assert "trained on rank 0 (host " in another
 
 
 def test_predicted_stands_beside_measured_on_every_rank(ranks: RankPools, tmp_path: Path) -> None:

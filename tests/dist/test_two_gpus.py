@@ -39,6 +39,23 @@ def enter_rank(rank: int, port: int) -> None:
     comm.init_distributed("nccl", verbose=False)
 
 
+def between_on_rank(rank: int, port: int) -> None:
+    enter_rank(rank, port)
+    import rank_between as cases
+
+    for stage in (2, 3):
+        for way in ("grad", "frozen"):
+            cases.input_gradients(way, 2, stage)
+        cases.numbers_of_forwards(stage)
+        cases.second_order(stage, is_normed=False)
+        cases.late_hooks(stage)
+        cases.tiles(stage, (3, 3, 2, 3))
+
+
+def test_between_steps() -> None:
+    multiprocessing.spawn(between_on_rank, args=(free_port(),), nprocs=2)
+
+
 def parity_on_rank(rank: int, port: int) -> None:
     enter_rank(rank, port)
     from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch

@@ -30,7 +30,8 @@ class BesideTorch:
         self.engine.backward(mine)
         self.engine.step()
         losses = [loss(self.plain, rank) for rank in range(self.ranks)]
-        torch.testing.assert_close(mine.detach(), losses[self.rank].detach(), rtol=1e-5, atol=1e-6)
+        found, expected = mine.detach().cpu(), losses[self.rank].detach()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         self.optimizer.zero_grad()
         (sum(losses) / self.ranks).backward()  # pyright: ignore
         nn.utils.clip_grad_norm_(self.plain.parameters(), CLIPPING)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 
 from hytrain.checkpoint.file_writers import FileWriters
+from hytrain.checkpoint.writer import Writes
 
 
 def test_copies_are_limited() -> None:
@@ -80,3 +84,18 @@ def test_what_nobody_catches_is_raised() -> None:
 
     with pytest.raises(_KilledError):
         run()
+
+
+def test_too_many_open_files_are_no_full_disk(tmp_path: Path) -> None:
+    writes = Writes(room=lambda: "0 GB are free")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = os.open(tmp_path, os.O_RDONLY)
+    os.close(used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    try:
+        writes.attempt(tmp_path / "state.pt", dict)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in str(writes.failure)
+    assert "ulimit -n" in str(writes.failure)
+    assert "free" not in str(writes.failure)

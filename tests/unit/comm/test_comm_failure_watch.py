@@ -259,6 +259,66 @@ def test_a_rank_that_is_alone_says_so(
     assert job.ranks[0]._failure is None
 
 
+class _Monitor:
+    """What a process monitor says, where other hosts are."""
+
+    def __init__(self, unheard: dict[int, str], lost: dict[int, str]) -> None:
+        self._unheard, self._lost = unheard, lost
+
+    def unheard(self, text: str) -> dict[int, str]:
+        return {rank: name for rank, name in self._unheard.items() if "pair.cc" in text}
+
+    def lost_hosts(self) -> dict[int, str]:
+        return self._lost
+
+    def gone(self) -> dict[int, str]:
+        return {}
+
+    unreachable = gone
+
+    def hears_all(self) -> bool:
+        return False
+
+    def say(self, word: Word) -> None:
+        del word
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_host_that_does_not_answer_is_said_instead_of_advice(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "WARN_SECONDS", 0.5)
+    name = "rank 1 (process 4 on host b) nothing has been heard for 20 s"
+    monkeypatch.setattr(job.ranks[0], "_monitor", _Monitor({}, {1: name}))
+    for rank, count in zip(job.ranks, (10, 9, 10), strict=True):
+        for number in range(count):
+            rank.issue(f"the gather of {number}")
+    job.all_publish()
+    with caplog.at_level(logging.WARNING, "hytrain"), job.ranks[0].waiting():
+        assert within(lambda: bool(caplog.records))
+    text = caplog.records[0].getMessage()
+    assert f"not there yet: ranks [1]. Of {name}. Is a host, or the network" in text
+    assert "evaluate" not in text
+
+
+def test_a_connection_lost_to_a_rank_whose_watch_is_not_heard(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]")
+
+    monkeypatch.setattr(watch, "_EXPLAIN_POLLS", 2)
+    monitor = _Monitor({1: "rank 1 (process 4 on host b)"}, {})
+    monkeypatch.setattr(job.ranks[2], "_monitor", monitor)
+    with pytest.raises(RankFailedError, match=r"connection to rank 1 .*has not answered") as raised:
+        job.ranks[2].run(broken)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    found = job.wait_for(0)
+    assert "the connection to rank 1 (process 4 on host b) was lost" in str(found)
+
+
 def test_a_rank_that_waits_with_all_others_says_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

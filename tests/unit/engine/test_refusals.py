@@ -68,6 +68,7 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"gpu_fraction": 0, "offload": {"overlap_forward": "no"}}, r"overlap_forward = 'no'"),
     ({"gpu_fraction": 0, "shard_fractions": ["1.0"]}, r"shard_fractions\.0 = '1\.0'"),
     ({"gpu_fraction": 0, "batch_sizes": [True]}, r"batch_sizes\.0 = True"),
+    ({"gpu_fraction": 0, "batch_sizes": [10**30]}, r"batch_sizes\.0 = 10+: "),
     ({"solver": {"interval": "1"}}, r"hytrain\.solver\.interval = '1'"),
     ({"gpu_fraction": 0, "layers": {"class": "Blok"}}, r'"Blok".*did you mean "Block"'),
     ({"gpu_fraction": 10**400}, r"hytrain\.gpu_fraction = \d+: must be a number"),
@@ -141,6 +142,12 @@ OF_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stag": 2}}, r'"zero_optimization\.stag" is no key.*mean "stage"'),
     ({"bf16": {"enabled": True, "foo": 1}}, r'"bf16\.foo" is no key that DeepSpeed knows'),
     ({"gradient_accumulation_steps": 0}, r'"gradient_accumulation_steps" is 0'),
+    ({"train_micro_batch_size_per_gpu": 10**30}, r'_per_gpu" is 10+: give .* below 2\*\*31'),
+    ({"gradient_clipping": 10**400}, r'"gradient_clipping" is 10+: give a finite number'),
+    (_adam(eps=0), r'"optimizer\.params\.eps" is 0: give a number above 0'),
+    (_adam(eps=1e-50), r'"optimizer\.params\.eps" is 1e-50: give a number above 0'),
+    ({"hyTrain": {}}, r'has sections "hytrain" and "hyTrain"'),
+    ({"gpu_fraction": 0.5}, r'"gpu_fraction" is a key of the section "hytrain"'),
     (
         {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
         r'"train_batch_size": 7.*cannot hold together.*7 != 2 \* ',
@@ -324,6 +331,7 @@ class _Expert(torch.nn.Module):
         # Made without its __init__, which wants process groups; what it is, is enough.
         self.moe = MoE.__new__(MoE)
         torch.nn.Module.__init__(self.moe)
+        self.head = torch.nn.Linear(2, 2)
 
 
 def test_mixtures_of_experts() -> None:

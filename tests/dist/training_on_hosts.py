@@ -1,0 +1,48 @@
+"""Trains on two hosts until rank 1 kills itself; rank 0 says what it raises. See test_two_hosts.py.
+
+Arguments: "reachable", or "firewall": then the ranks' watches cannot connect to each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from support.engines import built, make_config
+from support.models import loss_of, make_batch, make_model
+
+from hytrain.comm.peers import Peers
+from hytrain.errors import RankFailedError
+
+
+def _listens_at(engine: Any) -> str:
+    """The address of the watch's port, when the ranks have greeted each other."""
+    monitor = engine._collectives.watch._monitor
+    monitor._greeter.join(30.0)
+    return str(monitor._peers._listener.getsockname()[0])
+
+
+def main(how: str) -> None:
+    """See the module."""
+    if how == "firewall":
+        Peers.connect = lambda self, rank: False  # type: ignore[method-assign]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    with built(make_model("mlp"), make_config()) as engine:
+        print("LISTENS", _listens_at(engine), flush=True)
+        for number in range(1000):
+            if number == 5 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                engine.backward(loss_of(engine(**make_batch("mlp", number))))
+                engine.step()
+            except RankFailedError as error:
+                print("RAISED", str(error).replace("\n", " "), flush=True)
+                raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

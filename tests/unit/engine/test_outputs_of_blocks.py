@@ -1,0 +1,74 @@
+"""Blocks that return their tensors in containers: trained as if they returned them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, make_config
+from torch import nn
+
+from hytrain.errors import UnsupportedError
+
+pytestmark = pytest.mark.timeout(60)
+Wrap = Callable[[torch.Tensor], Any]
+
+
+class _Box:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _first(value: Any) -> torch.Tensor:
+    while not isinstance(value, torch.Tensor):
+        value = value.value if hasattr(value, "value") else next(iter(value))
+    return value
+
+
+class _Block(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner, self.outer, self.wrap = nn.Linear(8, 16), nn.Linear(16, 8), wrap
+
+    def forward(self, value: Any) -> Any:
+        return self.wrap(self.outer(torch.tanh(self.inner(_first(value)))))
+
+
+def _trained(wrap: Wrap) -> dict[str, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block(wrap) for _ in range(3)))
+    config = make_config(stage=3, bf16=False)
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    with built(model, config) as engine:
+        for _ in range(3):
+            engine.backward(_first(engine(torch.randn(2, 8))).square().mean())
+            engine.step()
+        return dict(engine.fp32_state_dict())
+
+
+FOUND: dict[str, Wrap] = {
+    "set": lambda tensor: {tensor},
+    "frozenset": lambda tensor: frozenset([tensor]),
+    "keys": lambda tensor: {tensor: 1},
+    "namespace": lambda tensor: SimpleNamespace(value=[tensor]),
+    "tuple of sets": lambda tensor: ({tensor},),
+}
+
+
+@pytest.mark.parametrize("kind", list(FOUND))
+def test_tensors_that_are_found(kind: str) -> None:
+    expected = _trained(lambda tensor: tensor)
+    found = _trained(FOUND[kind])
+    assert found.keys() == expected.keys()
+    for name, state in expected.items():
+        for key, values in state.items():
+            assert torch.equal(found[name][key], values), (name, key)
+
+
+@pytest.mark.parametrize("wrap", [lambda tensor: (t for t in [tensor]), _Box, lambda t: iter([t])])
+def test_tensors_that_are_not_found(wrap: Wrap) -> None:
+    with pytest.raises(UnsupportedError, match=r"'2'.*returns it in a generator or an object"):
+        _trained(wrap)
