@@ -307,12 +307,19 @@ class ShardCollectives:
                 shards[self.rank].copy_(part)
             self.all_gather(flat, sizes, name)
 
-    def agree_on_use(self, index: int | None, words: Callable[[int], str]) -> int:
-        """What all ranks are about to do next, as one number; a collective that waits.
+    def agree_on_use(
+        self,
+        index: int | None,
+        words: Callable[[int], str],
+        choose: Callable[[int, int], int | None] = lambda _smallest, _largest: None,
+    ) -> int:
+        """What all ranks do next, as one number; a collective that waits.
 
         Args:
             index: this rank's; None: it does what the others do.
             words: what a number stands for.
+            choose: which of the smallest and the largest it is where the ranks' numbers differ;
+                None: they must not.
 
         Raises:
             OutOfStepError: the ranks do not agree; on all of them.
@@ -327,15 +334,16 @@ class ShardCollectives:
         self._run(what, dist.all_reduce, seen, op=dist.ReduceOp.MAX)
         with self.waiting():  # tolist() waits for the device, which may wait for a failed rank
             largest, negated = (int(value) for value in seen.tolist())
-        if largest != -negated:
+        if largest != -negated and largest != none:
+            if (chosen := choose(-negated, largest)) is not None:
+                return chosen
             own = "this rank has no samples" if index is None else f"this rank's is {words(index)}"
             raise OutOfStepError(
                 "the ranks' passes over the model differ: where one of them has come to "
                 f"{words(-negated)}, another one has come to {words(largest)} ({own}). Under "
-                "ZeRO-3 the first forward and backward must use the same layers in the same order "
-                "on all ranks; later ones may leave layers out, and use others on all ranks only. "
-                "A layer that some ranks use later must be used in the first step, for example "
-                "with its output times zero"
+                "ZeRO-3 ranks may use other layers than the others in a pass; but a weight that is "
+                "read outside of its module must be read on all of them at one place, and a layer "
+                "that is used more often than in the first pass as often on all of them"
             )
         return largest
 

@@ -15,6 +15,10 @@ TURN = -2
 """The backward of a pass that is forward and backward in one begins."""
 FAILED = -3
 """The pass ends with an error, on all ranks that make it."""
+_LAST = (1 << 32) - 1
+"""What stands for END where the smallest number goes first."""
+_NOBODY = -(1 << 63)
+"""No rank has a number of its own."""
 HOLD = 1 << 32
 """Added to a layer's number where ranks agree to hold it."""
 
@@ -83,10 +87,31 @@ class GatherContext:
         return self._collectives.agree_on_use(number, self._words)
 
     def _words(self, number: int) -> str:
-        special = {END: "its end", TURN: "its backward", FAILED: "an error"}
+        special = {END: "its end", _LAST: "its end", TURN: "its backward", FAILED: "an error"}
         layer = self._by_number.get(number % HOLD)
         # A collective of another kind on another rank may have met this one.
         return special.get(number) or (f"layer '{layer.name}'" if layer else "something else")
+
+    def agree_on_next(self, number: int | None, *, is_backward: bool) -> int:
+        """The layer that all ranks go on with, which need not be this rank's; END: all are over.
+
+        Ranks may use other layers than others do: the first one in the order of the pass is next,
+        so that what most use in one order is gathered once.
+
+        Args:
+            number: this rank's next layer, or END; None: it has none of its own.
+            is_backward: the pass goes from the last layer to the first.
+        """
+        end = END if is_backward else _LAST
+
+        def choose(smallest: int, largest: int) -> int | None:
+            if smallest < END or largest > _LAST:
+                return None
+            return largest if is_backward else smallest
+
+        mine = end if number == END else number
+        found = self._collectives.agree_on_use(mine, self._words, choose)
+        return END if found in (END, _LAST, _NOBODY) else found
 
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank; a collective."""
@@ -95,6 +120,10 @@ class GatherContext:
     def is_live(self, index: int) -> bool:
         """Whether the layer's whole copy is there or on its way."""
         return self.gatherer.is_live(self._by_number[index])
+
+    def is_pinned(self, index: int) -> bool:
+        """Whether the layer stays whole until somebody gives it up, whatever passes do."""
+        return self.gatherer.is_pinned(self._by_number[index])
 
     def gather(self, index: int, *, ahead: bool = False) -> None:
         """Gathers a layer unless it is live; see :meth:`LayerGatherer.gather`."""

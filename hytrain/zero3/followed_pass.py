@@ -1,4 +1,9 @@
-"""A later pass of a kind: it follows the plan made from the record, without asking other ranks."""
+"""A later pass of a kind: it follows the plan made from the record, without asking other ranks.
+
+A rank may come to a layer that no rank has used in the record. The others cannot know: it carries
+out what is left of the plan, where they are at the end of it and ask whether anyone has more. From
+there on the ranks agree on every use (:mod:`hytrain.zero3.recorded_pass`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hytrain.zero3.context import GatherContext
 from hytrain.zero3.plan import Action, Operation
+from hytrain.zero3.recorded_pass import RecordedPass
 
 
 class FollowedPass:
@@ -15,8 +21,22 @@ class FollowedPass:
     that it leaves out itself included.
     """
 
-    def __init__(self, context: GatherContext, operations: Sequence[Operation]) -> None:
+    def __init__(
+        self,
+        context: GatherContext,
+        operations: Sequence[Operation],
+        rest: RecordedPass | None = None,
+    ) -> None:
+        """
+        Args:
+            context: the layers.
+            operations: the plan.
+            rest: what follows the plan, if there are layers that it does not use and that a rank
+                may come to.
+        """
         self._context = context
+        self._rest = rest
+        self._planned = {x.layer for x in operations if x.action is Action.USE}
         self._operations = operations
         self._at = 0
         self._in_use: int | None = None
@@ -33,12 +53,30 @@ class FollowedPass:
 
     def use(self, index: int) -> None:
         """Computation with a layer begins."""
+        if self._rest is not None and (self.has_more or self._is_new(index)):
+            self._force(len(self._operations))
+            self._rest.use(index)
+            return
         if index != self._in_use:
             self._go_to(index)
             self.uses.append(index)
             self._in_use = index
         if index in self._context.sharded:
             self._context.use(index)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a rank has used layers that the plan has not."""
+        return self._rest is not None and bool(self._rest.uses)
+
+    def _is_new(self, index: int) -> bool:
+        context = self._context
+        return (
+            index in context.sharded
+            and index not in self._planned
+            and index not in context.held
+            and not context.is_pinned(index)
+        )
 
     def _go_to(self, index: int) -> None:
         wanted = Operation(Action.USE, index)
@@ -120,6 +158,11 @@ class FollowedPass:
             self._context.wait_resident(self._operations[self._at].layer)
             self._at += 1
             self._advance()
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.end()
 
     def finish(self) -> None:
         """Walks the plan to its end: gradients that are missing still are taken as they are."""
@@ -129,6 +172,8 @@ class FollowedPass:
         """Releases what it has kept beside the plan's layers."""
         self._context.release(self._extra)
         self._context.release(self._context.held)
+        if self.has_more:
+            self._context.release(self._context.gatherer.live)
 
     def join(self, turned: Callable[[], None] | None, turning_point: int) -> None:
         """Does from begin to end what the other ranks do in it.
@@ -142,6 +187,7 @@ class FollowedPass:
             self._context.gatherer.start_held()  # before any reduction, as where layers are used
             turned()
         self.finish()
+        self._end_rest()
 
     def _place_of_turn(self, turning_point: int) -> int:
         """Where the backward has begun at the latest: its first use or reduction."""

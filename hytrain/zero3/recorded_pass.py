@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext, Reducer
 
@@ -21,14 +22,22 @@ class RecordedPass:
     is_over = False
     """Whether it has ended but for gradients that are missing: it never has."""
 
-    def __init__(self, context: GatherContext, forward_uses: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        context: GatherContext,
+        forward_uses: Sequence[int] = (),
+        direction: Literal["forward", "backward", "both"] = "both",
+    ) -> None:
         """
         Args:
             context: the layers.
             forward_uses: of a backward: what the one forward that it runs back has used, in order.
                 The same on all ranks.
+            direction: which way it goes through the layers. In a pass that is forward and backward
+                in one all ranks with samples must use the same layers.
         """
         self._context = context
+        self._direction = direction
         self._once = _once(forward_uses)
         self._sends: bool | None = None  # gradients before the end; None: not agreed upon
         self.uses: list[int] = []
@@ -44,10 +53,16 @@ class RecordedPass:
             context.use(index)  # how often differs from rank to rank
             return
         if index != self._in_use:
-            context.agree(index)
+            while (found := self._agree(index)) != index:
+                self._enter(found, has_samples=False)  # other ranks', which this one leaves out
             self._enter(index, has_samples=True)
         if index in context.sharded:
             context.use(index)
+
+    def _agree(self, number: int | None) -> int:
+        if self._direction == "both":
+            return self._context.agree(number)
+        return self._context.agree_on_next(number, is_backward=self._direction == "backward")
 
     def _enter(self, index: int, *, has_samples: bool) -> None:
         context, reducer = self._context, self._context.reducer
@@ -94,8 +109,9 @@ class RecordedPass:
         self._context.agree(FAILED)
 
     def end(self) -> None:
-        """It is over; a collective."""
-        self._context.agree(END)
+        """It is over; a collective. Other ranks may use more layers."""
+        while (found := self._agree(END)) != END:
+            self._enter(found, has_samples=False)
 
     def join(self, turned: Callable[[], None] | None) -> bool:
         """Does from begin to end what the other ranks do in it.
@@ -106,7 +122,7 @@ class RecordedPass:
         Returns:
             Whether it has come to its end, not to an error.
         """
-        while (number := self._context.agree(None)) not in (END, FAILED):
+        while (number := self._agree(None)) not in (END, FAILED):
             if number == TURN:
                 self._turn()
                 if turned is not None:

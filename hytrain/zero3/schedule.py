@@ -1,8 +1,8 @@
 """Gathers layers as a pass over the model needs them, ahead of it, in one order on all ranks.
 
 The first pass of a kind (forward with or without gradients, backward) is recorded
-(:mod:`hytrain.zero3.recorded_pass`): every use is agreed upon by all ranks, which costs a small
-collective each, and gathered when it comes. Later passes follow a plan made from the record
+(:mod:`hytrain.zero3.recorded_pass`): every use of any rank is agreed upon by all ranks, which costs
+a small collective each, and gathered when it comes. Later passes follow a plan made from the record
 (:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`) without asking the other ranks:
 a rank does whatever the plan says up to the use that it has come to, including its part in gathers
 of layers that it leaves out itself. A rank without a batch walks through the plan alone.
@@ -33,6 +33,13 @@ PassKind = Literal["train", "eval", "backward", "inputs", "layers"]
 (``torch.autograd.grad`` of an input, frozen weights); or both forward and backward of all of a
 step's micro-batches, layer by layer."""
 
+_DIRECTIONS: dict[PassKind, Literal["forward", "backward", "both"]] = {
+    "train": "forward",
+    "eval": "forward",
+    "backward": "backward",
+    "inputs": "backward",
+    "layers": "both",
+}
 _Key = tuple[PassKind, int]
 """A kind of pass, and the forwards that a backward goes back through."""
 
@@ -156,7 +163,7 @@ class GatherSchedule:
         else:
             # What an earlier pass has kept for this one is no part of the record.
             context.release(context.gatherer.live)
-            begun = RecordedPass(context, self._forward_uses(key))
+            begun = RecordedPass(context, self._forward_uses(key), _DIRECTIONS[kind])
         self._key, self._pass = key, begun
         # Layers that the plan does not use are waited for here, in one place on all ranks: each of
         # these waits may be a collective.
@@ -197,7 +204,14 @@ class GatherSchedule:
         held = set(context.held)
         live = context.gatherer.live - held
         plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
-        return FollowedPass(context, plan.operations)
+        return FollowedPass(context, plan.operations, self._rest_of(key[0], record))
+
+    def _rest_of(self, kind: PassKind, record: _Record) -> RecordedPass | None:
+        """What may follow a plan without reductions; the ranks then ask each other at its end."""
+        context = self._context
+        new = context.sharded - set(record.uses) - set(context.held)
+        may_come = kind in ("train", "eval", "inputs") and new
+        return RecordedPass(context, (), _DIRECTIONS[kind]) if may_come else None
 
     def mark_forward(self) -> ForwardMark:
         """For what a forward with gradients has computed; the graph is to keep it alive."""
@@ -337,6 +351,10 @@ class GatherSchedule:
         """
         current.release()
         self._pass = None
+        if current.has_more:
+            # All ranks have seen it: passes like this one, and its backward, are recorded anew.
+            self._records.clear()
+            self._reduces.clear()
         self._context.gatherer.start_held()
 
     def settle(self) -> None:

@@ -15,7 +15,7 @@ from support.engines import built, make_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hytrain.errors import OutOfStepError, UnsupportedError
+from hytrain.errors import UnsupportedError
 
 WIDTH = 8
 
@@ -144,29 +144,40 @@ class _Towers(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.tower = nn.Linear(WIDTH, WIDTH)
-        self.sees = False
+        self.sees = self.skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return x + self.tower(x) if self.sees else x
+            if self.sees and block is self.blocks[0]:
+                x = x + self.tower(x)
+            if self.skips:
+                break
+        return x
 
 
-def late_tower() -> None:
-    """ZeRO-3: one rank alone uses a layer that no rank has used in the first pass."""
+def towers(stage: int) -> None:
+    """A layer that no rank, one rank or both use, from the first step on or later."""
+    torch.manual_seed(2)
     model = _Towers()
-    config = make_config(stage=3, bf16=False)
-    with built(model, config) as engine:
+    beside, engine = _training(model, stage)
+    seen = ((), (0,), (0, 1), (1,), (), (0, 1), (1,))  # by which ranks, step for step
 
-        def step(number: int, *, sees: bool) -> None:
-            model.sees = sees
-            engine.backward(_one(engine, number, 0))
-            engine.step()
+    def choose(model: Any, rank: int) -> None:
+        plain = getattr(model, "module", model)
+        plain.sees, plain.skips = rank in seen[number], (rank + number) % 3 == 0
 
-        for number in range(2):
-            step(number, sees=False)
-        with pytest.raises(OutOfStepError):
-            step(2, sees=dist.get_rank() == 0)
+    def loss(model: Any, rank: int) -> torch.Tensor:
+        choose(model, rank)
+        return _one(model, number, rank)
+
+    with engine as beside.engine:
+        for number in (*range(len(seen)), 1, 3, 0):
+            beside.step(loss)
+            if number % 2:
+                choose(beside.plain, beside.rank)
+                _input_gradient(beside.engine, beside.plain, number, beside.rank, "grad")
+        beside.check()
 
 
 class _Tiled(nn.Module):

@@ -34,8 +34,10 @@ def test_late_hooks(ranks: RankPools, stage: int) -> None:
     ranks(2).run(cases.late_hooks, stage)
 
 
-def test_a_tower_that_one_rank_uses_later(ranks: RankPools) -> None:
-    ranks(2).run(cases.late_tower)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("number", [2, 3])
+def test_towers(ranks: RankPools, number: int, stage: int) -> None:
+    ranks(number).run(cases.towers, stage)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

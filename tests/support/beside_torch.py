@@ -23,6 +23,8 @@ class BesideTorch:
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, weight_decay=0.1)
         self.ranks, self.rank = ranks, rank
         self.engine: Any = None
+        for parameter in self.plain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
     def step(self, loss: Loss) -> None:
         """One step; the loss must be torch's."""
@@ -32,7 +34,7 @@ class BesideTorch:
         losses = [loss(self.plain, rank) for rank in range(self.ranks)]
         found, expected = mine.detach().cpu(), losses[self.rank].detach()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # none counts as zero, as with DeepSpeed
         (sum(losses) / self.ranks).backward()  # pyright: ignore
         nn.utils.clip_grad_norm_(self.plain.parameters(), CLIPPING)
         self.optimizer.step()
