@@ -10,6 +10,7 @@ import torch
 
 from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.inert import Unknown, walk
 from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
@@ -215,9 +216,11 @@ def check_module(
         )
     for name in sorted(set(current) & set(weights)):
         ours, theirs = current[name], weights[name]
-        if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
+        if not isinstance(ours, torch.Tensor):
             continue  # a module's extra state
-        if ours.shape != theirs.shape:
+        if not isinstance(theirs, torch.Tensor):
+            yield f"{path}: '{name}' is a {type(theirs).__name__} and no tensor"
+        elif ours.shape != theirs.shape:
             yield (
                 f"{path}: '{name}' has shape {tuple(theirs.shape)} but the model's has "
                 f"{tuple(ours.shape)}: build the model that was saved"
@@ -238,6 +241,22 @@ def _other_prefix(missing: Sequence[str], extra: Sequence[str]) -> str:
                     "them that wraps the model: pass hytrain.initialize the one that was saved"
                 )
     return f"it has {listed(extra)}; build the model that was saved"
+
+
+def check_plain(path: Path, stored: object) -> Iterator[str]:
+    """Nothing was left unmade (``inert.py``) in what is restored or given to the user."""
+    unknown = {
+        f"{value.name} (at '{'.'.join(where[:3])}')"
+        for where, value in walk(stored)
+        if isinstance(value, Unknown)
+    }
+    if unknown:
+        yield (
+            f"{path} has objects of other classes than tensors, containers, numbers and text: "
+            f"{', '.join(sorted(unknown)[:_SHOWN])}. They are not made, as that runs code that the "
+            "file names: save plain values, or, if you trust whoever has written the file, set "
+            '"hytrain": {"checkpoint": {"run_pickled_code": true}}'
+        )
 
 
 def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.inert import Unknown
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
 from hytrain.model.moment_format import MomentFormat
@@ -211,7 +212,9 @@ class OptimizerRecord:
         record = stored.get(RECORD)
         if record is None:
             steps = _steps_of_zero3(stored, len(groups))
-            return OptimizerRecord(groups, steps, None, stored.get("loss_scaler"))
+            scaler = stored.get("loss_scaler")
+            scaler = scaler.fields if isinstance(scaler, Unknown) else scaler
+            return OptimizerRecord(groups, steps, None, scaler)
         if record["version"] > RECORD_VERSION:
             raise CheckpointError(
                 f"was written by a later hytrain (record version {record['version']}, this one "

@@ -171,10 +171,13 @@ class EngineCheckpoints:
             name = find_tag(folder, tag, collectives)
             if name is None:
                 return None
-            found, wanted = name, request.with_optimizer
-            name = str(
-                from_first(lambda: universal_tag(folder, found, with_optimizer=wanted), collectives)
-            )
+            found = name
+
+            def convert() -> str:
+                options = {"with_optimizer": request.with_optimizer, "trusted": request.trusted}
+                return universal_tag(folder, found, **options)
+
+            name = str(from_first(convert, collectives))
             return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
             if tag is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.stored_weights import (
     StoredModel,
@@ -138,7 +139,8 @@ def _read(folder: Path, request: ExportRequest) -> StoredModel:
 
 def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
     """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does
+    # It prints what it does.
+    with contextlib.redirect_stdout(sys.stderr), inert.in_place_of_torch_load():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         read: Callable[..., Any] = get_fp32_state_dict_from_zero_checkpoint
