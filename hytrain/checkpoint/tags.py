@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint.commit import (
     find_replaced,
@@ -78,6 +78,8 @@ def look_up_tag(load_dir: Path, tag: str | None) -> str | None:
         CheckpointError: there is no such checkpoint.
     """
     named_by = ""
+    if tag is not None and not PurePosixPath(tag).name:
+        raise CheckpointError(f"the tag '{tag}' names no checkpoint in {load_dir}: pass one's name")
     if tag is None:
         found = _latest(load_dir)
         if found is None:
