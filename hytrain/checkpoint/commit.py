@@ -7,6 +7,7 @@ two, or, between the renames, neither: the old one is then found under the name 
 
 <save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
 <save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
+<save_dir>/hytrain-lock-<tag>               see tag_lock.py
 
 All of this is rank 0's. The others only write into the folder that it names.
 """
@@ -21,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint.sync import sync_folder
+from hytrain.checkpoint.tag_lock import PREFIX, TagLock
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -40,6 +42,30 @@ def unusable_tag(tag: str) -> str | None:
     if path.name.startswith((_SAVING, _REPLACED)):
         return f"the tag '{tag}' begins as folders of unfinished saves do: pass another"
     return None
+
+
+def lock_tag(folder: Path) -> TagLock:
+    """No other job saves under the tag until the lock is released.
+
+    Args:
+        folder: the tag's.
+
+    Raises:
+        CheckpointError: another one does, or the folder cannot be made.
+    """
+    folder = _target(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return TagLock(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
+        "space or mend the folder and save again; what was saved before is unchanged"
+    )
 
 
 def begin_save(folder: Path) -> Path:
@@ -64,10 +90,7 @@ def begin_save(folder: Path) -> Path:
         saving = _unused_name(folder)
         saving.mkdir()
     except OSError as error:
-        raise CheckpointError(
-            f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
-            "space or mend the folder and save again; what was saved before is unchanged"
-        ) from error
+        raise _unusable(folder, error) from error
     return saving
 
 
@@ -141,9 +164,12 @@ def _unused_name(folder: Path) -> Path:
 def _tidy(folder: Path) -> None:
     """What broken-off saves have left. A folder of another tag may be another run's, at work."""
     for path in list(folder.parent.iterdir()):
-        if is_unfinished(path):
+        if path.name.startswith(PREFIX) and path.name != PREFIX + folder.name:
+            _try_lock(path.with_name(path.name.removeprefix(PREFIX)))  # which removes it
+        elif is_unfinished(path):
             tag = path.name.removeprefix(_SAVING).rpartition("-")[0]
-            if tag == folder.name or time.time() - _last_change(path) > _ABANDONED_SECONDS:
+            is_old = time.time() - _last_change(path) > _ABANDONED_SECONDS
+            if tag == folder.name or (is_old and _try_lock(path.with_name(tag))):
                 _remove(path)
         elif path.name.startswith(_REPLACED):
             owner = path.with_name(path.name.removeprefix(_REPLACED))
@@ -151,6 +177,15 @@ def _tidy(folder: Path) -> None:
                 _discard(path, owner)
             elif owner == folder:
                 path.rename(folder)
+
+
+def _try_lock(folder: Path) -> bool:
+    """Whether no job saves under a tag now."""
+    try:
+        TagLock(folder).release()
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _last_change(saving: Path) -> float:

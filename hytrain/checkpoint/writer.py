@@ -36,7 +36,7 @@ from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
-from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing, room_text
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -278,8 +278,8 @@ def write_checkpoint(
     kept.flush()
     places = list_parameters(kept.layers)
     contents = take_contents(kept, places, model_states, kept.collectives)()
-    saving = begin_writing(target, contents, kept.collectives)
-    write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
+    with writing(target, contents, kept.collectives) as saving:
+        write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
 
 
 def write_contents(
@@ -297,7 +297,7 @@ def write_contents(
 
     Args:
         target: where to.
-        saving: what :func:`begin_writing` gave.
+        saving: what :func:`writing` gave.
         contents: all but the state tensors.
         frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
             few at a time; all ranks walk through it.
