@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from hytrain.checkpoint.weight_files import (
     write_torch_file,
 )
 from hytrain.errors import CheckpointError
+from hytrain.formats.record import parse_json
 from hytrain.tools.checkpoints.report import size_text
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ def export_weights(request: ExportRequest) -> list[str]:
     """
     _refuse_existing(request.out)
     folder = locate(request.folder, request.tag)
+    _refuse_links(folder)
     model = _read(folder, request)
     size = sum(weight.num_bytes for weight in model.weights)
     try:
@@ -118,6 +121,16 @@ def _refuse_existing(out: Path) -> None:
     for name in (SAFETENSORS, INDEX, TORCH_FILE):
         if (out / name).exists():
             raise CheckpointError(f"{out} has a {name} already: give another --out, or remove it")
+
+
+def _refuse_links(folder: Path) -> None:
+    """A tag may be a link to another disk; what is in it may not."""
+    links = [path for path in folder.rglob("*") if path.is_symlink()]
+    if links:
+        raise CheckpointError(
+            f"{links[0]} is a symbolic link: only files inside of a checkpoint are exported; put "
+            "the file itself there"
+        )
 
 
 def _check_room(out: Path, size: int) -> None:
@@ -181,8 +194,15 @@ def _copy_beside(folder: Path, out: Path) -> list[str]:
     copied: list[str] = []
     for name in _BESIDE:
         source = folder.parent / name
-        if source.is_file() and not (out / name).exists():
-            shutil.copyfile(source, out / name)
+        if source.is_symlink():
+            # It may lead to anything of this user's, and the weights are given away.
+            logger.warning(
+                "%s is a symbolic link and is not copied: copy what you mean to give away to %s",
+                source,
+                out,
+            )
+        elif source.is_file() and not os.path.lexists(out / name):
+            shutil.copyfile(source, out / name, follow_symlinks=False)
             copied.append(name)
     return copied
 
@@ -194,9 +214,11 @@ def _say_dtype(out: Path, model: StoredModel) -> None:
     if not path.is_file() or len(kinds) != 1:
         return
     try:
-        config = json.loads(path.read_text())
-    except ValueError:
+        config = parse_json(path.read_bytes(), str(path), CheckpointError)
+    except CheckpointError:
         return  # whoever reads it will say so
+    if not isinstance(config, dict):
+        return
     name = str(kinds.pop()).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
     if keys:

@@ -255,6 +255,30 @@ def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.replace(str(saved.folder), "DIR").splitlines())) <= 100
 
 
+def test_links_are_not_followed(
+    saved: Saved,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(saved.folder, folder)
+    (tmp_path / "key").write_text("private")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "key")
+    (folder / "config.json").write_text("[[[")
+    assert cli.main(["export", str(folder), "--out", str(out)]) == 0
+    assert not (out / "tokenizer.json").exists()
+    assert (out / "config.json").read_text() == "[[["
+    assert "tokenizer.json is a symbolic link" in caplog.text
+    assert "private" not in "".join(p.read_text("latin-1") for p in out.iterdir())
+    state = folder / saved.tag.name / "zero/norm.weight/fp32.pt"
+    state.rename(tmp_path / "elsewhere.pt")
+    state.symlink_to(tmp_path / "elsewhere.pt")
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "more")]) == 2
+    assert "fp32.pt is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
+
+
 def test_existing_files_are_not_replaced(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
