@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
     group_names,
+    is_plain_path,
     unpack_tensor,
 )
 from hytrain.errors import CheckpointError
@@ -78,14 +79,6 @@ def unusable_names(names: Iterable[str]) -> str | None:
         f"{listed(wrong)} cannot be the path of a folder, which a universal checkpoint has for "
         'each parameter: rename the modules, so that their names have no empty part, "." or ".." '
         'between "/"'
-    )
-
-
-def is_plain_path(name: str) -> bool:
-    """Whether a name is a path further inside, and reads the same when it is one."""
-    path = PurePosixPath(name)
-    return (
-        bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
     )
 
 

@@ -21,8 +21,10 @@ import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from hytrain.checkpoint import beside
 from hytrain.checkpoint.sync import sync_folder
 from hytrain.checkpoint.tag_lock import PREFIX, TagLock
+from hytrain.checkpoint.universal import LATEST, LATEST_SUM
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SAVING = "hytrain-saving-"
 _REPLACED = "hytrain-replaced-"
+_MOST_BYTES = 255 - len(_SAVING) - 16
 _ABANDONED_SECONDS = 3600.0
 """A save that has not made a folder for so long has ended."""
 
@@ -37,11 +40,29 @@ _ABANDONED_SECONDS = 3600.0
 def unusable_tag(tag: str) -> str | None:
     """What is wrong with a tag to save under; None for nothing."""
     path = PurePosixPath(tag)
+    if too_long(tag):
+        return (
+            f"the tag '{tag[:80]}...' has a name of more than {_MOST_BYTES} bytes, which no folder "
+            "can have: pass a shorter one"
+        )
+    if tag != tag.strip() or not tag.isprintable():
+        return (
+            f"the tag {tag!r} begins or ends with a space, or has characters that cannot be "
+            "printed: it could not be read back from 'latest'; pass another"
+        )
+    if path.name in (*LATEST, LATEST_SUM, *beside.NAMES):
+        return f"the tag '{tag}' is the name of a file in save_dir: pass another"
     if not path.name or path.is_absolute() or ".." in path.parts:
         return f"the tag '{tag}' names no folder in save_dir: pass a name such as global_step100"
-    if path.name.startswith((_SAVING, _REPLACED)):
+    if path.name.startswith((_SAVING, _REPLACED, PREFIX)):
         return f"the tag '{tag}' begins as folders of unfinished saves do: pass another"
     return None
+
+
+def too_long(tag: str) -> bool:
+    """Whether file systems have no room for a tag's name, with what a save puts before it."""
+    parts = PurePosixPath(tag).parts
+    return any(len(part.encode(errors="surrogatepass")) > _MOST_BYTES for part in parts)
 
 
 def lock_tag(folder: Path) -> TagLock:
