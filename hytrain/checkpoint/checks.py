@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +252,14 @@ def check_plain(path: Path, stored: object) -> Iterator[str]:
         )
 
 
-def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+def check_keys(path: Path, stored: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]:
     """The model states hold what a resumed run needs."""
     missing = [key for key in keys if key not in stored]
     if missing:
         yield f"{path} holds no {listed(missing)}: it is not a checkpoint of an engine"
+    for key in set(keys) - {"module"} - set(missing):
+        if type(stored[key]) is not int or stored[key] < 0:
+            yield f"{path}: '{key}' is {str(stored[key])[:80]!r}, which is no count"
 
 
 def listed(names: Sequence[str]) -> str:

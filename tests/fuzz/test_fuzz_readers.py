@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,10 @@ def test_checkpoints(name: str, checkpoint: Path) -> None:
     content = manifest.read_bytes()
     manifest.unlink()
     try:
-        _hold(Subject(checkpoint / "t" / name, _commands(checkpoint), _torch, _repacked))
+        with engine_of(Run().another()) as engine:
+            load = partial(engine.load_checkpoint, checkpoint, tag="t")
+            file = checkpoint / "t" / name
+            _hold(Subject(file, _commands(checkpoint), _torch, _repacked, (load,)))
     finally:
         manifest.write_bytes(content)
 
