@@ -153,11 +153,11 @@ def test_what_cannot_be_removed_is_told(
             _break(point, OSError(16, "Device or resource busy"), patch)
             engine.save_checkpoint(tmp_path, tag=TAG)
         assert "cannot be removed" in caplog.text
-        assert len(_entries(tmp_path)) == 4
+        assert len(_entries(tmp_path)) == 5
         assert_same(_loaded(reader, tmp_path), snapshot(engine))
         caplog.clear()
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert len(_entries(tmp_path)) == 3
+    assert len(_entries(tmp_path)) == 4
 
 
 def test_a_broken_off_replacement_is_told(
