@@ -134,9 +134,9 @@ def test_a_broken_event_is_named(event: Any, message: str, tmp_path: Path) -> No
     [
         (HEADER | {"format": 2}, "has format 2, this hytrain reads 1"),
         (3, "has format None"),
-        (HEADER | {"layers": -1}, r"hytrain\.layers: "),
-        (HEADER | {"peaks": {"cores": 0}}, r"hytrain\.peaks\.cores: "),
-        ({"format": 1}, r"hytrain\.rank: Field required"),
+        (HEADER | {"layers": -1}, r"hytrain, layers: "),
+        (HEADER | {"peaks": {"cores": 0}}, r"hytrain, peaks\.cores: "),
+        ({"format": 1}, r"hytrain, rank: Field required"),
     ],
 )
 def test_a_header_that_is_refused(header: Any, message: str, tmp_path: Path) -> None:
