@@ -95,12 +95,14 @@ test-uneven-plans: install
 test-gpu: install
 	$(PYTEST) -m gpu $(TEST_ARGS) tests
 
-# Random configurations, for so long; the log has their seeds. With SEED and CASES: as many from
+# 2,000 changes of each file that a reader takes; then random configurations, for so long, whose
+# seeds are in the log. With SEED and CASES: as many from
 # there. FUZZ_ARGS: for example --gpu --ranks 2.
 MINUTES ?= 10
 FUZZ_ARGS ?=
 FUZZ = $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES),--minutes $(MINUTES))
 test-fuzz: install
+	HYTRAIN_READER_CASES=2000 $(PYTEST) --timeout=1200 tests/fuzz/test_fuzz_readers.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/fuzz/run.py $(FUZZ) $(FUZZ_ARGS)
 
 # Pinned libraries on top of the environment, in one of their own: those of .venv stay as they are. That one

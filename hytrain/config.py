@@ -87,6 +87,10 @@ class CheckpointConfig(_Section):
     sigterm_dir: str | None = None
     """Folder to save a checkpoint in when the job is asked to end by SIGTERM; null: none is."""
 
+    run_pickled_code: Flag = False
+    """``load_checkpoint`` makes objects of all classes that a checkpoint names, which runs whatever
+    code its author chose. False: tensors, containers, numbers and text; others are refused."""
+
     @field_validator("sigterm_dir")
     @classmethod
     def _is_named(cls, value: str | None) -> str | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hytrain.checkpoint.checked_file import CheckedFile, CheckedStream
+from hytrain.checkpoint.inert import check_records
 from hytrain.checkpoint.sums import BLOCK_BYTES
 from hytrain.errors import CheckpointError
 
@@ -44,6 +45,7 @@ class Archive:
         self.file = file
         try:
             self._zip = zipfile.ZipFile(io.BufferedReader(CheckedStream(file), 4096))
+            check_records(self._zip.infolist(), file.num_bytes)
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # what zipfile makes of a damaged directory is manifold
@@ -53,6 +55,13 @@ class Archive:
         if not pickles:
             raise _unreadable(file.path, f"it has no {_PICKLE}")
         self._root = min(pickles, key=len).removesuffix(_PICKLE)
+        data = self._root + "data/"
+        self.record_bytes = {
+            name.removeprefix(data): info.file_size
+            for name, info in self._infos.items()
+            if name.startswith(data)
+        }
+        """Key of a storage -> bytes of its elements."""
         order = self._root + "byteorder"
         if order in self._infos and self._bytes(order).decode("latin-1") != sys.byteorder:
             raise _unreadable(file.path, "its numbers are in another machine's byte order")
@@ -96,8 +105,6 @@ class Archive:
         info = self._infos.get(name)
         if info is None:
             raise _unreadable(self.file.path, f"it has no record {name}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise _unreadable(self.file.path, f"its record {name} is compressed")
         header = bytearray(_HEADER.size)
         self.file.read_into(info.header_offset, memoryview(header))
         magic, name_bytes, more_bytes = _HEADER.unpack(header)

@@ -25,7 +25,7 @@ from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.file_writers import WRITERS
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.snapshot import StateSnapshot
-from hytrain.checkpoint.target import SaveTarget, begin_writing
+from hytrain.checkpoint.target import SaveTarget, writing
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
@@ -175,18 +175,18 @@ class AsyncSaver:
             )
         faults.point("save.snapshot")
         contents = put_together()
-        saving = begin_writing(target, contents, self.collectives)
-        write_contents(
-            target,
-            saving,
-            contents,
-            frozen,
-            self.collectives,
-            self._kept.device,
-            snapshot.state,
-            snapshot.delivered,
-            _writers(self._share.cores),
-        )
+        with writing(target, contents, self.collectives) as saving:
+            write_contents(
+                target,
+                saving,
+                contents,
+                frozen,
+                self.collectives,
+                self._kept.device,
+                snapshot.state,
+                snapshot.delivered,
+                _writers(self._share.cores),
+            )
         if self.collectives.rank == 0:
             size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
             written = time.monotonic()

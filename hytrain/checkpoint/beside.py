@@ -7,6 +7,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 """A copy of it is beside the checkpoints."""
 NOTE = "hytrain_README.txt"
+NAMES = (SCRIPT.name, NOTE)
 NOTE_TEXT = """\
 The checkpoints in this folder are hytrain's, in DeepSpeed's universal format.
 

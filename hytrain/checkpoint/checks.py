@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.inert import Unknown, walk
 from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
     group_names,
+    is_plain_path,
     unpack_tensor,
 )
 from hytrain.errors import CheckpointError
@@ -77,14 +79,6 @@ def unusable_names(names: Iterable[str]) -> str | None:
         f"{listed(wrong)} cannot be the path of a folder, which a universal checkpoint has for "
         'each parameter: rename the modules, so that their names have no empty part, "." or ".." '
         'between "/"'
-    )
-
-
-def is_plain_path(name: str) -> bool:
-    """Whether a name is a path further inside, and reads the same when it is one."""
-    path = PurePosixPath(name)
-    return (
-        bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
     )
 
 
@@ -215,9 +209,11 @@ def check_module(
         )
     for name in sorted(set(current) & set(weights)):
         ours, theirs = current[name], weights[name]
-        if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
+        if not isinstance(ours, torch.Tensor):
             continue  # a module's extra state
-        if ours.shape != theirs.shape:
+        if not isinstance(theirs, torch.Tensor):
+            yield f"{path}: '{name}' is a {type(theirs).__name__} and no tensor"
+        elif ours.shape != theirs.shape:
             yield (
                 f"{path}: '{name}' has shape {tuple(theirs.shape)} but the model's has "
                 f"{tuple(ours.shape)}: build the model that was saved"
@@ -240,11 +236,30 @@ def _other_prefix(missing: Sequence[str], extra: Sequence[str]) -> str:
     return f"it has {listed(extra)}; build the model that was saved"
 
 
-def check_keys(path: Path, stored: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+def check_plain(path: Path, stored: object) -> Iterator[str]:
+    """Nothing was left unmade (``inert.py``) in what is restored or given to the user."""
+    unknown = {
+        f"{value.name} (at '{'.'.join(where[:3])}')"
+        for where, value in walk(stored)
+        if isinstance(value, Unknown)
+    }
+    if unknown:
+        yield (
+            f"{path} has objects of other classes than tensors, containers, numbers and text: "
+            f"{', '.join(sorted(unknown)[:_SHOWN])}. They are not made, as that runs code that the "
+            "file names: save plain values, or, if you trust whoever has written the file, set "
+            '"hytrain": {"checkpoint": {"run_pickled_code": true}}'
+        )
+
+
+def check_keys(path: Path, stored: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]:
     """The model states hold what a resumed run needs."""
     missing = [key for key in keys if key not in stored]
     if missing:
         yield f"{path} holds no {listed(missing)}: it is not a checkpoint of an engine"
+    for key in set(keys) - {"module"} - set(missing):
+        if type(stored[key]) is not int or stored[key] < 0:
+            yield f"{path}: '{key}' is {str(stored[key])[:80]!r}, which is no count"
 
 
 def listed(names: Sequence[str]) -> str:

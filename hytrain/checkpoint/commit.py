@@ -7,6 +7,7 @@ two, or, between the renames, neither: the old one is then found under the name 
 
 <save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
 <save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
+<save_dir>/hytrain-lock-<tag>               see tag_lock.py
 
 All of this is rank 0's. The others only write into the folder that it names.
 """
@@ -20,7 +21,10 @@ import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from hytrain.checkpoint import beside
 from hytrain.checkpoint.sync import sync_folder
+from hytrain.checkpoint.tag_lock import PREFIX, TagLock
+from hytrain.checkpoint.universal import LATEST, LATEST_SUM
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SAVING = "hytrain-saving-"
 _REPLACED = "hytrain-replaced-"
+_MOST_BYTES = 255 - len(_SAVING) - 16
 _ABANDONED_SECONDS = 3600.0
 """A save that has not made a folder for so long has ended."""
 
@@ -35,11 +40,53 @@ _ABANDONED_SECONDS = 3600.0
 def unusable_tag(tag: str) -> str | None:
     """What is wrong with a tag to save under; None for nothing."""
     path = PurePosixPath(tag)
+    if too_long(tag):
+        return (
+            f"the tag '{tag[:80]}...' has a name of more than {_MOST_BYTES} bytes, which no folder "
+            "can have: pass a shorter one"
+        )
+    if tag != tag.strip() or not tag.isprintable():
+        return (
+            f"the tag {tag!r} begins or ends with a space, or has characters that cannot be "
+            "printed: it could not be read back from 'latest'; pass another"
+        )
+    if path.name in (*LATEST, LATEST_SUM, *beside.NAMES):
+        return f"the tag '{tag}' is the name of a file in save_dir: pass another"
     if not path.name or path.is_absolute() or ".." in path.parts:
         return f"the tag '{tag}' names no folder in save_dir: pass a name such as global_step100"
-    if path.name.startswith((_SAVING, _REPLACED)):
+    if path.name.startswith((_SAVING, _REPLACED, PREFIX)):
         return f"the tag '{tag}' begins as folders of unfinished saves do: pass another"
     return None
+
+
+def too_long(tag: str) -> bool:
+    """Whether file systems have no room for a tag's name, with what a save puts before it."""
+    parts = PurePosixPath(tag).parts
+    return any(len(part.encode(errors="surrogatepass")) > _MOST_BYTES for part in parts)
+
+
+def lock_tag(folder: Path) -> TagLock:
+    """No other job saves under the tag until the lock is released.
+
+    Args:
+        folder: the tag's.
+
+    Raises:
+        CheckpointError: another one does, or the folder cannot be made.
+    """
+    folder = _target(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return TagLock(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
+        "space or mend the folder and save again; what was saved before is unchanged"
+    )
 
 
 def begin_save(folder: Path) -> Path:
@@ -64,10 +111,7 @@ def begin_save(folder: Path) -> Path:
         saving = _unused_name(folder)
         saving.mkdir()
     except OSError as error:
-        raise CheckpointError(
-            f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
-            "space or mend the folder and save again; what was saved before is unchanged"
-        ) from error
+        raise _unusable(folder, error) from error
     return saving
 
 
@@ -141,9 +185,12 @@ def _unused_name(folder: Path) -> Path:
 def _tidy(folder: Path) -> None:
     """What broken-off saves have left. A folder of another tag may be another run's, at work."""
     for path in list(folder.parent.iterdir()):
-        if is_unfinished(path):
+        if path.name.startswith(PREFIX) and path.name != PREFIX + folder.name:
+            _try_lock(path.with_name(path.name.removeprefix(PREFIX)))  # which removes it
+        elif is_unfinished(path):
             tag = path.name.removeprefix(_SAVING).rpartition("-")[0]
-            if tag == folder.name or time.time() - _last_change(path) > _ABANDONED_SECONDS:
+            is_old = time.time() - _last_change(path) > _ABANDONED_SECONDS
+            if tag == folder.name or (is_old and _try_lock(path.with_name(tag))):
                 _remove(path)
         elif path.name.startswith(_REPLACED):
             owner = path.with_name(path.name.removeprefix(_REPLACED))
@@ -151,6 +198,15 @@ def _tidy(folder: Path) -> None:
                 _discard(path, owner)
             elif owner == folder:
                 path.rename(folder)
+
+
+def _try_lock(folder: Path) -> bool:
+    """Whether no job saves under a tag now."""
+    try:
+        TagLock(folder).release()
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _last_change(saving: Path) -> float:

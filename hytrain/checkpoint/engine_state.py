@@ -136,6 +136,7 @@ def client_state_of(
         own.add("lr_scheduler")
     if with_optimizer:
         own.add("optimizer")
-    if set(stored.get(UNIVERSAL_INFO, {})) - set(UNIVERSAL_VERSION):
+    info = stored.get(UNIVERSAL_INFO)
+    if isinstance(info, Mapping) and set(info) - set(UNIVERSAL_VERSION):
         own.discard(UNIVERSAL_INFO)  # the client's
     return {key: value for key, value in stored.items() if key not in own}

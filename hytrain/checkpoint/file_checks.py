@@ -49,17 +49,18 @@ class CheckpointFiles:
         """Whether a file is there."""
         return self._name(path) in self.sums
 
-    def load(self, path: Path, wait: Sequence[str] = LAZY) -> Any:
+    def load(self, path: Path, wait: Sequence[str] = LAZY, *, trusted: bool = False) -> Any:
         """A file's contents.
 
         Args:
             path: in the checkpoint's folder.
             wait: keys whose tensors are read and checked where they are used.
+            trusted: see :func:`load_archive`.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        return self._load(path, wait)[0]
+        return self._load(path, wait, trusted=trusted)[0]
 
     def prepare(self, path: Path) -> Any:
         """As :meth:`load`, for a file that :meth:`take` will be asked for: made once for both."""
@@ -73,13 +74,15 @@ class CheckpointFiles:
         name = self._name(path)
         return self._prepared.pop(name) if name in self._prepared else self.load(path)
 
-    def _load(self, path: Path, wait: Sequence[str]) -> tuple[Any, CheckedFile]:
+    def _load(
+        self, path: Path, wait: Sequence[str], *, trusted: bool = False
+    ) -> tuple[Any, CheckedFile]:
         sums = self.sums.get(self._name(path))
         if sums is None:
             raise CheckpointError(missing_file(path))
         try:
             file = CheckedFile(path, sums)
-            return load_archive(Archive(file), wait=wait), file
+            return load_archive(Archive(file), wait=wait, trusted=trusted), file
         except OSError as error:
             raise CheckpointError(_unreadable(path, error)) from error
 

@@ -5,19 +5,36 @@ One process, no engine, no torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hytrain.checkpoint.checks import stored_names
+from hytrain.checkpoint.checks import no_parameters, stored_names
 from hytrain.checkpoint.commit import is_unfinished, saved_tags
-from hytrain.checkpoint.file_checks import CheckpointFiles, check_files_alone, list_files_alone
+from hytrain.checkpoint.file_checks import (
+    CheckpointFiles,
+    Listing,
+    check_files_alone,
+    list_files_alone,
+    missing_file,
+)
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
-from hytrain.checkpoint.stored_weights import open_checkpoint, stored_model
+from hytrain.checkpoint.stored_weights import open_checkpoint
 from hytrain.checkpoint.tags import look_up_tag
-from hytrain.checkpoint.universal import LATEST, CheckpointPaths, OptimizerRecord
-from hytrain.errors import CheckpointError
+from hytrain.checkpoint.universal import (
+    LATEST,
+    RECORD,
+    STATES,
+    STEP,
+    CheckpointPaths,
+    OptimizerRecord,
+)
+from hytrain.errors import CheckpointError, DamagedCheckpointError
+
+OPTIMIZER_SHARD = "optim_states.pt"
+_RANK_OF_ZERO3 = re.compile(r"zero_pp_rank_\d+_mp_rank_00_model_states\.pt")
 
 Kind = Literal["hytrain", "universal", "deepspeed", "unfinished", "damaged"]
 
@@ -48,8 +65,14 @@ def locate(given: Path, tag: str | None) -> Path:
 
 
 def saved_checkpoints(folder: Path) -> list[str]:
-    """Tags in a folder that are checkpoints by their files."""
-    return [tag for tag in saved_tags(folder) if _is_checkpoint(folder / tag)]
+    """Tags in a folder that are checkpoints by their files, or by what names the latest.
+
+    Raises:
+        CheckpointError: the latest one is gone.
+    """
+    found = [tag for tag in saved_tags(folder) if _is_checkpoint(folder / tag)]
+    latest = look_up_tag(folder, None)
+    return found if latest is None or latest in found else [*found, latest]
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -116,16 +139,23 @@ def describe(folder: Path, *, is_latest: bool) -> CheckpointFacts:
         return CheckpointFacts(folder.name, "deepspeed", is_latest, size)
     try:
         return _facts(paths, is_latest, size)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
+    except Exception as error:  # what a file makes of itself is manifold
+        problem = _told(paths, error)
     return CheckpointFacts(folder.name, "damaged", is_latest, size, problem=problem)
+
+
+def _told(paths: CheckpointPaths, error: Exception) -> str:
+    if isinstance(error, (CheckpointError, OSError)):
+        return str(error)
+    seen = f"{type(error).__name__}: {str(error)[:200]}"
+    return f"{paths.folder} cannot be read as a checkpoint ({seen}): load another tag"
 
 
 def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFacts:
     listing = list_files_alone(paths)
     small = [path.relative_to(paths.folder).as_posix() for path in (paths.optimizer_state,)]
     files = check_files_alone(paths, listing, small)
-    OptimizerRecord.unpack(files.load(paths.optimizer_state))
+    record = OptimizerRecord.unpack(files.load(paths.optimizer_state))
     # The file with the model's weights is large: what is read of it is checked as it is read.
     states = paths.model_states.name
     if listing.manifest is None or states not in listing.manifest:
@@ -133,31 +163,39 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
     else:
         files = CheckpointFiles(paths, {**files.sums, states: listing.manifest[states]})
     stored: Mapping[str, Any] = files.load(paths.model_states)
+    _check_complete(paths, listing, stored, record)
     module: Mapping[str, Any] = stored.get("module") or {}
     trained = stored_names(listing.found)
     dtypes = {str(module[name].dtype).removeprefix("torch.") for name in trained & module.keys()}
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
     manifest = paths.zero / MANIFEST
     saved_at = unpack_manifest(manifest).saved_at if manifest.is_file() else 0.0
-    record: Mapping[str, Any] = stored.get("hytrain") or {}
+    own: Mapping[str, Any] = stored.get(RECORD) or {}
     versions = {
-        "deepspeed": str(stored.get("ds_version", "")),
-        "hytrain": record.get("version", ""),
+        "deepspeed": str(stored.get("ds_version", ""))[:40],
+        "hytrain": str(own.get("version", ""))[:40],
     }
     return CheckpointFacts(
         tag=paths.folder.name,
         kind="hytrain" if listing.manifest is not None else "universal",
         is_latest=is_latest,
         num_bytes=size,
-        step=stored.get("global_steps"),
-        skipped_steps=stored.get("skipped_steps"),
-        num_ranks=stored.get("dp_world_size"),
+        step=_count(stored, "global_steps"),
+        skipped_steps=_count(stored, "skipped_steps"),
+        num_ranks=_count(stored, "dp_world_size"),
         parameters=sum(shape.numel() for group in shapes for shape in group.values()),
         tensors=len(trained),
         saved_at=saved_at or None,
         dtype=", ".join(sorted(dtypes)) or None,
         versions={name: text for name, text in versions.items() if text},
     )
+
+
+def _count(stored: Mapping[str, Any], key: str) -> int | None:
+    value = stored.get(key)
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"its {key} is a {type(value).__name__} and no number")
+    return value
 
 
 def _size(folder: Path) -> int:
@@ -184,19 +222,73 @@ class Verdict:
 
 
 def verify(folder: Path) -> Verdict:
-    """Reads every byte of a checkpoint and holds it against what was saved."""
+    """Reads every byte of a checkpoint, holds it against what was saved, and misses no part."""
     paths = CheckpointPaths(folder)
     has_manifest = (paths.zero / MANIFEST).is_file()
     checked: list[int] = []
     problem: str | None = None
     try:
+        if is_unfinished(folder):
+            raise CheckpointError(f"{folder} is a save that was broken off: load another tag")
         listing = list_files_alone(paths)
         wanted = sorted(listing.found if listing.manifest is None else listing.manifest)
         files = check_files_alone(paths, listing, wanted)
         checked = [sums.num_bytes for sums in files.sums.values()]
-        if listing.manifest is None and paths.zero.is_dir():
-            # Nothing says which files there were: that it has what a load needs is asked here.
-            stored_model(*open_checkpoint(folder), None)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
+        if paths.zero.is_dir():
+            record = OptimizerRecord.unpack(files.load(paths.optimizer_state))
+            _check_complete(paths, listing, files.load(paths.model_states), record)
+        else:
+            _check_shards(files)
+    except Exception as error:  # what a file makes of itself is manifold
+        problem = _told(paths, error)
     return Verdict(str(folder), has_manifest, len(checked), sum(checked), problem)
+
+
+def _check_complete(
+    paths: CheckpointPaths, listing: Listing, stored: Mapping[str, Any], record: OptimizerRecord
+) -> None:
+    """
+    Raises:
+        DamagedCheckpointError: a file is missing that a universal checkpoint needs.
+    """
+    shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
+    names = {name for group in (*shapes, *(record.names or ())) for name in group}
+    names |= stored_names(listing.found)
+    if not names or not isinstance(stored.get("module"), Mapping):
+        raise DamagedCheckpointError(no_parameters(paths))
+    kinds = (*STATES, STEP) if RECORD in stored else STATES
+    wanted = [paths.state(str(name), kind) for name in sorted(names) for kind in kinds]
+    _check_there(paths, listing.found, wanted)
+
+
+def _check_shards(files: CheckpointFiles) -> None:
+    """
+    Raises:
+        DamagedCheckpointError: a file is missing that a checkpoint of DeepSpeed's own needs.
+    """
+    paths = files.paths
+    shards = [name for name in files.sums if name.endswith(OPTIMIZER_SHARD)]
+    parts = [paths.folder / name for name in files.sums if _RANK_OF_ZERO3.match(name)]
+    is_zero3 = bool(parts) and not paths.model_states.is_file()
+    stored: Mapping[str, Any] = files.load(parts[0] if is_zero3 else paths.model_states)
+    if not shards and stored.get("optimizer") is not None:
+        return  # without ZeRO the optimizer's state is in there
+    prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}
+    if not shards:
+        prefixes = {""}
+    kinds = [(prefix, OPTIMIZER_SHARD) for prefix in sorted(prefixes)]
+    kinds += [("", "model_states.pt")] if is_zero3 else []
+    wanted = [
+        paths.folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_{end}"
+        for rank in range(_count(stored, "dp_world_size") or 1)
+        for part in range(_count(stored, "mp_world_size") or 1)
+        for prefix, end in kinds
+    ]
+    _check_there(paths, files.sums, wanted)
+
+
+def _check_there(paths: CheckpointPaths, found: Container[str], wanted: Iterable[Path]) -> None:
+    missing = [path for path in wanted if path.relative_to(paths.folder).as_posix() not in found]
+    if missing:
+        more = f"; and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DamagedCheckpointError(missing_file(missing[0]) + more)

@@ -12,10 +12,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums
+from hytrain.checkpoint.universal import is_plain_path
 from hytrain.errors import CheckpointError, DamagedCheckpointError
+from hytrain.formats.record import Record, checked, parse_json
 
 MANIFEST = "hytrain_manifest.json"
 MANIFEST_VERSION = 1
@@ -75,19 +79,38 @@ def unpack_manifest(path: Path) -> Manifest:
             f"{path} is damaged: its own checksum is not that of its contents; load another tag "
             "(without this file the checkpoint loads, held against its files' own checksums only)"
         )
-    body: Any = json.loads(content)["manifest"]
-    if body["version"] > MANIFEST_VERSION:
+    values = parse_json(content, f"the manifest {path}", DamagedCheckpointError)
+    if not isinstance(values, dict) or not isinstance(values.get("manifest"), dict):
+        raise DamagedCheckpointError(f"{path} holds no manifest: load another tag")
+    body: dict[str, Any] = values["manifest"]
+    version = body.get("version")
+    if isinstance(version, int) and version > MANIFEST_VERSION:
         raise CheckpointError(
-            f"{path} was written by a later hytrain (version {body['version']}, this one reads up "
+            f"{path} was written by a later hytrain (version {version}, this one reads up "
             f"to {MANIFEST_VERSION}): update hytrain"
         )
-    files = {
-        str(name): FileSums(
-            int(entry["bytes"]), tuple(int(block, 16) for block in entry["blocks"].split())
-        )
-        for name, entry in body["files"].items()
-    }
-    return Manifest(files, float(body.get("saved_at", 0.0)))
+    stored: _Body = checked(_Body, body, f"the manifest {path}", DamagedCheckpointError)
+    files: dict[str, FileSums] = {}
+    for name, entry in stored.files.items():
+        blocks = tuple(int(block, 16) for block in entry.blocks.split())
+        # Names are joined to the folder, and sums to their files: others would lead elsewhere.
+        if not is_plain_path(name) or len(blocks) != -(-entry.bytes // BLOCK_BYTES):
+            raise DamagedCheckpointError(f"{path} has sums of {name[:80]!r} that are none")
+        files[name] = FileSums(entry.bytes, blocks)
+    return Manifest(files, stored.saved_at)
+
+
+class _Entry(Record):
+    bytes: int = Field(ge=0)
+    blocks: str = Field(pattern=r"^([0-9a-f]{8}( [0-9a-f]{8})*)?$")
+
+
+class _Body(Record):
+    version: int
+    sum: Literal["crc32"] = "crc32"
+    block_bytes: Literal[1048576] = BLOCK_BYTES
+    saved_at: float = 0.0
+    files: dict[str, _Entry]
 
 
 def _head(text: bytes) -> bytes:

@@ -1,24 +1,24 @@
 """Makes objects of an archive's pickle; large tensors stay in the file until they are used.
 
-The pickle is read twice. First nothing is made but a map of where each tensor's elements are: no
-class of anybody's is looked up, so that a damaged file can be asked, too. Then the objects are
-made. Elements below keys that may wait are mapped and returned checked, piece by piece
-(``checked_tensor.py``); all others are read and checked here.
+Elements below keys that may wait are mapped and returned checked, piece by piece
+(``checked_tensor.py``); all others are read and checked here. Nothing else is made than what
+``inert.py`` makes, unless the user trusts the file.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.serialization import StorageType
 from torch.storage import TypedStorage
 
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.archive import Archive
 from hytrain.checkpoint.checked_tensor import Mapped
 from hytrain.errors import CheckpointError
@@ -28,29 +28,32 @@ from hytrain.kernels.host_memory import is_out_of_host_memory
 LAZY = ("module", "frozen_param_fragments", "param")
 """Keys that have large tensors."""
 
-_PLAIN = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
-"""What makes tensors that are nothing but elements, shape and strides; their first argument."""
 
-_MOVED = {"torch.tensor": "torch._tensor"}
-"""Modules that old files name otherwise; torch has the same table."""
-
-
-def load_archive(archive: Archive, *, wait: Sequence[str] = LAZY) -> Any:
+def load_archive(archive: Archive, *, wait: Sequence[str] = LAZY, trusted: bool = False) -> Any:
     """The objects in a file, tensors on the CPU.
 
     Args:
         archive: the file.
         wait: keys of the file's dict whose tensors are read where they are used.
+        trusted: make objects of all classes, which runs code that the file names.
 
     Raises:
         CheckpointError: it is damaged.
         OSError: it cannot be read.
     """
-    content = archive.pickled()
-    mapped = Mapped(archive.file)
     try:
-        lazy = _lazy_keys(content, wait)
-        loaded = _Unpickler(content, archive, mapped, lazy).load()
+        content, storages = archive.pickled(), _Storages(archive)
+        loaded = _InertUnpickler(content, storages).load()
+        others = _not_waiting(loaded, storages, wait)
+        if trusted:
+            # Tensors inside of others' objects cannot be exchanged: these are made anew.
+            storages = _Storages(archive, others)
+            loaded = _TrustingUnpickler(content, storages).load()
+        else:
+            _read(loaded, storages, others)
+        for inside, key in list(_slots(loaded, wait)):
+            inside[key] = storages.mapped.checked(inside[key])
+        return loaded
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -61,9 +64,8 @@ def load_archive(archive: Archive, *, wait: Sequence[str] = LAZY) -> Any:
                 "some, or use more ranks or hosts"
             ) from error
         raise CheckpointError(
-            f"{seen}: the file is damaged, or a class in it is not there; load another tag"
+            f"{seen}: the file is damaged, or not torch's; load another tag"
         ) from error
-    return _with_checked(loaded, mapped, wait) if lazy else loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,115 +90,82 @@ def stored_tensors(archive: Archive) -> list[StoredTensor]:
     Raises:
         Exception: whatever a damaged file makes of itself.
     """
+    storages = _Storages(archive)
     tensors: list[StoredTensor] = []
-    for path, place in _walk((), _Mapper(archive.pickled()).load()):
-        first, *rest = path or ("the tensor",)
-        name = f"{first}: '{'.'.join(rest)}'" if rest else f"'{first}'"
-        tensors.append(StoredTensor(name, place.key, place.begin, place.end))
+    for path, tensor in inert.walk(_InertUnpickler(archive.pickled(), storages).load()):
+        key = storages.key_of(tensor)
+        if isinstance(tensor, torch.Tensor) and key is not None:
+            first, *rest = path or ("the tensor",)
+            name = f"{first}: '{'.'.join(rest)}'" if rest else f"'{first}'"
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * step for size, step in steps)
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            tensors.append(StoredTensor(name, key, begin, begin + extent * tensor.itemsize))
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """In place of a tensor or a storage: ``[begin, end)`` of a storage's bytes."""
+class _Storages:
+    """The storages of a file, by key: as they are in the mapping, or read and checked."""
 
-    key: str
-    begin: int
-    end: int
-    item_bytes: int
+    def __init__(self, archive: Archive, to_read: Collection[str] = ()) -> None:
+        """
+        Args:
+            archive: the file.
+            to_read: keys of those that are read when they are made.
+        """
+        self.archive = archive
+        self.mapped = Mapped(archive.file)
+        self._to_read = to_read
+        self._made: dict[str, TypedStorage] = {}
+        self._keys: dict[int, str] = {}
+        self._read: dict[str, torch.UntypedStorage] = {}
 
+    def make(self, pid: Any) -> TypedStorage:
+        """What a pickle's persistent id stands for."""
+        _, kind, key, _, numel = pid
+        if key not in self._made:
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            storage = torch.UntypedStorage(0)
+            if numel and key in self._to_read:
+                storage = self.read(key)
+            elif numel:
+                record = self.archive.elements(key)
+                storage = self.mapped.storage(record.begin, record.end)
+                self._keys[storage.data_ptr()] = key
+            self._made[key] = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return self._made[key]
 
-class _Anything:
-    """In place of an object of any class; knows what it was made of."""
+    def read(self, key: str) -> torch.UntypedStorage:
+        """Its elements, checked; once for all tensors that share them."""
+        if key not in self._read:
+            record = self.archive.elements(key)
+            num_bytes = record.end - record.begin
+            self._read[key] = self.archive.file.read(record.begin, num_bytes).untyped_storage()
+        return self._read[key]
 
-    parts: list[object]
-
-    def __new__(cls, *arguments: object, **named: object) -> _Anything:
-        made = super().__new__(cls)
-        made.parts = [*arguments, *named.values()]
-        return made
-
-    def __init__(self, *arguments: object, **named: object) -> None: ...
-
-    def __call__(self, *arguments: object) -> _Anything:
-        self.parts.extend(arguments)
-        return self
-
-    def __setstate__(self, state: object) -> None:
-        self.parts.append(state)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        self.parts.append(value)
-
-    def append(self, value: object) -> None:
-        self.parts.append(value)
-
-    def extend(self, values: Sequence[object]) -> None:
-        self.parts.extend(values)
-
-    add, update = append, extend  # what sets are filled by
-
-
-class _Mapper(pickle.Unpickler):
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if name.endswith("Storage"):
-            return _item_bytes(name)
-        return _narrowed if name in _PLAIN else _Anything
-
-    def persistent_load(self, pid: Any) -> _Place:
-        _, item_bytes, key, _, numel = pid
-        return _Place(key, 0, numel * item_bytes, item_bytes)
+    def key_of(self, found: object) -> str | None:
+        """Of a tensor's storage, or a storage; None where it has no elements in the mapping."""
+        if isinstance(found, torch.Tensor):
+            return self._keys.get(found.untyped_storage().data_ptr()) if found.numel() else None
+        if isinstance(found, TypedStorage):
+            return self._keys.get(cast(Any, found)._untyped_storage.data_ptr())
+        return None
 
 
-def _item_bytes(storage: str) -> int:
-    return 1 if storage == "UntypedStorage" else StorageType(storage).dtype.itemsize
-
-
-def _narrowed(whole: Any, offset: Any = None, size: Any = (), stride: Any = (), *_: object) -> Any:
-    """The part of a storage that a tensor has; a parameter has all of its tensor."""
-    if not isinstance(whole, _Place) or not isinstance(size, tuple) or isinstance(offset, bool):
-        return whole
-    steps = zip(cast("tuple[int, ...]", size), stride, strict=True)
-    begin = offset * whole.item_bytes
-    extent = 1 + sum((count - 1) * step for count, step in steps)
-    return replace(whole, begin=begin, end=begin + extent * whole.item_bytes)
-
-
-def _walk(path: tuple[str, ...], found: object) -> Iterator[tuple[tuple[str, ...], _Place]]:
-    if isinstance(found, _Anything):
-        found = found.parts
-    if isinstance(found, _Place):
-        yield path, found
-    elif isinstance(found, Mapping):
-        for key, value in cast("Mapping[object, object]", found).items():
-            yield from _walk((*path, str(key)), value)
-    elif isinstance(found, (list, tuple)):
-        for index, value in enumerate(cast("Sequence[object]", found)):
-            yield from _walk((*path, str(index)), value)
-
-
-def _lazy_keys(content: bytes, wait: Sequence[str]) -> set[str]:
-    """Storages that may wait: nothing but plain tensors right under these keys have them."""
-    lazy: set[str] = set()
-    others: set[str] = set()
-    for path, place in _walk((), _Mapper(content).load()):
-        may_wait = 1 <= len(path) <= 2 and path[0] in wait
-        (lazy if may_wait else others).add(place.key)
-    return lazy - others
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, archive: Archive, mapped: Mapped, lazy: Set[str]) -> None:
+class _InertUnpickler(inert.Unpickler):
+    def __init__(self, content: bytes, storages: _Storages) -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8")
-        self._archive = archive
-        self._mapped = mapped
-        self._lazy = lazy
-        self._storages: dict[str, TypedStorage] = {}
+        self.record_bytes = storages.archive.record_bytes
+        self._storages = storages
+
+    def persistent_load(self, pid: Any) -> TypedStorage:
+        return self._storages.make(pid)
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, storages: _Storages) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+        self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
         if "Storage" in name:
@@ -204,43 +173,40 @@ class _Unpickler(pickle.Unpickler):
                 return StorageType(name)
             except KeyError:
                 pass
-        return super().find_class(_MOVED.get(module, module), name)
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> TypedStorage:
-        word, kind, key, _, numel = pid
-        if word != "storage":
-            raise ValueError(f"a {word} where a storage was expected")
-        if key not in self._storages:
-            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-            self._storages[key] = TypedStorage(
-                wrap_storage=self._storage(key, numel * dtype.itemsize),
-                dtype=dtype,
-                _internal=True,
-            )
-        return self._storages[key]
-
-    def _storage(self, key: str, num_bytes: int) -> torch.UntypedStorage:
-        if num_bytes == 0:
-            return torch.UntypedStorage(0)
-        record = self._archive.elements(key)
-        if record.end - record.begin != num_bytes:
-            raise ValueError(f"record {key} has not the {num_bytes} bytes that its tensor has")
-        if key in self._lazy:
-            return self._mapped.storage(record.begin, record.end)
-        return self._archive.file.read(record.begin, num_bytes).untyped_storage()
+        return self._storages.make(pid)
 
 
-def _with_checked(loaded: Any, mapped: Mapped, wait: Sequence[str]) -> Any:
-    """``loaded``, its tensors that wait made such that check what they return."""
-    if not isinstance(loaded, dict):
-        return loaded
-    checked = cast("dict[str, Any]", loaded)
-    for key in set(wait) & checked.keys():
-        value = checked[key]
-        if isinstance(value, dict):
-            tensors = cast("dict[str, Any]", value)
-            for name in list(tensors):
-                tensors[name] = mapped.checked(tensors[name])
-        else:
-            checked[key] = mapped.checked(value)
-    return checked
+def _slots(loaded: object, wait: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where tensors may wait: (a dict, the key there)."""
+    if isinstance(loaded, dict):
+        found = cast("dict[str, Any]", loaded)
+        for key in set(wait) & found.keys():
+            value = found[key]
+            if isinstance(value, dict):
+                yield from ((value, name) for name in cast("dict[str, Any]", value))
+            else:
+                yield found, key
+
+
+def _not_waiting(loaded: object, storages: _Storages, wait: Sequence[str]) -> set[str]:
+    """Storages that something else has than tensors that may wait."""
+    waiting = Counter(storages.key_of(inside[key]) for inside, key in _slots(loaded, wait))
+    found = Counter(storages.key_of(value) for _, value in inert.walk(loaded))
+    return {key for key in found - waiting if key is not None}
+
+
+def _read(loaded: object, storages: _Storages, keys: Collection[str]) -> None:
+    """Reads storages, and gives them to all that have them."""
+    for _, value in list(inert.walk(loaded)):
+        key = storages.key_of(value)
+        if key is None or key not in keys:
+            continue
+        own: Any = storages.read(key)
+        if isinstance(value, TypedStorage):
+            cast(Any, value)._untyped_storage = own
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.set_(own, value.storage_offset(), value.shape, value.stride())

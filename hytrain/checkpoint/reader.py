@@ -23,6 +23,7 @@ from hytrain.checkpoint.checks import (
     check_keys,
     check_module,
     check_names,
+    check_plain,
     check_states,
     find_problems,
     no_parameters,
@@ -67,12 +68,14 @@ class LoadRequest:
             ``module.load_state_dict``. Without the optimizer, master weights are what it leaves
             in the module.
         keys: what the model states' file must hold.
+        trusted: make objects of whatever classes the file names, which runs their code.
     """
 
     strict: bool
     with_optimizer: bool
     custom_load: Callable[..., Any] | None
     keys: tuple[str, ...]
+    trusted: bool
 
     @property
     def wait(self) -> tuple[str, ...]:
@@ -197,14 +200,18 @@ def _look(
     origins: list[Origin] = []
     failure: str | None = None
     try:
-        stored = dict(files.load(paths.model_states, request.wait))
+        stored = dict(files.load(paths.model_states, request.wait, trusted=request.trusted))
         strict = request.strict
-        checks = [check_keys(paths.model_states, stored, request.keys)]
+        checks = [
+            check_plain(paths.model_states, stored),
+            check_keys(paths.model_states, stored, request.keys),
+        ]
         current = module_tensors()
         if request.custom_load is None:
             checks.append(check_module(paths.model_states, stored, current, strict=strict))
         if request.with_optimizer:
-            record = _read_record(files)
+            record = _read_record(files, trusted=request.trusted)
+            checks.append(check_plain(paths.optimizer_state, record.groups))
             count = len(kept.hyper.groups)
             checks.append(check_groups(paths, record, count, places, strict=strict))
             checks.append(check_names(paths, states, places, strict=strict))
@@ -257,12 +264,12 @@ def _wanted(
     return names
 
 
-def _read_record(files: CheckpointFiles) -> OptimizerRecord:
+def _read_record(files: CheckpointFiles, *, trusted: bool) -> OptimizerRecord:
     paths = files.paths
     if not paths.zero.is_dir():
         raise CheckpointError(no_parameters(paths))
     try:
-        return OptimizerRecord.unpack(files.load(paths.optimizer_state))
+        return OptimizerRecord.unpack(files.load(paths.optimizer_state, trusted=trusted))
     except CheckpointError as error:
         text, name = str(error), str(paths.optimizer_state)
         raise CheckpointError(text if name in text else f"{name} {text}") from None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint.commit import (
     find_replaced,
     is_unfinished,
     saved_tags,
     seen_from,
+    too_long,
     unusable_tag,
 )
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
-from hytrain.checkpoint.universal import LATEST, CheckpointPaths
+from hytrain.checkpoint.universal import (
+    LATEST,
+    LATEST_SUM,
+    CheckpointPaths,
+    unpack_latest_sum,
+)
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first
 from hytrain.errors import CheckpointError, DamagedCheckpointError
@@ -78,6 +84,11 @@ def look_up_tag(load_dir: Path, tag: str | None) -> str | None:
         CheckpointError: there is no such checkpoint.
     """
     named_by = ""
+    if tag is not None and (not PurePosixPath(tag).name or too_long(tag)):
+        shown = tag if len(tag) <= 80 else f"{tag[:80]}..."
+        raise CheckpointError(
+            f"the tag '{shown}' names no checkpoint in {load_dir}: pass one's name"
+        )
     if tag is None:
         found = _latest(load_dir)
         if found is None:
@@ -148,10 +159,34 @@ def _read_tag(path: Path) -> str:
         tag = ""
     if unusable_tag(tag) is not None or not tag.isprintable():
         raise DamagedCheckpointError(
-            f"{path} is damaged: it holds {content[:80]!r}, which is no tag; write the tag to load "
-            f"into it, or pass one of {', '.join(saved_tags(path.parent)) or 'those there are'}"
+            f"{path} is damaged: it holds {content[:80]!r}, which is no tag; {_advice(path.parent)}"
         )
+    _check_sum(path, content.strip())
     return tag
+
+
+def _check_sum(path: Path, content: bytes) -> None:
+    """
+    Raises:
+        DamagedCheckpointError: the file is not what a save wrote, and nobody has written it since.
+    """
+    sums = path.with_name(LATEST_SUM)
+    if not sums.is_file():
+        return  # of plain DeepSpeed, or of an older version
+    saved = unpack_latest_sum(sums.read_bytes()[:10000])
+    # A save writes the sum last; who writes a tag into the file later (by hand, or plain
+    # DeepSpeed) means it.
+    if saved in (None, content) or path.stat().st_mtime_ns > sums.stat().st_mtime_ns:
+        return
+    raise DamagedCheckpointError(
+        f"{path} is damaged: it holds {content[:80]!r} where {saved[:80]!r} was written; "
+        f"{_advice(path.parent)}"
+    )
+
+
+def _advice(folder: Path) -> str:
+    tags = ", ".join(saved_tags(folder)) or "those there are"
+    return f"write the tag to load into it, or pass one of {tags}"
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hytrain.checkpoint.checks import unusable_names
-from hytrain.checkpoint.commit import begin_save, give_up_save, seen_from
+from hytrain.checkpoint.commit import begin_save, give_up_save, lock_tag, seen_from
 from hytrain.checkpoint.contents import SaveContents
+from hytrain.checkpoint.tag_lock import TagLock
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first
 from hytrain.errors import CheckpointError
@@ -39,20 +42,24 @@ class SaveTarget:
         return self.save_dir / self.tag
 
 
-def begin_writing(
+@contextmanager
+def writing(
     target: SaveTarget, contents: SaveContents, collectives: ShardCollectives
-) -> Path:
-    """The folder to write into; a collective.
+) -> Generator[Path]:
+    """The folder to write into, for the length of a block; a collective at its beginning.
 
     Raises:
-        CheckpointError: it cannot be made, there is no room for the checkpoint, or a parameter's
-            name cannot be a folder's. The tag is as it was.
+        CheckpointError: it cannot be made, another job saves under the tag, there is no room for
+            the checkpoint, or a parameter's name cannot be a folder's. The tag is as it was.
     """
     wrong = unusable_names(place.name for place in contents.places)
     if wrong is not None:
         raise CheckpointError(wrong)
 
+    locks: list[TagLock] = []
+
     def begin() -> str:
+        locks.append(lock_tag(target.folder))
         saving = begin_save(target.folder)
         try:
             _check_room(saving, contents)
@@ -61,8 +68,12 @@ def begin_writing(
             raise
         return seen_from(target.save_dir, saving)
 
-    # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
-    return target.save_dir / str(from_first(begin, collectives))
+    try:
+        # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
+        yield target.save_dir / str(from_first(begin, collectives))
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def free_bytes(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """The format: DeepSpeed's universal checkpoints. What is where, under which keys.
 
 <save_dir>/latest, latest_universal           the tag
+<save_dir>/hytrain_latest                     its checksum; DeepSpeed does not look at it
 <save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters
 <save_dir>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    that without weights, for plain ZeRO-3
 <save_dir>/<tag>/zero/optimizer_state.pt      parameter groups and hytrain's own record
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.inert import Unknown
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
 from hytrain.model.moment_format import MomentFormat
@@ -33,6 +36,9 @@ MODEL_STATES_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
+
+LATEST_SUM = "hytrain_latest"
+"""What a save has written into these: the tag's CRC-32 and the tag; DeepSpeed does not look."""
 
 PARAM = "param"
 CAT_DIM = "cat_dim"
@@ -90,6 +96,25 @@ class CheckpointPaths:
         if path.parts[0] != "zero" or len(path.parts) < 3:
             return None
         return path.parent.relative_to("zero").as_posix(), path.stem
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a name is a path further inside, and reads the same when it is one."""
+    path = PurePosixPath(name)
+    return (
+        bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
+    )
+
+
+def pack_latest_sum(tag: str) -> bytes:
+    """What :data:`LATEST_SUM` holds."""
+    return b"%08x %s" % (zlib.crc32(tag.encode()), tag.encode())
+
+
+def unpack_latest_sum(content: bytes) -> bytes | None:
+    """The tag that was written; None where the file is damaged itself."""
+    head, _, tag = content.partition(b" ")
+    return tag if head == b"%08x" % zlib.crc32(tag) else None
 
 
 def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
@@ -211,7 +236,9 @@ class OptimizerRecord:
         record = stored.get(RECORD)
         if record is None:
             steps = _steps_of_zero3(stored, len(groups))
-            return OptimizerRecord(groups, steps, None, stored.get("loss_scaler"))
+            scaler = stored.get("loss_scaler")
+            scaler = scaler.fields if isinstance(scaler, Unknown) else scaler
+            return OptimizerRecord(groups, steps, None, scaler)
         if record["version"] > RECORD_VERSION:
             raise CheckpointError(
                 f"was written by a later hytrain (record version {record['version']}, this one "

@@ -36,11 +36,13 @@ from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
 from hytrain.checkpoint.rounds import plan_rounds
 from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
-from hytrain.checkpoint.target import UNCHANGED, SaveTarget, begin_writing, room_text
+from hytrain.checkpoint.target import UNCHANGED, SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
+    LATEST_SUM,
     MODEL_STATES_OF_ZERO3,
     CheckpointPaths,
+    pack_latest_sum,
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
@@ -278,8 +280,8 @@ def write_checkpoint(
     kept.flush()
     places = list_parameters(kept.layers)
     contents = take_contents(kept, places, model_states, kept.collectives)()
-    saving = begin_writing(target, contents, kept.collectives)
-    write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
+    with writing(target, contents, kept.collectives) as saving:
+        write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
 
 
 def write_contents(
@@ -297,7 +299,7 @@ def write_contents(
 
     Args:
         target: where to.
-        saving: what :func:`begin_writing` gave.
+        saving: what :func:`writing` gave.
         contents: all but the state tensors.
         frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
             few at a time; all ranks walk through it.
@@ -409,11 +411,13 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
         return
     _put_beside(target.save_dir)
     tag = target.tag
-    # The first of them is the one that is read first: it changes last.
-    for path in [target.save_dir / name for name in reversed(LATEST)]:
+    # The first of them is the one that is read first: it changes last, and the sum after it.
+    contents = {target.save_dir / name: tag.encode() for name in reversed(LATEST)}
+    contents[target.save_dir / LATEST_SUM] = pack_latest_sum(tag)
+    for path, content in contents.items():
         faults.point(f"save.{path.name}")
         writes.try_to(
-            lambda path=path: _write_latest(path, tag),
+            lambda path=path, content=content: _write_latest(path, content),
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )
@@ -433,7 +437,7 @@ def _put_beside(save_dir: Path) -> None:
         logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)
 
 
-def _write_latest(path: Path, tag: str) -> None:
+def _write_latest(path: Path, content: bytes) -> None:
     # Only when the tag is there for good: after a loss of power it must not name what is gone.
-    write_file(path, tag.encode())
+    write_file(path, content)
     sync_names(path.parent, [path])

@@ -37,7 +37,7 @@ from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.foreign_checkpoints import universal_tag
 from hytrain.engine.saved_structure import SavedStructure
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.errors import DamagedCheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError, HyTrainError
 
 logger = logging.getLogger(__name__)
 
@@ -135,24 +135,26 @@ class EngineCheckpoints:
         Returns:
             See :meth:`HyTrainEngine.load_checkpoint`.
         """
-        engine, optimizer = self._engine, self._optimizer
+        engine = self._engine
         found = self._read(folder, tag, request)
         if found is None:
             return None, None
         name, stored = found
         begin_window(engine)
-        if not module_only:
-            restore_engine(engine, stored, with_scheduler=with_scheduler)
-            optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
-            position = stored_position(stored)
-            loader = engine.training_dataloader
-            if position is not None and isinstance(loader, PositionedDataLoader):
-                loader.go_on_from(position)
-        if request.with_optimizer:
-            # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
-            restore_random_states(
-                stored_randomness(stored), optimizer.kept.device, optimizer.collectives
+        try:
+            self._restore_rest(
+                stored,
+                module_only=module_only,
+                with_scheduler=with_scheduler,
+                with_randomness=request.with_optimizer,
             )
+        except HyTrainError:
+            raise
+        except Exception as error:  # what a file that is not ours makes of it is manifold
+            raise CheckpointError(
+                f"loading {folder / name} failed half-way ({type(error).__name__}: {error}): the "
+                "engine's state is incomplete; load again before training"
+            ) from error
         client_state = client_state_of(
             stored,
             module_only=module_only,
@@ -160,6 +162,28 @@ class EngineCheckpoints:
             with_scheduler=with_scheduler,
         )
         return str(engine._get_ckpt_name(str(folder), name)), client_state
+
+    def _restore_rest(
+        self,
+        stored: Mapping[str, Any],
+        *,
+        module_only: bool,
+        with_scheduler: bool,
+        with_randomness: bool,
+    ) -> None:
+        engine, optimizer = self._engine, self._optimizer
+        if not module_only:
+            restore_engine(engine, stored, with_scheduler=with_scheduler)
+            optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
+            position = stored_position(stored)
+            loader = engine.training_dataloader
+            if position is not None and isinstance(loader, PositionedDataLoader):
+                loader.go_on_from(position)
+        if with_randomness:
+            # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
+            restore_random_states(
+                stored_randomness(stored), optimizer.kept.device, optimizer.collectives
+            )
 
     def _read(
         self, folder: Path, tag: str | None, request: LoadRequest
@@ -171,10 +195,13 @@ class EngineCheckpoints:
             name = find_tag(folder, tag, collectives)
             if name is None:
                 return None
-            found, wanted = name, request.with_optimizer
-            name = str(
-                from_first(lambda: universal_tag(folder, found, with_optimizer=wanted), collectives)
-            )
+            found = name
+
+            def convert() -> str:
+                options = {"with_optimizer": request.with_optimizer, "trusted": request.trusted}
+                return universal_tag(folder, found, **options)
+
+            name = str(from_first(convert, collectives))
             return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
             if tag is not None:

@@ -777,7 +777,8 @@ class HyTrainEngine(DeepSpeedEngine):
 
         Returns:
             (path of the model states' file, client state); (None, None) with a warning where no
-            tag is given and there is no ``latest``.
+            tag is given and there is no ``latest``. A client state of other objects than tensors,
+            containers, numbers and text is refused without "hytrain.checkpoint.run_pickled_code".
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
@@ -788,10 +789,11 @@ class HyTrainEngine(DeepSpeedEngine):
         with_optimizer = load_optimizer_states and not load_module_only
         assert self._tracing is not None
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
+        trusted = self.hytrain_config.checkpoint.run_pickled_code
         loaded = self._checkpoints().load(
             Path(load_dir),
             None if tag is None else str(tag),
-            LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys),
+            LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys, trusted),
             module_only=load_module_only,
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,

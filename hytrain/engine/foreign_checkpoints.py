@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.checks import no_parameters
+from hytrain.checkpoint import inert
+from hytrain.checkpoint.checks import check_plain, no_parameters
 from hytrain.checkpoint.manifest import MANIFEST
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3, PARAM, RECORD, CheckpointPaths
 from hytrain.checkpoint.writer import write_file
@@ -32,13 +33,14 @@ _SHARDS = "*_optim_states.pt"
 _MODEL_FILES = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 
 
-def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool) -> str:
+def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool, trusted: bool) -> str:
     """The tag to load in place of one that DeepSpeed's ZeRO has saved; made if need be, on rank 0.
 
     Args:
         load_dir: folder of checkpoints.
         tag: which is there.
         with_optimizer: its state is wanted; weights alone need no conversion below ZeRO-3.
+        trusted: objects of all classes may be made, which runs code that the files name.
 
     Returns:
         ``tag`` where it is universal, or is nothing that could be made so.
@@ -49,7 +51,7 @@ def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool) -> str:
     folder = load_dir / tag
     paths = CheckpointPaths(folder)
     if paths.zero.is_dir():
-        _complete(paths)
+        _complete(paths, trusted=trusted)
         return tag
     shards = list(folder.glob(_SHARDS))
     if not shards or not (with_optimizer or not paths.model_states.is_file()):
@@ -61,11 +63,11 @@ def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool) -> str:
     if found.is_file() and found.stat().st_mtime >= newest:
         logger.info("%s was converted before, to %s", folder, target)
         return name
-    _convert(folder, target)
+    _convert(folder, target, trusted=trusted)
     return name
 
 
-def _convert(folder: Path, target: Path) -> None:
+def _convert(folder: Path, target: Path, *, trusted: bool) -> None:
     logger.warning(
         "%s is of DeepSpeed's own format: it is converted to %s by DeepSpeed's ds_to_universal, "
         "which takes as much space and a while (all ranks wait; once)",
@@ -79,7 +81,8 @@ def _convert(folder: Path, target: Path) -> None:
         # It writes `latest_universal` beside its folder, before that is whole: in here.
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
         made = making / target.name
-        with contextlib.redirect_stdout(io.StringIO()):
+        reading = contextlib.nullcontext() if trusted else inert.in_place_of_torch_load()
+        with contextlib.redirect_stdout(io.StringIO()), reading:
             convert_to_universal(
                 argparse.Namespace(
                     input_folder=str(folder),
@@ -89,7 +92,7 @@ def _convert(folder: Path, target: Path) -> None:
                     **options,
                 )
             )
-        _complete(CheckpointPaths(made))
+        _complete(CheckpointPaths(made), trusted=trusted)
         if target.exists():
             shutil.rmtree(target)
         made.rename(target)
@@ -110,18 +113,24 @@ def _check_room(folder: Path) -> None:
         raise OSError(f"{needed / 1e9:.3f} GB are needed beside it, and {free / 1e9:.3f} are free")
 
 
-def _complete(paths: CheckpointPaths) -> None:
+def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
     """Makes the model states' file of what a ZeRO-3 checkpoint was converted to.
 
     Raises:
-        CheckpointError: it cannot be written, or a frozen weight is not whole.
+        CheckpointError: it cannot be written, has objects that may not be made, or a frozen weight
+            is not whole.
     """
     first = paths.folder / MODEL_STATES_OF_ZERO3
     if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
         return
     ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
-    stored = [torch.load(path, map_location="cpu", weights_only=False) for path in ranks]
+    if trusted:
+        stored = [torch.load(path, map_location="cpu", weights_only=False) for path in ranks]
+    else:
+        stored = [inert.load(path) for path in ranks]
     states = dict(stored[0])
+    for problem in check_plain(first, states):
+        raise CheckpointError(problem)
     if RECORD in states:
         return  # ours, whose file is missing: that is said where it is missed
     module = dict(states["module"])
@@ -144,7 +153,7 @@ def _trained(
     shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
     found: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        whole = torch.load(paths.state(name, "fp32"), map_location="cpu", weights_only=False)
+        whole = inert.load(paths.state(name, "fp32"))
         # The converter pads what did not divide among the ranks.
         values = whole[PARAM] if isinstance(whole, Mapping) else whole
         values = values.reshape(-1)[: shape.numel()].reshape(shape)

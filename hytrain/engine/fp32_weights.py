@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.stored_weights import open_checkpoint, stored_model
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.engine.deepspeed_internals import fp32_weights_of_deepspeed, read_fp32_weights_by
@@ -33,7 +34,8 @@ def fp32_state_dict(
     folder = Path(ds_checkpoint_dir)
     is_universal = CheckpointPaths(folder).optimizer_state.is_file()
     if not is_universal or any(folder.glob("*_optim_states.pt")):
-        return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
+        with inert.in_place_of_torch_load():
+            return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
     files, listing = open_checkpoint(folder)
     model = stored_model(files, listing, torch.float32, with_frozen=not exclude_frozen_parameters)
     state = OrderedDict((weight.name, weight.read()) for weight in model.weights)

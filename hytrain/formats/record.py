@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from hytrain.errors import PlanError
+from hytrain.errors import HyTrainError, PlanError
 
 
 class Record(BaseModel):
@@ -19,6 +20,72 @@ class Record(BaseModel):
 
 
 _File = TypeVar("_File", bound=Record)
+
+
+_MOST_DIGITS = 20
+"""Of a whole number: those of 64 bits. Longer ones are no count, time or address."""
+
+
+def parse_json(
+    text: str | bytes,
+    what: str,
+    error: Callable[[str], HyTrainError] = PlanError,
+    *,
+    strict: bool = True,
+) -> Any:
+    """What JSON from outside holds; all of hytrain's files are read by this.
+
+    Args:
+        text: the file's, or a part of it.
+        what: it is, for errors: "the plan PATH".
+        error: class of the error.
+        strict: False: raw control characters may be in strings.
+
+    Raises:
+        HyTrainError: of the class ``error``: it is no JSON, is nested as deeply as no file of ours,
+            or has a whole number of more than 64 bits.
+    """
+    try:
+        return json.loads(text, strict=strict, parse_int=_whole)
+    except RecursionError:
+        raise error(f"{what} is nested too deeply to be read") from None
+    except ValueError as problem:
+        raise error(f"{what} is not JSON: {problem}{_cut(text)}") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a whole number has {len(digits)} digits")
+    return int(digits)
+
+
+def _cut(text: str | bytes) -> str:
+    ends = text.strip()[:1], text.strip()[-1:]
+    begins = ends[0] in ("[", "{", b"[", b"{")
+    is_cut = begins and ends[1] not in ("]", "}", b"]", b"}")
+    return "; it ends in the middle: its writer was stopped" if is_cut else ""
+
+
+def checked(
+    kind: Any, values: object, what: str, error: Callable[[str], HyTrainError] = PlanError
+) -> Any:
+    """Values that JSON had, as the type that they should have.
+
+    Args:
+        kind: a pydantic model, a dataclass, or any other type that pydantic knows.
+        values: of :func:`parse_json`.
+        what: they are, for errors.
+        error: class of the error.
+
+    Raises:
+        HyTrainError: of the class ``error``: they are something else; it says which.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise error(f"{what}, {where[:200]}: {first['msg'][:500]}") from None
 
 
 def read_text(path: Path, what: str) -> str:
@@ -55,14 +122,12 @@ def parse_record(
     Raises:
         PlanError: no JSON, another version, or values that the record refuses.
     """
-    try:
-        values: Any = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the {what} {path} is not JSON: {error}") from None
+    values = parse_json(text, f"the {what} {path}")
     found = values.get("version") if isinstance(values, dict) else None
     if found != version:
         raise PlanError(
-            f"the {what} {path} has version {found}, this hytrain reads {version}: {remedy}"
+            f"the {what} {path} has version {str(found)[:40]}, this hytrain reads {version}: "
+            f"{remedy}"
         )
     try:
         return kind.model_validate_json(text)

@@ -14,7 +14,6 @@ event of a foreign trace means is the report's business (tools/trace/).
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,12 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hytrain.errors import TraceError
+from hytrain.formats.record import checked, parse_json
 
 FORMAT: Final = 1
 HEADER_KEY: Final = "hytrain"
+MOST_MICROSECONDS: Final = 4e15
+"""Of a time, since 1970 at most; a duration, an offset and a time below 0 are much less."""
+_LONGEST: Final = 1e14
 
 # -- lanes, by thread_name; PYTHON and CPU_ADAM may be followed by a thread's name or number ----
 
@@ -148,12 +151,12 @@ class TraceHeader(_Part):
     """What "hytrain" says of a rank's spans."""
 
     format: Literal[1] = FORMAT
-    rank: int = Field(ge=0)
-    world_size: int = Field(ge=1)
+    rank: int = Field(ge=0, lt=2**31)
+    world_size: int = Field(ge=1, lt=2**31)
     clock: Literal["monotonic"] = "monotonic"
     steps: tuple[int, int]
     """First and last recorded step, both included."""
-    layers: int = Field(ge=0)
+    layers: int = Field(ge=0, lt=2**31)
     """Of the model."""
     device: str
     """Its name; "cpu" without a GPU."""
@@ -175,7 +178,7 @@ class TraceHeader(_Part):
     dropped_spans: int = Field(default=0, ge=0)
     overwritten: bool = False
     """The ring was full, and its oldest spans are lost."""
-    clock_offset_us: float = 0.0
+    clock_offset_us: float = Field(default=0.0, ge=-_LONGEST, le=_LONGEST)
     """To be added to times of this rank to reach rank 0's clock."""
 
 
@@ -202,7 +205,8 @@ def read_trace(path: Path) -> TraceFile:
         TraceError: it cannot be read, is no JSON or no trace, is of another format, or an event is
             broken.
     """
-    values = _parse(path, _read_bytes(path))
+    # Not strict: names of operators in foreign traces hold raw control characters.
+    values = parse_json(_read_bytes(path), f"the trace {path}", TraceError, strict=False)
     if isinstance(values, list):
         values = {"traceEvents": values}  # the format's other form, without metadata
     if not isinstance(values, dict) or not isinstance(values.get("traceEvents"), list):
@@ -233,19 +237,6 @@ def _read_bytes(path: Path) -> bytes:
         raise TraceError(f"cannot read the trace {path} ({error.strerror})") from None
 
 
-def _parse(path: Path, content: bytes) -> Any:
-    try:
-        # Not strict: names of operators in foreign traces hold raw control characters.
-        return json.loads(content, strict=False)
-    except UnicodeDecodeError as error:
-        raise TraceError(f"the trace {path} is not JSON: {error}") from None
-    except json.JSONDecodeError as error:
-        text = error.doc.strip()
-        is_cut = text.startswith(("[", "{")) and not text.endswith(("]", "}"))
-        cut = "; it ends in the middle: its writer was stopped" if is_cut else ""
-        raise TraceError(f"the trace {path} is not JSON: {error}{cut}") from None
-
-
 def _some_keys(values: Mapping[str, Any]) -> str:
     keys = [f'"{key}"' for key in list(values)[:4]]
     return ", ".join(keys) + (", ..." if len(values) > 4 else "") if keys else "no keys"
@@ -258,15 +249,10 @@ def _headers(path: Path, found: Any) -> Iterator[TraceHeader]:
         version = entry.get("format") if isinstance(entry, dict) else None
         if version != FORMAT:
             raise TraceError(
-                f"the trace {path} has format {version}, this hytrain reads {FORMAT}: record "
-                "again, or use the hytrain that recorded it"
+                f"the trace {path} has format {_short(version)}, this hytrain reads {FORMAT}: "
+                "record again, or use the hytrain that recorded it"
             )
-        try:
-            header = TraceHeader.model_validate(entry)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in (HEADER_KEY, *first["loc"]))
-            raise TraceError(f"the trace {path}, {where}: {first['msg']}") from None
+        header = checked(TraceHeader, entry, f"the trace {path}, {HEADER_KEY}", TraceError)
         if header.rank in ranks:
             raise TraceError(f"the trace {path} has rank {header.rank} twice")
         ranks.add(header.rank)
@@ -280,24 +266,28 @@ def _event_problem(event: Any) -> str | None:
     phase = event.get("ph")
     if not isinstance(phase, str):
         return f'"ph" must be a string, not {_short(phase)}'
-    if phase == "M":
-        return None
-    if not _is_number(event.get("ts")):
-        return f'"ts" must be a finite number of microseconds, not {_short(event.get("ts"))}'
     if not isinstance(event.get("args", {}), dict):
         return f'"args" must be an object, not {_short(event["args"])}'
+    for key in ("pid", "tid"):
+        if isinstance(event.get(key), (dict, list)):
+            return f'"{key}" must be a number or a text, not {_short(event[key])}'
+    if phase == "M":
+        return None
+    if not _is_time(event.get("ts")):
+        return f'"ts" must be a finite number of microseconds, not {_short(event.get("ts"))}'
     if phase == "X":
         if not isinstance(event.get("name"), str):
             return f'a span must have a "name", not {_short(event.get("name"))}'
         duration = event.get("dur")
-        if not _is_number(duration) or duration < 0.0:
+        if not _is_time(duration) or not 0.0 <= duration <= _LONGEST:
             return f'"dur" of {_short(event["name"])} must be at least 0, not {_short(duration)}'
     return None
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_time(value: Any) -> TypeGuard[float]:
+    """Microseconds whose nanoseconds, with offsets, are whole numbers of 64 bits."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return is_number and math.isfinite(value) and -_LONGEST <= value <= MOST_MICROSECONDS
 
 
 def _short(value: Any) -> str:

@@ -79,6 +79,7 @@ def _full(*case: object) -> Any:
         _full(0, "save.renamed", "new"),
         _full(0, "save.latest_universal", "new"),
         _full(0, "save.latest", "new"),
+        _full(0, "save.hytrain_latest", "new"),
     ],
 )
 def test_a_rank_that_dies_leaves_the_old_one_or_the_new_one(
@@ -95,7 +96,7 @@ def test_a_rank_that_dies_leaves_the_old_one_or_the_new_one(
         assert f"hytrain-replaced-{TAG}" in names
         assert TAG not in names
     for left in ranks(2).run(_load_and_save, tmp_path, expected):
-        assert left == {TAG, "latest", "latest_universal"}
+        assert left == {TAG, "latest", "latest_universal", "hytrain_latest"}
 
 
 def _fail_everywhere(folder: Path) -> None:
@@ -128,7 +129,7 @@ def _fail_everywhere(folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"on rank 1: the tag '' names no folder"):
             engine.save_checkpoint(folder, tag="" if rank else TAG)
         dist.barrier()
-        files = {TAG, "latest", "latest_universal", "zero_to_fp32.py", NOTE}
+        files = {TAG, "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", NOTE}
         assert {entry.name for entry in folder.iterdir()} == files
         engine.load_checkpoint(folder)
         assert_same(snapshot(engine), saved)
@@ -160,6 +161,7 @@ def test_hosts_may_know_the_folder_by_different_names(ranks: RankPools, tmp_path
         TAG,
         "latest",
         "latest_universal",
+        "hytrain_latest",
         "zero_to_fp32.py",
         NOTE,
     }

@@ -73,6 +73,7 @@ class Run:
     width: int = WIDTH
     asynchronous: bool = False
     sigterm_dir: str | None = None
+    run_pickled_code: bool = False
     moments: str = "fp32"
     moments_seed: int = 0
 
@@ -103,6 +104,8 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
         hytrain["shard_fractions"] = list(run.fractions)
     if run.asynchronous or run.sigterm_dir is not None:
         hytrain["checkpoint"] = {"async": run.asynchronous, "sigterm_dir": run.sigterm_dir}
+    if run.run_pickled_code:
+        hytrain.setdefault("checkpoint", {})["run_pickled_code"] = True
     sections: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
     }

@@ -131,9 +131,9 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     assert "not text" in _error(capsys, path)
     for text, words in (
-        ("", "neither JSON"),
-        ("# Title\n", "neither JSON"),
-        ('{\n  "hytrain": {},\n}\n', "neither JSON (Expecting property name"),
+        ("", "is not JSON"),
+        ("# Title\n", "is not JSON"),
+        ('{\n  "hytrain": {},\n}\n', "is not JSON: Expecting property name"),
         ("[1, 2]", "JSON list"),
         (text_of([step_line(1, 0.5, 0)]), "no placement decision"),
         ('{"loss": 1}\n{"loss": 2}\n', "line 1"),

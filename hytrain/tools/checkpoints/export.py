@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.stored_weights import (
     StoredModel,
@@ -30,6 +32,7 @@ from hytrain.checkpoint.weight_files import (
     write_torch_file,
 )
 from hytrain.errors import CheckpointError
+from hytrain.formats.record import parse_json
 from hytrain.tools.checkpoints.report import size_text
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,7 @@ def export_weights(request: ExportRequest) -> list[str]:
     """
     _refuse_existing(request.out)
     folder = locate(request.folder, request.tag)
+    _refuse_links(folder)
     model = _read(folder, request)
     size = sum(weight.num_bytes for weight in model.weights)
     try:
@@ -119,6 +123,16 @@ def _refuse_existing(out: Path) -> None:
             raise CheckpointError(f"{out} has a {name} already: give another --out, or remove it")
 
 
+def _refuse_links(folder: Path) -> None:
+    """A tag may be a link to another disk; what is in it may not."""
+    links = [path for path in folder.rglob("*") if path.is_symlink()]
+    if links:
+        raise CheckpointError(
+            f"{links[0]} is a symbolic link: only files inside of a checkpoint are exported; put "
+            "the file itself there"
+        )
+
+
 def _check_room(out: Path, size: int) -> None:
     free = shutil.disk_usage(out).free
     if free < size:
@@ -138,7 +152,8 @@ def _read(folder: Path, request: ExportRequest) -> StoredModel:
 
 def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
     """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does
+    # It prints what it does.
+    with contextlib.redirect_stdout(sys.stderr), inert.in_place_of_torch_load():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         read: Callable[..., Any] = get_fp32_state_dict_from_zero_checkpoint
@@ -179,8 +194,15 @@ def _copy_beside(folder: Path, out: Path) -> list[str]:
     copied: list[str] = []
     for name in _BESIDE:
         source = folder.parent / name
-        if source.is_file() and not (out / name).exists():
-            shutil.copyfile(source, out / name)
+        if source.is_symlink():
+            # It may lead to anything of this user's, and the weights are given away.
+            logger.warning(
+                "%s is a symbolic link and is not copied: copy what you mean to give away to %s",
+                source,
+                out,
+            )
+        elif source.is_file() and not os.path.lexists(out / name):
+            shutil.copyfile(source, out / name, follow_symlinks=False)
             copied.append(name)
     return copied
 
@@ -192,9 +214,11 @@ def _say_dtype(out: Path, model: StoredModel) -> None:
     if not path.is_file() or len(kinds) != 1:
         return
     try:
-        config = json.loads(path.read_text())
-    except ValueError:
+        config = parse_json(path.read_bytes(), str(path), CheckpointError)
+    except CheckpointError:
         return  # whoever reads it will say so
+    if not isinstance(config, dict):
+        return
     name = str(kinds.pop()).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
     if keys:

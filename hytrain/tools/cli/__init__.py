@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough; what is left must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        # Of a file that a command names: what is wrong with it the system says.
+        print(f"hytrain: {one_line(error)}", file=sys.stderr)
+        return 2
     except HyTrainError as error:
         if not isinstance(error, (ValueError, HostMemoryError)):
             raise  # not the user's to mend

@@ -15,6 +15,7 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 """Of the training copy, the default first."""
 
 _DEFAULT_LIBRARY = ""
+_MOST_WORDS = 4000
 
 
 def _whole(text: str, least: int, what: str) -> int:
@@ -141,5 +142,6 @@ def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> list[str
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without line breaks."""
-    return " ".join(line.strip() for line in str(error).splitlines())
+    """An error's message without line breaks; what files hold may make it long."""
+    text = " ".join(line.strip() for line in str(error).splitlines())
+    return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."

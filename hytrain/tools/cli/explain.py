@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -113,20 +114,17 @@ def _read(path: Path) -> str:
 
 def _whole_config(path: Path, text: str) -> Mapping[str, Any] | None:
     """The configuration that the file is; None for JSON lines."""
+    from hytrain.formats.record import parse_json
+
     first = next((line for line in text.splitlines() if line.strip()), "")
     try:
-        json.loads(first)
-    except json.JSONDecodeError:
-        is_lines = False
-    else:
-        is_lines = True
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError as error:
-        if is_lines:
+        whole = parse_json(text, str(path), ConfigError)
+    except ConfigError as error:
+        with suppress(ConfigError):
+            parse_json(first, "", ConfigError)
             return None
         raise ConfigError(
-            f"{path} is neither JSON ({error}) nor a metrics file, which has a JSON object a line"
+            f"{error}; nor is it a metrics file, which has a JSON object a line"
         ) from None
     if not isinstance(whole, dict):
         kind = type(whole).__name__

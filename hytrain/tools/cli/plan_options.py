@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,12 +24,13 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
     path = arguments.deepspeed_config
     if path is None:
         return {}
+    # Imported here: `hytrain --help` should not wait for pydantic.
+    from hytrain.formats.record import parse_json
+
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = parse_json(path.read_bytes(), str(path), ConfigError)
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror})") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object")
     zero: Any = config.get("zero_optimization", {})

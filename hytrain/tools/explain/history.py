@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from hytrain.errors import PlacementError
+from hytrain.formats.record import checked, parse_json
 from hytrain.placement.records import Decision
 
 UNSTEADY_STEPS = 3
@@ -152,27 +152,41 @@ def _records(text: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in lines:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parse_json(line, f"line {number}", PlacementError)
+        except PlacementError as error:
             if number == lines[-1][0]:
                 break
             raise PlacementError(
-                f"line {number} is not JSON ({error}): a metrics file has one JSON object a line; "
+                f"{error}: a metrics file has one JSON object a line; "
                 "delete the line if a killed job left half of it"
             ) from None
-        if not isinstance(record, dict) or "step" not in record:
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise PlacementError(
-                f'line {number} is not an object with a "step": give a metrics file or a DeepSpeed '
-                "configuration"
+                f'line {number} is not an object with a whole number "step": give a metrics file '
+                "or a DeepSpeed configuration"
             )
         records.append(cast("dict[str, Any]", record))
     return records
 
 
 def _decision(record: Any) -> Decision:
-    if not isinstance(record, Mapping):
-        raise PlacementError(f'"placement" must be an object, got {type(record).__name__}')
-    return Decision.from_json(cast("Mapping[str, Any]", record))
+    decision: Decision = checked(Decision, record, '"placement"', PlacementError)
+    layers = decision.num_layers
+    counts = {
+        "layer_bytes": (len(decision.layer_bytes), (layers,)),
+        "costs": (layers if decision.costs is None else len(decision.costs.layers), (layers,)),
+        "corrections": (len(decision.corrections), (0, layers + 1)),
+        "gpu_base_at": (len(decision.limits.gpu_base_at), (0, layers)),
+    }
+    wrong = [name for name, (found, right) in counts.items() if found not in right]
+    numbers = (decision.gpu_layers_before, decision.gpu_layers_target)
+    wrong += [] if all(0 <= number <= layers for number in numbers) else ["gpu_layers"]
+    if wrong or layers < 1:
+        raise PlacementError(
+            f'"placement" of step {decision.step} has not {layers} layers in all of it, but other '
+            f"numbers in {', '.join(wrong) or 'it'}"
+        )
+    return decision
 
 
 def _rank(record: Mapping[str, Any]) -> int:

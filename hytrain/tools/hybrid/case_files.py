@@ -8,7 +8,6 @@ PROFILES/DeviceType.{type}_tp{tp}_bs{samples}.json
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import PlanError
-from hytrain.formats.record import read_text
+from hytrain.formats.record import parse_json, read_text
 from hytrain.tools.hybrid.problem import (
     Constants,
     DeviceType,
@@ -129,10 +128,7 @@ def read_json(path: Path, what: str) -> Fields:
         PlanError: it cannot be read, or is not one JSON object.
     """
     text = read_text(path, what)
-    try:
-        return Fields(path, json.loads(text))
-    except ValueError as error:
-        raise PlanError(f"the {what} {path} is not JSON: {error}") from None
+    return Fields(path, parse_json(text, f"the {what} {path}"))
 
 
 def read_case(case: Path, options: Options | None = None) -> Problem:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hytrain.errors import ConfigError
+from hytrain.formats.record import parse_json
 
 # A configuration does not tell what is trained with it; the heads from the likeliest on.
 _HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
@@ -32,14 +32,16 @@ def read_config(path: Path) -> Any:
         ) from error
     file = path / "config.json" if path.is_dir() else path
     try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = parse_json(file.read_bytes(), f"--model {file}", ConfigError)
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     except OSError as error:
         raise ConfigError(
             f"cannot read --model {file} ({error.strerror}): give a transformers config.json or "
             "the folder that holds one"
         ) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # what transformers makes of other values is manifold
         raise ConfigError(
             f"--model {file} is not a transformers config ({type(error).__name__}: {error}): it "
             'must be a JSON object with a "model_type" that transformers knows'
@@ -81,8 +83,9 @@ def build_language_model(config: Any, source: Path) -> nn.Module:
     for name in _HEADS:
         try:
             return getattr(transformers, name).from_config(config)
-        except ValueError as error:
-            refusals.append(f"{name}: {str(error).splitlines()[0]}")
+        except Exception as error:  # what a model makes of unusable sizes is manifold
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            refusals.append(f"{name}: {first[:200]}")
     raise ConfigError(
         f"--model {source} describes no language model that transformers can build: "
         + "; ".join(refusals)

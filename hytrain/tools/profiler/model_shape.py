@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import ITEMSIZE, TORCH_NAMES, Dtype
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import ProfiledModel
+from hytrain.formats.record import parse_json
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.planner.device_sheets import ModelShape
 from hytrain.tools.profiler.model_sizes import read_model_sizes
@@ -42,9 +41,8 @@ def read_model_shape(
     first = is_block.index(True)
     each = sum(blocks) // len(blocks)
     before = sum(sizes.parameters[:first])
-    config: dict[str, Any] = json.loads(
-        (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-    )
+    file = path / "config.json" if path.is_dir() else path
+    config = parse_json(file.read_bytes(), f"--model {file}", ConfigError)
     hidden = next((config[key] for key in _HIDDEN if isinstance(config.get(key), int)), None)
     vocabulary = config.get("vocab_size")
     if hidden is None or not isinstance(vocabulary, int):

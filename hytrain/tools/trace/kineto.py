@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.intervals import Intervals, of_pairs
-from hytrain.tools.trace.ours import nanoseconds
+from hytrain.tools.trace.ours import nanoseconds, number_of, whole_of
 from hytrain.tools.trace.spans import NONE, Span
 
 _ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -36,8 +36,10 @@ _COLLECTIVES: Final = (
     ("sendrecv", "send_recv"),
     ("reduce", "reduce"),
 )
-_STEP: Final = re.compile(r"ProfilerStep#(\d+)")
-_LAYER: Final = re.compile(r"(?:\b(?:layers?|blocks?|h)\.|nn\.Module: \w*(?:Layer|Block)_)(\d+)\b")
+_STEP: Final = re.compile(r"ProfilerStep#(\d{1,9})")
+_LAYER: Final = re.compile(
+    r"(?:\b(?:layers?|blocks?|h)\.|nn\.Module: \w*(?:Layer|Block)_)(\d{1,9})\b"
+)
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {
     **{"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Byte": 1, "Char": 1, "Int": 4, "Long": 8}
 }
@@ -77,8 +79,8 @@ class KinetoEvents:
         if category in _ON_GPU:
             self._add_gpu(category, span, args)
         elif category in _CALLS:
-            correlation = args.get("correlation")
-            if isinstance(correlation, int):
+            correlation = whole_of(args.get("correlation"))
+            if correlation != NONE:
                 self.launches[correlation] = (begin, span.end, thread)
             if _WAITING.fullmatch(span.name):
                 self._add_host(kinds.SYNC, span)
@@ -98,7 +100,7 @@ class KinetoEvents:
     def _add_gpu(self, category: str, span: Span, args: Mapping[str, Any]) -> None:
         name = span.name.lower()
         resource, detail = kinds.COMPUTE, ""
-        size = _number(args.get("bytes"))
+        size = number_of(args.get("bytes"))
         if category == "gpu_memcpy":
             if "dtoh" in name:
                 resource = kinds.D2H
@@ -108,7 +110,7 @@ class KinetoEvents:
             resource, size = kinds.COMMUNICATION, _collective_bytes(args)
             plain = name.replace("_", "")
             detail = next((ours for theirs, ours in _COLLECTIVES if theirs in plain), "collective")
-        correlation = args.get("correlation", NONE)
+        correlation = whole_of(args.get("correlation"))
         self.gpu.append((replace(span, size=size, detail=detail), correlation))
         self.resources.append(resource)
 
@@ -121,13 +123,13 @@ class KinetoEvents:
             self.updates.append(span)
         else:
             self._note_layer(span)
-            sequence = args.get("Sequence number")
+            sequence = whole_of(args.get("Sequence number"))
             if span.name.startswith("autograd::engine::evaluate_function"):
                 self.backward.append((span.begin, span.end))
-                if isinstance(sequence, int):
+                if sequence != NONE:
                     row = (sequence, span.begin, span.end, span.lane)
                     self.backward_sequence.append(row)
-            elif isinstance(sequence, int) and not args.get("Fwd thread id"):
+            elif sequence != NONE and not args.get("Fwd thread id"):
                 self.forward_sequence.append((sequence, span.begin, span.lane))
             if category == "cpu_op":
                 self.operators.append(span)
@@ -260,9 +262,5 @@ def _inside(intervals: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]
 
 
 def _collective_bytes(args: Mapping[str, Any]) -> float:
-    elements = max(_number(args.get("In msg nelems")), _number(args.get("Out msg nelems")))
+    elements = max(number_of(args.get("In msg nelems")), number_of(args.get("Out msg nelems")))
     return elements * _ELEMENT_BYTES.get(str(args.get("dtype")), 0)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -90,7 +90,10 @@ def _gather(
     trace: TraceFile, headers: Mapping[int, TraceHeader | None], gathered: Mapping[int, _Rank]
 ) -> None:
     base = trace.top.get("baseTimeNanoseconds")
-    base = base if isinstance(base, int) and None in headers.values() else 0
+    if None not in headers.values() or not isinstance(base, int):
+        base = 0
+    if not 0 <= base <= 1000 * names.MOST_MICROSECONDS:
+        raise TraceError(f'the trace {trace.path}: "baseTimeNanoseconds" is no time: {base}')
     only = next(iter(headers)) if len(headers) == 1 else None
     lanes: dict[tuple[Any, Any], int] = {}
     for event in trace.events:
@@ -117,7 +120,7 @@ def _gather(
 def _add_counter(into: _Rank, event: Mapping[str, Any], offset: int) -> None:
     values = [v for v in event.get("args", {}).values() if isinstance(v, (int, float))]
     if values and isinstance(event.get("name"), str):
-        sample = ours.nanoseconds(event["ts"]) + offset, float(values[0])
+        sample = ours.nanoseconds(event["ts"]) + offset, ours.number_of(values[0])
         into.counters.setdefault(event["name"], []).append(sample)
 
 

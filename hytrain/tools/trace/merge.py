@@ -37,7 +37,10 @@ def merge_files(paths: Sequence[Path], out: Path) -> str:
             for header in headers
         ],
     }
-    text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    try:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"the traces cannot be written as one ({error})") from None
     try:
         out.write_bytes(gzip.compress(text, 6) if out.suffix == ".gz" else text)
     except OSError as error:
@@ -76,7 +79,7 @@ def _events(trace: TraceFile) -> Iterator[dict[str, Any]]:
         place = event.get("pid"), event.get("tid")
         rank: Any = place[0] if only is None else only
         moved = {**event, "pid": rank}
-        if "ts" in event:
+        if isinstance(event.get("ts"), (int, float)):
             moved["ts"] = event["ts"] + offset_of.get(rank, 0.0)
         if only is not None and place[0] != only:
             if event["ph"] == "M" and str(event.get("name")).startswith("process_"):

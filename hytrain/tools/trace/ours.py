@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,8 +30,8 @@ _DETAIL: Final[Mapping[str, str]] = {
     kinds.SYNC: names.ARG_LINE,
 }
 _PHASES: Final = (names.PHASE_FORWARD, names.PHASE_BACKWARD, names.PHASE_OPTIMIZER)
-_LAYER_PASS: Final = re.compile(r"(forward|backward|recompute) layer (\d+)\b")
-_STEP: Final = re.compile(r"step (\d+)")
+_LAYER_PASS: Final = re.compile(r"(forward|backward|recompute) layer (\d{1,9})\b")
+_STEP: Final = re.compile(r"step (\d{1,9})")
 
 
 def nanoseconds(microseconds: float) -> int:
@@ -58,7 +59,7 @@ def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span
     begin = nanoseconds(event["ts"]) + offset
     launched = args.get(names.ARG_LAUNCHED)
     detail = str(args.get(_DETAIL.get(resource, ""), ""))
-    layer = _whole(args.get(names.ARG_LAYER))
+    layer = whole_of(args.get(names.ARG_LAYER))
     if resource == kinds.COMPUTE and (match := _LAYER_PASS.match(name)):
         detail, layer = detail or match[1], int(match[2]) if layer == NONE else layer
     span = Span(
@@ -66,15 +67,15 @@ def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span
         end=begin + nanoseconds(event["dur"]),
         name=name,
         layer=layer,
-        chunk=_whole(args.get(names.ARG_CHUNK)),
-        step=_whole(args.get(names.ARG_STEP)),
-        size=_number(args.get(names.ARG_BYTES)),
-        parameters=_number(args.get(names.ARG_PARAMETERS)),
-        threads=max(0, _whole(args.get(names.ARG_THREADS))),
+        chunk=whole_of(args.get(names.ARG_CHUNK)),
+        step=whole_of(args.get(names.ARG_STEP)),
+        size=number_of(args.get(names.ARG_BYTES)),
+        parameters=number_of(args.get(names.ARG_PARAMETERS)),
+        threads=max(0, whole_of(args.get(names.ARG_THREADS))),
         lane=lane,
         detail=detail or (kinds.OTHER if resource == kinds.COMPUTE else ""),
-        launched=NONE if launched is None else nanoseconds(_number(launched)) + offset,
-        slot=_whole(args.get(names.ARG_SLOT)),
+        launched=NONE if launched is None else nanoseconds(number_of(launched)) + offset,
+        slot=whole_of(args.get(names.ARG_SLOT)),
     )
     return resource, span
 
@@ -86,14 +87,18 @@ def is_layer_pass(span: Span) -> bool:
 
 def step_number(event: Mapping[str, Any]) -> int | None:
     """Of a span on the lane "steps"; None where it has none."""
-    number = _whole(event.get("args", {}).get(names.ARG_STEP))
+    given = whole_of(event.get("args", {}).get(names.ARG_STEP))
     match = _STEP.search(event["name"])
-    return number if number != NONE else (int(match[1]) if match else None)
+    return given if given != NONE else (int(match[1]) if match else None)
 
 
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else NONE
+def whole_of(value: Any) -> int:
+    """A number of an event's arguments: of a layer, step, launch; NONE where it is none."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and 0 <= value < 2**62 else NONE
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def number_of(value: Any) -> float:
+    """A size or a time in an event's arguments; 0 where it is none."""
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if is_number and abs(value) <= 1e18 else 0.0

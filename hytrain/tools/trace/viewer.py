@@ -10,6 +10,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -85,16 +86,13 @@ def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence
         "runs": [_run(title, run, block, names, MOST_BARS // len(runs)) for title, run in runs],
     }
     content["names"] = list(names.numbers)
-    # "</" would end the script element.
-    text = json.dumps(content, separators=(",", ":")).replace("</", "<\\/")
+    # "</script" would end the script element, and "<!--" hide its end.
+    text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     title = " | ".join(title for title, _ in runs if title) or runs[0][1].ranks[0].path.name
     page = _TEMPLATE.read_text(encoding="utf-8")
-    for key, value in (
-        ("{{title}}", html.escape(title)),
-        ("{{content}}", text),
-        ("{{block}}", block.encoded()),
-    ):
-        page = page.replace(key, value, 1)
+    parts = {"title": html.escape(title), "content": text, "block": block.encoded()}
+    # In one pass: what is filled in may look like a place to be filled in.
+    page = re.sub(r"\{\{(title|content|block)\}\}", lambda found: parts[found[1]], page)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -9,13 +9,13 @@ expected.json        the cases, and what was found for them
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from hytrain.errors import PlanError
+from hytrain.formats.record import parse_json, read_text
 from hytrain.tools.planner.curves import Curve
 from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
 
@@ -53,19 +53,14 @@ def read_cases(folder: Path) -> list[UnevenCase]:
     for number, case in enumerate(cast("list[Any]", cases)):
         try:
             read.append(_case(case, latencies, memory, capacity))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise PlanError(f"{folder}, case {number} of expected.json: {what}") from error
     return read
 
 
 def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot read {path} ({error.strerror})") from None
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from None
+    return parse_json(read_text(path, "file of cases"), str(path))
 
 
 def _case(case: Any, latencies: Any, memory: Any, capacity: Any) -> UnevenCase:

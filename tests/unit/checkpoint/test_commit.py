@@ -121,7 +121,7 @@ def test_killed_while_replacing(
     # A load tidies nothing up: others may be loading, too. The next save does.
     assert_same(_loaded(reader, tmp_path), new if has_new else old)
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal", "hytrain_latest"}
     assert_same(_loaded(reader, tmp_path), new)
 
 
@@ -138,7 +138,7 @@ def test_failed_while_replacing(point: str, engine: Any, reader: Any, tmp_path: 
         words = "pass the tag 'last' to load it" if point == "latest" else "so is what was saved"
         with pytest.raises(CheckpointError, match=f"No space left.*{words}"):
             engine.save_checkpoint(tmp_path, tag=TAG)
-    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal", "hytrain_latest"}
     assert_same(_loaded(reader, tmp_path), new if point == "latest" else old)
     assert_same(snapshot(engine), new)
 
@@ -153,11 +153,11 @@ def test_what_cannot_be_removed_is_told(
             _break(point, OSError(16, "Device or resource busy"), patch)
             engine.save_checkpoint(tmp_path, tag=TAG)
         assert "cannot be removed" in caplog.text
-        assert len(_entries(tmp_path)) == 4
+        assert len(_entries(tmp_path)) == 5
         assert_same(_loaded(reader, tmp_path), snapshot(engine))
         caplog.clear()
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert len(_entries(tmp_path)) == 3
+    assert len(_entries(tmp_path)) == 4
 
 
 def test_a_broken_off_replacement_is_told(
@@ -191,7 +191,7 @@ def test_left_over_folders(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the folder has none at all"):
         engine.load_checkpoint(tmp_path, tag=TAG)
     engine.save_checkpoint(tmp_path, tag=TAG)
-    own = {TAG, "latest", "latest_universal"}
+    own = {TAG, "latest", "latest_universal", "hytrain_latest"}
     assert _entries(tmp_path) == own | {"hytrain-saving-other-12345678"}
 
 

@@ -18,6 +18,7 @@ from hytrain.checkpoint import writer
 from hytrain.checkpoint.beside import NOTE
 from hytrain.checkpoint.file_checks import CheckpointFiles
 from hytrain.checkpoint.sums import FileSums, sum_file
+from hytrain.checkpoint.tags import look_up_tag
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import CheckpointError
 
@@ -240,6 +241,62 @@ def test_a_latest_that_is_no_tag(
         assert word in caplog.text
 
 
+def test_a_bit_of_latest_is_not_another_step(
+    engine: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in ("step10", "step11"):
+        shutil.copytree(folder / TAG, folder / tag)
+    latest, sums = folder / "latest", folder / "hytrain_latest"
+    engine.save_checkpoint(folder, tag="step10")
+    written = latest.read_bytes()
+    assert written == b"step10"
+    for bit in range(8 * len(written)):
+        before = latest.stat()
+        latest.write_bytes(flip(bit)(bytearray(written)))
+        os.utime(latest, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(CheckpointError):
+            look_up_tag(folder, None)
+        latest.write_bytes(written)
+        os.utime(latest, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # One that names another step by one bit: the newest whole one is loaded, and it is said.
+    latest.write_bytes(b"step11")
+    os.utime(latest, ns=(before.st_atime_ns, before.st_mtime_ns))
+    path, _ = engine.load_checkpoint(folder)
+    assert Path(path).parent.name == "step10"
+    assert "holds b'step11' where b'step10' was written" in caplog.text
+    # The sum itself is damaged, or there is none: the file is believed.
+    for content in (flip(3)(bytearray(sums.read_bytes())), b""):
+        sums.write_bytes(content)
+        assert look_up_tag(folder, None) == "step11"
+    # Whoever writes into it later means it.
+    engine.save_checkpoint(folder, tag="step10")
+    os.utime(sums, ns=(0, 0))
+    latest.write_bytes(b"step11\n")
+    assert look_up_tag(folder, None) == "step11"
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [" lead", "trail ", "a\nb", "a\tb", "a\xa0b", "\u200b", "\ud800", "a" * 5000, "é" * 120,
+     "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", "hytrain-lock-a", "x/ y\n"],
+)  # fmt: skip
+def test_tags_that_would_not_be_read_back_are_refused(
+    tag: str, engine: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="pass a"):
+        engine.save_checkpoint(tmp_path, tag=tag)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path, tag=tag)
+
+
+@pytest.mark.parametrize("tag", ["a b", "epoch=1-step=2.ckpt", "été", "a/b", "日本", "x" * 200])
+def test_tags_that_are_read_back(tag: str, engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag=tag)
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert Path(path).parent == tmp_path / tag
+
+
 def test_a_latest_that_names_nothing_or_another(
     engine: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,7 +334,8 @@ def test_all_is_on_the_disk_before_the_tag_is(
     monkeypatch.setattr(os, "fsync", record)
     monkeypatch.setattr(writer, "finish_save", check)
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert synced[-2:] == [str(tmp_path / "latest"), str(tmp_path)]
+    of_latest = [str(tmp_path / "latest"), str(tmp_path), str(tmp_path / "hytrain_latest")]
+    assert synced[-4:] == [*of_latest, str(tmp_path)]
 
 
 def test_a_file_that_does_not_reach_the_disk_fails_the_save(
@@ -325,7 +383,7 @@ def test_a_tag_that_does_not_reach_the_disk_stays_the_old_one(
     with pytest.raises(CheckpointError, match=r"Input/output error.*is unchanged"):
         engine.save_checkpoint(tmp_path, tag=TAG)
     monkeypatch.undo()
-    files = {TAG, "latest", "latest_universal", "zero_to_fp32.py", NOTE}
+    files = {TAG, "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", NOTE}
     assert {path.name for path in tmp_path.iterdir()} == files
     engine.load_checkpoint(tmp_path)
     assert_same(snapshot(engine), saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -199,6 +200,45 @@ def test_verify_looks_at_every_file(
     file.write_bytes(content)
 
 
+def test_verify_misses_what_is_not_there(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = "zero/hytrain_manifest.json"
+    norm = "zero/norm.weight"
+    gone = [
+        ["mp_rank_00_model_states.pt"], ["zero"], ["zero/optimizer_state.pt"], [norm],
+        [f"{norm}/exp_avg.pt"], [f"{norm}/exp_avg_sq.pt"], [f"{norm}/fp32.pt"], [f"{norm}/step.pt"],
+        [f"{norm}/exp_avg.pt", f"{norm}/exp_avg_sq.pt"],
+        [path.name for path in saved.tag.glob("*_states.pt")],
+        [path.name for path in saved.tag.iterdir()],
+    ]  # fmt: skip
+    for number, names in enumerate(gone):
+        for with_manifest in (True, False):
+            folder = tmp_path / f"{number}-{with_manifest}"
+            shutil.copytree(saved.tag, folder / "t")
+            (folder / "latest").write_text("t")
+            for name in names if with_manifest else (manifest, *names):
+                path = folder / "t" / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            options = ([], ["--tag", "t"], ["--all"])[number % 3]
+            command = ["checkpoint", "verify", str(folder), *options]
+            assert cli.main(command) == 1, (names, with_manifest, options)
+            out = capsys.readouterr().out
+            assert "DAMAGED" in out
+            assert "whole" not in out
+            # What there is of it, it says, or that it is damaged.
+            assert cli.main(["checkpoint", "info", str(folder), "--json"]) in (0, 2)
+            assert '"kind": "hytrain"' not in capsys.readouterr().out
+    for arguments in ([str(saved.folder), "--tag", ""], [str(saved.folder), "--tag", "."]):
+        assert cli.main(["checkpoint", "verify", *arguments]) == 2
+        assert "names no checkpoint" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "empty")]) == 2
+    shutil.copytree(saved.tag, tmp_path / "hytrain-saving-t-1234")
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "hytrain-saving-t-1234")]) == 1
+    assert cli.main(["checkpoint", "verify", str(saved.folder), "--all"]) == 0
+
+
 def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     (saved.folder / "hytrain-saving-x-1234").mkdir(exist_ok=True)
     assert cli.main(["checkpoint", "info", str(saved.folder), "--json"]) == 0
@@ -213,6 +253,30 @@ def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert '"load_universal": true' in text
     assert max(map(len, text.replace(str(saved.folder), "DIR").splitlines())) <= 100
+
+
+def test_links_are_not_followed(
+    saved: Saved,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(saved.folder, folder)
+    (tmp_path / "key").write_text("private")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "key")
+    (folder / "config.json").write_text("[[[")
+    assert cli.main(["export", str(folder), "--out", str(out)]) == 0
+    assert not (out / "tokenizer.json").exists()
+    assert (out / "config.json").read_text() == "[[["
+    assert "tokenizer.json is a symbolic link" in caplog.text
+    assert "private" not in "".join(p.read_text("latin-1") for p in out.iterdir())
+    state = folder / saved.tag.name / "zero/norm.weight/fp32.pt"
+    state.rename(tmp_path / "elsewhere.pt")
+    state.symlink_to(tmp_path / "elsewhere.pt")
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "more")]) == 2
+    assert "fp32.pt is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
 
 
 def test_existing_files_are_not_replaced(
@@ -277,6 +341,10 @@ def test_plain_deepspeeds(
     assert cli.main(["checkpoint", "verify", str(tmp_path / "in")]) == 0
     assert cli.main(["checkpoint", "info", str(tmp_path / "in")]) == 0
     assert "--inject_missing_state" in capsys.readouterr().out
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
+        (tmp_path / "in/global_step0" / name).unlink()
+        assert cli.main(["checkpoint", "verify", str(tmp_path / "in")]) == 1
+        assert "is missing" in " ".join(capsys.readouterr().out.split())
 
 
 _MEASURE = """

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.trace_schedule import Schedule
+from support.trace_schedule import write as write_schedule
 
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file
 from hytrain.formats.trace_file import Peaks, TraceHeader, read_trace
+from hytrain.tools import cli
 
 HEADER: dict[str, Any] = {
     **{"format": 1, "rank": 0, "world_size": 2, "steps": [10, 13], "layers": 24},
@@ -129,9 +134,9 @@ def test_a_broken_event_is_named(event: Any, message: str, tmp_path: Path) -> No
     [
         (HEADER | {"format": 2}, "has format 2, this hytrain reads 1"),
         (3, "has format None"),
-        (HEADER | {"layers": -1}, r"hytrain\.layers: "),
-        (HEADER | {"peaks": {"cores": 0}}, r"hytrain\.peaks\.cores: "),
-        ({"format": 1}, r"hytrain\.rank: Field required"),
+        (HEADER | {"layers": -1}, r"hytrain, layers: "),
+        (HEADER | {"peaks": {"cores": 0}}, r"hytrain, peaks\.cores: "),
+        ({"format": 1}, r"hytrain, rank: Field required"),
     ],
 )
 def test_a_header_that_is_refused(header: Any, message: str, tmp_path: Path) -> None:
@@ -142,3 +147,50 @@ def test_a_header_that_is_refused(header: Any, message: str, tmp_path: Path) -> 
 def test_every_lane_has_a_category() -> None:
     assert tuple(trace_file.CATEGORY) == trace_file.LANES
     assert len(set(trace_file.CATEGORY.values())) == len(trace_file.LANES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ts": 1e308}, {"ts": 10**400}, {"ts": -1e300}, {"dur": 1e300}, {"pid": {}}, {"tid": []},
+        {"args": 5}, {"ph": "M", "args": 5}, {"args": {"step": 10**40}}, {"dur": 0}, {"ts": 0},
+        {"name": "step " + "9" * 40}, {"args": {"step": 10**19}}, {"args": {"layer": {}}},
+    ],
+)  # fmt: skip
+def test_what_no_trace_has_is_an_error_or_nothing(change: dict[str, Any], tmp_path: Path) -> None:
+    file = write_schedule(tmp_path, Schedule(layers=2, steps=3), first=2)[0]
+    content = json.loads(file.read_text())
+    for event in content["traceEvents"]:
+        event |= change
+    file.write_text(json.dumps(content))
+    is_broken = change.keys() & {"pid", "tid", "args"} and not isinstance(change.get("args"), dict)
+    assert cli.main(["trace", "report", str(file)]) in ((2,) if is_broken else (0, 2))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 6000 + "]", "", "\x00", '{"a":' * 9])
+def test_json_that_no_reader_takes(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    for command in (["trace", "report"], ["explain"], ["plan", "--profile"]):
+        assert cli.main([*command, str(file)]) == 2
+
+
+def test_names_are_text_on_a_page(tmp_path: Path) -> None:
+    file = write_schedule(tmp_path, Schedule(layers=2, steps=3), first=2)[0]
+    content = json.loads(file.read_text())
+    names = ["{{block}}", "{{title}}", "<!--<script>", "</script><script>alert(1)</script>", "\\1"]
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    for number, event in enumerate(spans):
+        if not event["name"].startswith("step "):
+            event["name"] = f"{event['name']} {names[number % len(names)]}"
+    file.write_text(json.dumps(content))
+    page = tmp_path / "page.html"
+    assert cli.main(["trace", "report", str(file), "--html", str(page)]) == 0
+    text = page.read_text()
+    parts = re.findall(r'<script id="(\w+)" type="[^"]*">(.*?)</script>', text, flags=re.DOTALL)
+    held = dict(parts)
+    assert "<" not in held["content"]
+    shown = json.loads(held["content"])["names"]
+    assert all(any(name in one for one in shown) for name in names)
+    assert gzip.decompress(base64.b64decode(held["block"]))
+    assert text.count("<script") == 3

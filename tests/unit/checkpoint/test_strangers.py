@@ -1,0 +1,151 @@
+"""A stranger's checkpoint, of ours or of plain DeepSpeed's, runs no code unless it is trusted."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import zero_to_fp32
+from support.engines import built, make_config
+from support.resume import Run, assert_same, engine_of, snapshot, train
+
+from hytrain.checkpoint import inert
+from hytrain.checkpoint.inert import Unknown
+from hytrain.checkpoint.manifest import pack_manifest
+from hytrain.checkpoint.sums import sum_file
+from hytrain.checkpoint.universal import OptimizerRecord
+from hytrain.engine.fp32_weights import offer_fp32_weights
+from hytrain.errors import CheckpointError
+from hytrain.tools import cli
+
+TAG = "last"
+
+
+class _Mark:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    with engine_of(Run()) as engine:
+        train(engine, 0, 1)
+        plain = {"best": 0.5, "seen": {3}, "mean": torch.arange(3.0), "order": [(1, "a")]}
+        engine.save_checkpoint(folder, tag=TAG, client_state=plain)
+    return folder
+
+
+def _seal(tag: Path, manifest: bool) -> None:
+    """All sums are those of the files."""
+    path = tag / "zero/hytrain_manifest.json"
+    path.unlink(missing_ok=True)
+    if manifest:
+        sums = {file.relative_to(tag).as_posix(): sum_file(file) for file in tag.rglob("*.pt")}
+        path.write_bytes(pack_manifest(sums, saved_at=time.time()))
+
+
+def _plant(path: Path, value: object) -> None:
+    stored = torch.load(path, weights_only=False)
+    stored["planted"] = value
+    torch.save(stored, path)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_ours_runs_nothing(
+    manifest: bool, engine: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark, tag = tmp_path / "mark", folder / TAG
+    for name in ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt"):
+        _plant(tag / name, _Mark(mark))
+    for path in (tag / "zero/blocks.0.up.weight").iterdir():
+        if path.stem != "step":
+            _plant(path, _Mark(mark))
+    _seal(tag, manifest)
+    assert cli.main(["checkpoint", "info", str(folder)]) == 0
+    assert cli.main(["checkpoint", "verify", str(folder)]) == 0
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder, tag=TAG)
+    for word in ("mkdir (at 'planted')", "run_pickled_code", "model_states.pt"):
+        assert word in str(caught.value)
+    assert_same(snapshot(engine), before)
+    assert not mark.exists()
+
+
+def test_a_client_state_of_classes_is_refused_unless_trusted(
+    engine: Any, folder: Path, tmp_path: Path
+) -> None:
+    state = engine.load_checkpoint(folder, tag=TAG)[1]
+    assert (state["best"], state["seen"], state["order"]) == (0.5, {3}, [(1, "a")])
+    assert torch.equal(state["mean"], torch.arange(3.0))
+    client = {"args": argparse.Namespace(lr=0.1, tensor=torch.arange(2.0)), "best": 1}
+    with engine_of(Run(run_pickled_code=True)) as trusting:
+        train(trusting, 0, 1)
+        trusting.save_checkpoint(folder, tag="classes", client_state=client)
+        saved = snapshot(trusting)
+        train(trusting, 1, 2)
+        _, state = trusting.load_checkpoint(folder, tag="classes")
+        assert_same(snapshot(trusting), saved)
+        assert state["args"].lr == 0.1
+        assert torch.equal(state["args"].tensor, client["args"].tensor)
+    for only in (False, True):
+        with pytest.raises(CheckpointError, match=r"argparse\.Namespace \(at 'args'\).*trust"):
+            engine.load_checkpoint(folder, tag="classes", load_module_only=only)
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_plain_deepspeeds_runs_nothing(stage: int, process_group: None, tmp_path: Path) -> None:
+    model, folder, mark = torch.nn.Linear(4, 3), tmp_path / "in", tmp_path / "mark"
+    config = {
+        **{"train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9},
+        **{"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plain.backward(plain(torch.ones(2, 4)).sum())
+    plain.step()
+    plain.save_checkpoint(str(folder), tag=TAG)
+    plain.destroy()
+    for path in (folder / TAG).glob("*.pt"):
+        _plant(path, _Mark(mark))
+    offer_fp32_weights()
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    assert set(weights) == {"weight", "bias"}
+    # The model states have it, too, which the user would be given.
+    with built(torch.nn.Linear(4, 3), make_config(bf16=False)) as engine:
+        with pytest.raises(CheckpointError, match=r"mkdir \(at 'planted'\)"):
+            engine.load_checkpoint(folder, tag=TAG)
+        with contextlib.suppress(CheckpointError):
+            engine.load_checkpoint(folder, tag=TAG, load_optimizer_states=False)
+    assert not mark.exists()
+    trust = {"checkpoint": {"run_pickled_code": True}}
+    config = make_config(bf16=False, hytrain=trust)
+    # The second file's mark cannot be made.
+    with built(torch.nn.Linear(4, 3), config) as engine, contextlib.suppress(CheckpointError):
+        engine.load_checkpoint(folder, tag=TAG)
+    assert mark.exists()
+
+
+def test_a_loss_scaler_of_deepspeeds_is_read_by_its_fields(tmp_path: Path) -> None:
+    scaler = Unknown("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", ())
+    scaler.fields = {"cur_scale": 1024.0}
+    torch.save({"param_groups": [], "loss_scaler": scaler}, tmp_path / "again.pt")
+    record = OptimizerRecord.unpack(inert.load(tmp_path / "again.pt"))
+    assert record.loss_scale == {"cur_scale": 1024.0}
