@@ -55,6 +55,7 @@ class FollowedPass:
         """Computation with a layer begins."""
         if self._rest is not None and (self.has_more or self._is_new(index)):
             self._force(len(self._operations))
+            self._context.gatherer.start_held()  # as in _end_rest
             self._rest.use(index)
             return
         if index != self._in_use:
@@ -162,6 +163,8 @@ class FollowedPass:
 
     def _end_rest(self) -> None:
         if self._rest is not None:
+            # Before the agreement on all ranks: one that computes has begun them at its uses.
+            self._context.gatherer.start_held()
             self._rest.end()
 
     def finish(self) -> None:

@@ -89,6 +89,7 @@ class GatherSchedule:
         self._most_forwards = 0  # that a backward may go back through, the same on all ranks
         self._marks: WeakSet[ForwardMark] = WeakSet()  # those of them that this rank still has
         self._reached: set[ForwardMark] = set()  # by the backward that runs
+        self._used_in_backward: set[int] = set()  # by any, on any rank
         self._pass: RecordedPass | FollowedPass | None = None
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
@@ -307,9 +308,24 @@ class GatherSchedule:
         kind, number = self._key
         if number > 1:  # at most; a collective
             number = max(1, *self._collectives.maximum([len(self._reached)]))
-        self._records[kind, number] = _Record(tuple(recorded.uses), recorded.turning_point)
+        key: _Key = (kind, number)
+        self._records[key] = _Record(tuple(recorded.uses), recorded.turning_point)
         if kind in ("backward", "layers"):
-            self._taught = (kind, number)
+            self._taught = key
+        if kind == "backward":
+            self._forget_partial(set(recorded.uses))
+
+    def _forget_partial(self, uses: set[int]) -> None:
+        """Backward passes are recorded anew until they use what any of them has used.
+
+        A rank that comes to a layer that the plan lacks cannot tell the others: unlike a forward's,
+        the rest of a backward's plan has reductions, of gradients that are still to come.
+        """
+        self._used_in_backward |= uses
+        for key in [k for k in self._records if k[0] == "backward"]:
+            if not self._used_in_backward <= set(self._records[key].uses):
+                del self._records[key]
+                self._reduces.pop(key, None)
 
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
         """A pass that other ranks make and this one has no batch for, from begin to end.

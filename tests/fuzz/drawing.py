@@ -401,7 +401,7 @@ def _skips(rng: random.Random, case: Case, is_fresh: bool) -> Any:
     is_by_layer = dict(case.build.section).get("accumulation") == "layer_major"
     if rng.random() > 0.3 or blocks < 2:
         return nothing
-    if case.build.stage == 3 and (is_fresh or (is_by_layer and case.mode == "train_batch")):
+    if case.build.stage == 3 and is_by_layer and case.mode == "train_batch":
         return nothing
     if model.recompute == "reentrant" and is_fresh:
         return nothing  # its hooks fire once a call: the first backward must be one with the most

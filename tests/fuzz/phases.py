@@ -107,9 +107,7 @@ def _changed(
 ) -> Step:
     model = case.model
     is_by_layer = dict(case.build.section).get("accumulation") == "layer_major"
-    must_agree = case.build.stage == 3 and (
-        is_fresh or (is_by_layer and case.mode == "train_batch")
-    )
+    must_agree = case.build.stage == 3 and is_by_layer and case.mode == "train_batch"
     if case.batch_keys == "deepspeed" and case.num_micro_batches > 1:
         step = _with_micros(step, rng.choice((0, rng.randint(1, case.num_micro_batches))))
     tower: tuple[int, ...] = ()
@@ -123,7 +121,9 @@ def _changed(
     must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
     if must_be_most and model.tiled != "none":
         pieces = 2 if is_fresh else min(pieces, 2)
-    can_cut = not (must_be_most and is_fresh) and model.frozen != "head"
+    # Likewise, where a rank may have no part in some of the micro-batches.
+    must_reach = case.ranks > 1 and case.build.stage == 3 and case.mode == "train_batch"
+    can_cut = not (is_fresh and (must_be_most or must_reach)) and model.frozen != "head"
     if can_cut and model.head != "none" and rng.random() < 0.1:
         cut = rng.randrange(len(model.inner))
     if step.style == "sum" and not _may_sum(case, before):
@@ -165,8 +165,10 @@ def _style(rng: random.Random, case: Case, before: list[Step]) -> str:
 
 
 def _may_sum(case: Case, before: list[Step]) -> bool:
-    # Documented: what has followed as many forwards is expected again.
-    return case.ranks == 1 or not any(each.style == "two" for each in before)
+    # Documented: on several ranks the first backward must be the one with the most uses, and parts
+    # that run a graph of their own count for each forward.
+    is_reentrant = "reentrant" in (case.model.recompute, case.model.tiled)
+    return case.ranks == 1 or not is_reentrant or not any(each.style == "two" for each in before)
 
 
 def _input_gradient(rng: random.Random, case: Case) -> str:

@@ -524,6 +524,7 @@ class Player:
             self._do_write(event)
             return
         trained = {id(p) for _, p in self.parameters()}
+        self.engine.wait_for_checkpoint()  # a save refuses that frozen weights change meanwhile
         self.engine.module.load_state_dict(
             {
                 name: set_values(p.shape, event) if id(p) in trained else p.detach()
