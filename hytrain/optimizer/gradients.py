@@ -32,7 +32,12 @@ from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.model.layout import LayerLayout
 from hytrain.optimizer.autograd_task import is_limited, will_run
-from hytrain.optimizer.firing_order import FiringRecord, Firings, late_policy
+from hytrain.optimizer.firing_order import (
+    ON_SEVERAL_RANKS,
+    WHERE_COMMITTED,
+    FiringRecord,
+    Firings,
+)
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
 from hytrain.zero3.schedule import GatherSchedule
@@ -137,7 +142,6 @@ class GradientCollector:
         self._zeros = Zeros(most, device, is_reduced=is_shared)
         self._early = False
         self._parts = False  # parts of this backward's gradients have been reduced
-        self._late = late_policy(num_ranks, direct=direct)
         self._natural = FiringRecord(list(range(len(layouts))), [False] * len(layouts))
         """In place of a record that there is none of: nothing has come."""
         self.record: FiringRecord | None = None
@@ -385,14 +389,17 @@ class GradientCollector:
             if layer.remaining == 0:
                 self._finish(layer)
 
-    def _take_left(self) -> None:
-        """Of a backward that has ended: gradients that no hook has told of.
+    def take_left(self) -> None:
+        """Autograd has finished: takes gradients that no hook has told of.
 
         Those of layers whose last one was not what it was, and of parameters whose memory somebody
         has changed since the hooks were put on.
+
+        Raises:
+            GradientOrderError: one has come after its layer's last.
         """
-        if not with_gradient(self._parameters):  # one look at all: as a rule there is none
-            return
+        if not self.in_backward or not with_gradient(self._parameters):
+            return  # as a rule
         for hooks in self._hooks:
             left = hooks.left()
             if not left:
@@ -463,7 +470,7 @@ class GradientCollector:
                 "activation checkpointing it may, and with clipping or an overflow check one rank "
                 "takes such an update back"
             )
-        elif self._late.relearn:
+        elif not self._is_shared:  # the other ranks would not join in the agreement on an order
             # What was learned does not hold for this model any more: learn again.
             self.record = None
             self._expected.clear()
@@ -471,7 +478,7 @@ class GradientCollector:
                 hooks.unmark()
         raise GradientOrderError(
             f"the update of layer '{layer.layout.name}' has begun in a backward that goes on with "
-            f"it: {seen}. {self._late.advice}"
+            f"it: {seen}. {ON_SEVERAL_RANKS if self._is_shared else WHERE_COMMITTED}"
         )
 
     def _advance(self) -> None:
@@ -554,14 +561,9 @@ class GradientCollector:
         ]
 
     def end_graph(self) -> None:
-        """Autograd has finished; more gradients belong to another backward.
-
-        Raises:
-            GradientOrderError: one has come after its layer's last.
-        """
+        """The backward is over; more gradients belong to another one."""
         if not self.in_backward:
             return
-        self._take_left()
         self.in_backward = False
         for layer in self.layers:
             if layer.waiting:
@@ -576,6 +578,7 @@ class GradientCollector:
             consume: whether to consume the rest now (a step, or reduction each micro-batch), or
                 to leave it in ``local`` for the next micro-batch to add to.
         """
+        self.take_left()
         self.end_graph()
         if not self.open:
             return

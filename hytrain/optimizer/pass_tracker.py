@@ -275,12 +275,13 @@ class PassTracker:
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
+        self.collector.take_left()
+        if self.weights.active is not None:
+            self.weights.active.end()  # in which other ranks may reduce layers still
         self.collector.end_graph()
         self.scaling.end_backward()
         if self.trace is not None:
             self.trace.end_backward()
-        if self.weights.active is not None:
-            self.weights.active.end()
 
     def backward_epilogue(self) -> None:
         """DeepSpeed's end of backward: several ranks reduce now what they have left out.
