@@ -23,7 +23,6 @@ from hytrain.errors import (
     StatesOffloadedError,
 )
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
 from hytrain.model.storage import ResidentStorage
 from hytrain.model.weight_writes import WeightWrites
 from hytrain.offload.pipeline import UpdatePipeline
@@ -470,19 +469,19 @@ class PassTracker:
 
     def adopt_writes(self) -> None:
         """Weights that somebody has written to become the master weights; see docs/weights.md."""
-        for index, written in self._writes.take(self.pipeline.overwrites).items():
-            self._adopt(self.pipeline.layers[index], written)
-
-    def _adopt(self, state: LayerState, written: Sequence[ParameterSlot]) -> None:
-        self.before_use(state)  # updates are taken back
-        state.before_change()
+        found = self._writes.take(self.pipeline.overwrites)
+        if not found:
+            return
+        self.withdraw_all()
         # A new copy that is still on its way would overwrite what was written; and the worker
         # commits what is pending to the master weights that are read here.
         self.pipeline.cpu.wait_copies()
         self.pipeline.cpu.commit_pending()
         self.pipeline.streams.synchronize()
         with torch.no_grad():
-            state.adopt_written(written)
+            for index, written in found.items():
+                self.pipeline.layers[index].before_change()
+                self.pipeline.layers[index].adopt_written(written)
         # State on the device is read on the update stream.
         self.pipeline.streams.synchronize()
 
