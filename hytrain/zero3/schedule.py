@@ -252,11 +252,6 @@ class GatherSchedule:
         if isinstance(self._pass, RecordedPass):
             self._pass.fail()
 
-    @property
-    def holds(self) -> bool:
-        """Whether layers are there in the whole of every pass."""
-        return bool(self._context.held)
-
     def is_held(self, index: int) -> bool:
         """Whether a layer is there in the whole of every pass."""
         return index in self._context.held
