@@ -128,10 +128,10 @@ def test_ranks_are_kept_apart() -> None:
     [
         (text_of([step_line(1, 0.5, 0)]), "no placement decision .*1 of them"),
         ("", "no placement decision"),
-        ('{"loss": 1}\n{"loss": 2}\n', 'line 1 is not an object with a "step"'),
-        ('{"step": 1, "placement": 5}\n', '"placement" must be an object'),
-        ('{"step": 1, "placement": {"step": 1}}\n', "not a record of a placement decision"),
-        ('{"step": 1, "rank": "a", "placement": null}\n', '"placement" must be'),
+        ('{"loss": 1}\n{"loss": 2}\n', 'line 1 is not an object with a whole number "step"'),
+        ('{"step": 1, "placement": 5}\n', r'"placement", .*should be a dictionary'),
+        ('{"step": 1, "placement": {"step": 1}}\n', '"placement", gpu_layers_before: Field'),
+        ('{"step": 1, "rank": "a", "placement": null}\n', r'"placement", .*should be a dictionary'),
     ],
 )
 def test_other_files_are_refused(text: str, message: str) -> None:
