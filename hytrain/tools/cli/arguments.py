@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,29 @@ def flag(name: str) -> str:
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Of the options with these names those that were given; others are None."""
     return [flag(name) for name in names if getattr(arguments, name) is not None]
+
+
+def refuse_flags_of_plan(
+    defaults: Mapping[str, Any], arguments: argparse.Namespace, subject: str, *, own: Sequence[str]
+) -> None:
+    """Refuses flags of `hytrain plan` given before a subject to which they mean nothing.
+
+    Args:
+        defaults: what the arguments of `hytrain plan` are where they are not given.
+        arguments: as parsed.
+        subject: `uneven` or `hybrid`.
+        own: names that the subject has, too.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    given = [
+        flag(name)
+        for name, value in defaults.items()
+        if name not in own and getattr(arguments, name) != value
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan {subject}`: leave it out")
 
 
 def one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 from hytrain.formats.text_table import fold
-from hytrain.tools.cli import plan_hybrid, plan_pools
+from hytrain.tools.cli import plan_hybrid
 from hytrain.tools.cli.arguments import (
     DTYPES,
     add_library,
@@ -25,6 +25,7 @@ from hytrain.tools.cli.arguments import (
     library_folder,
     positive_float,
     positive_int,
+    refuse_flags_of_plan,
     share,
 )
 from hytrain.tools.cli.plan_options import STAGES, moments_of, plan_options, read_deepspeed
@@ -53,12 +54,10 @@ def add(plan: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
-    subjects = plan.add_subparsers(metavar="[uneven | hybrid | pools]")
+    subjects = plan.add_subparsers(metavar="[uneven | hybrid]")
     _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
     words = "pipeline x data x tensor parallel over GPUs of several types"
     plan_hybrid.add(subjects.add_parser("hybrid", help=words), own)
-    words = "a pipeline over pools of GPUs in several zones, some of which may stay unused"
-    plan_pools.add(subjects.add_parser("pools", help=words), own)
 
 
 def _add_subject(group: Any) -> None:
@@ -402,13 +401,7 @@ def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) ->
 
 def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     """With what the arguments of a plan are where they are not given."""
-    given = [
-        flag(name)
-        for name, value in defaults.items()
-        if name not in ("run", "json") and getattr(arguments, name) != value
-    ]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan uneven`: leave it out")
+    refuse_flags_of_plan(defaults, arguments, "uneven", own=("run", "json"))
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.tools.uneven import cases as uneven_cases
     from hytrain.tools.uneven import report

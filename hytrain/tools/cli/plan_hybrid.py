@@ -15,9 +15,9 @@ from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     check_outputs,
     check_picture,
-    flag,
     positive_float,
     positive_int,
+    refuse_flags_of_plan,
     share,
 )
 
@@ -143,29 +143,13 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_others(defaults: Mapping[str, Any], arguments: argparse.Namespace, subject: str) -> None:
-    """Refuses arguments of `hytrain plan` before its subject, which mean nothing to that.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    own = ("run", "json", "out")
-    given = [
-        flag(name)
-        for name, value in defaults.items()
-        if name not in own and getattr(arguments, name) != value
-    ]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: not for `hytrain plan {subject}`: leave it out")
-
-
 def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Refuses arguments that mean nothing here, and files that cannot be written.
 
     Raises:
         ConfigError: such an argument or file.
     """
-    refuse_others(defaults, arguments, "hybrid")
+    refuse_flags_of_plan(defaults, arguments, "hybrid", own=("run", "json", "out"))
     if arguments.method != "exact" and (arguments.gap or arguments.seconds is not None):
         raise ConfigError(f"--gap and --seconds are of the exact search, not of {arguments.method}")
     if arguments.case is not None and (arguments.gbs or arguments.bandwidth):
