@@ -179,7 +179,7 @@ format: install
 bench: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/hytrain bench kernel
 
-# Search times of hybrid plans beside the published ones; PLAN_BENCH_ARGS: --metis row1 row2, --big, ...
+# Search times of hybrid plans beside the published ones; PLAN_BENCH_ARGS: --big, --repeats 9, ...
 PLAN_BENCH_ARGS ?=
 bench-plan: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python experiments/hybrid_planning/run.py $(PLAN_BENCH_ARGS)

@@ -1,10 +1,10 @@
-"""Search times of hybrid plans: the exact search beside the published ones.
+"""Search times of hybrid plans, beside what the published searches took.
 
-    python experiments/hybrid_planning/run.py [--cases DIR] [--repeats N] [--metis ROW ...] [--big]
+    python experiments/hybrid_planning/run.py [--cases DIR] [--repeats N] [--big]
 
-Prints, for every case, milliseconds from the case's files to the plan (median and least of the
-repeats, wall and CPU), evaluations with their unit, cost, and what was published. Everything is in
-one process of one thread. Costs are simulated from profiles.
+Prints, for every case, seconds from the case's files to the plan (median and least of the repeats,
+wall and CPU), shortest paths computed, the cost, and what was published. Everything is in one
+process of one thread. Costs are simulated from profiles.
 """
 
 from __future__ import annotations
@@ -23,67 +23,36 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.hybrid_planning import synthetic_case  # noqa: E402
 from hytrain.formats.text_table import align  # noqa: E402
-from hytrain.tools.hybrid import metis, search  # noqa: E402
+from hytrain.tools.hybrid import search  # noqa: E402
 from hytrain.tools.hybrid.case_files import read_case  # noqa: E402
 from hytrain.tools.hybrid.problem import Options, Problem, TpSpeed  # noqa: E402
-from hytrain.tools.hybrid.report import EVALUATIONS  # noqa: E402
-from hytrain.tools.hybrid.search import Result  # noqa: E402
 
-ROWS = ("row1", "row2", "row3", "row4")
 PUBLISHED = {
-    "metis": {
-        "row1": ("0.098", "612", 1795.45),
-        "row2": ("17.8", "58078", 2089.19),
-        "row3": ("0.83", "3734", 1111.39),
-        "row4": ("962", "1714619", 1158.36),
-    },
-    "metis-improved": {
-        "row1": ("0.078", "562", 1795.45),
-        "row2": ("7.1", "41208", 2089.19),
-        "row3": ("0.54", "3482", 1111.39),
-        "row4": ("391", "1553492", 1158.36),
-    },
+    "row1": ("0.098", "0.078", "1795.45"),
+    "row2": ("17.8", "7.1", "2089.19"),
+    "row3": ("0.83", "0.54", "1111.39"),
+    "row4": ("962", "391", "1158.36"),
 }
-"""Seconds, count and best cost of the published code, constants tp1_bs16, tp_speed "first"."""
+"""Of the published code, constants tp1_bs16, tp_speed "first": seconds of Metis' search and of its
+improved variant, and their best cost."""
 
 
-def timed(
-    make: Callable[[], Problem], solve: Callable[[Problem], Result], repeats: int
-) -> dict[str, float | Result]:
-    """The last result, and seconds from the files to it."""
+def timed(name: str, make: Callable[[], Problem], speed: TpSpeed, repeats: int) -> list[str]:
+    """A row of the table: seconds from the files to the plan, and the last plan."""
     walls: list[float] = []
     cpus: list[float] = []
-    result: Result | None = None
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
-        result = solve(make())
+        result = search.plan(make())
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-    assert result is not None
-    return {
-        "result": result,
-        "median": median(walls),
-        "least": min(walls),
-        "cpu": median(cpus),
-        "least_cpu": min(cpus),
-    }
-
-
-def row(case: str, method: str, speed: str, measured: dict[str, float | Result]) -> list[str]:
-    result = measured["result"]
-    assert isinstance(result, Result)
-    seconds, count, cost = PUBLISHED.get(method, {}).get(case, ("", "", None))
-    own = "" if method == "exact" else str(result.count)
     return [
-        case,
-        f"{method}, {speed}",
-        *(f"{measured[name]:.3f}" for name in ("median", "least", "cpu", "least_cpu")),
-        f"{result.evaluations} {EVALUATIONS[method]}",
-        f"{result.cost:.2f}" + ("" if not result.is_optimal else " optimal"),
-        own,
-        seconds,
-        count,
-        "" if cost is None else f"{cost:.2f}",
+        name,
+        speed,
+        *(f"{seconds:.3f}" for seconds in (median(walls), min(walls), median(cpus), min(cpus))),
+        str(result.evaluations),
+        f"{result.cost:.2f}" + (" optimal" if result.is_optimal else ""),
+        *(PUBLISHED.get(name, ("", "", "")) if speed == "first" else ("", "", "")),
     ]
 
 
@@ -91,36 +60,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=Path, default=ROOT.parent / "shared/plan_cases/hybrid")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--metis", nargs="*", choices=ROWS, default=["row1", "row3"])
     parser.add_argument("--big", action="store_true", help="1,024 GPUs of 4 types, 80 layers")
     parser.add_argument("--out", type=Path, help="the numbers as JSON")
     arguments = parser.parse_args()
-    head = ["case", "method", "s", "least", "CPU s", "least", "evaluations", "cost, ms", "count"]
-    rows = [[*head, "published s", "published count", "published cost"]]
     if not arguments.cases.is_dir():
         parser.error(f"--cases {arguments.cases}: no such folder")
+    head = ["case", "tp_speed", "s", "least", "CPU s", "least", "paths", "cost, ms"]
+    rows = [[*head, "Metis s", "improved s", "Metis cost"]]
     speeds: tuple[TpSpeed, ...] = ("slowest", "first")
-    for case in ROWS:
+    for case in PUBLISHED:
         for speed in speeds:
-            options = Options(tp_speed=speed)
-            measured = timed(
-                lambda: read_case(arguments.cases / case, options),  # noqa: B023
-                search.plan,
-                arguments.repeats,
-            )
-            rows.append(row(case, "exact", speed, measured))
-        variants: tuple[metis.Variant, ...] = ("metis", "metis-improved")
-        for variant in variants if case in arguments.metis else ():
-            measured = timed(
-                lambda: read_case(arguments.cases / case, Options(tp_speed="first")),  # noqa: B023
-                lambda problem: metis.plan(problem, variant),  # noqa: B023
-                1,
-            )
-            rows.append(row(case, variant, "first", measured))
+
+            def make(case: str = case, speed: TpSpeed = speed) -> Problem:
+                return read_case(arguments.cases / case, Options(tp_speed=speed))
+
+            rows.append(timed(case, make, speed, arguments.repeats))
     if arguments.big:
-        measured = timed(synthetic_case.problem, search.plan, 1)
-        rows.append(row("1,024 GPUs", "exact", "slowest", measured))
-    print("\n".join(align(rows, left=(0, 1, 6), width=150)))
+        rows.append(timed("1,024 GPUs", synthetic_case.problem, "slowest", 1))
+    print("\n".join(align(rows, left=(0, 1), width=150)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\npeak memory of the process: {peak:.2f} GiB; costs are simulated from profiles")
     if arguments.out is not None:

@@ -170,7 +170,6 @@ def random_problem(seed: int) -> Problem:
             tp_speed=draw.choice(("first", "slowest")),
             inter_node=draw.random() < 0.5,
             per_gpu_memory=draw.random() < 0.3,
-            uneven_split=draw.random() < 0.3,
             host=_random_host(draw) if layers < 4 and draw.random() < 0.3 else None,
         ),
     )

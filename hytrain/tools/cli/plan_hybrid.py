@@ -14,7 +14,6 @@ from hytrain.errors import ConfigError
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     check_outputs,
-    check_picture,
     positive_float,
     positive_int,
     refuse_flags_of_plan,
@@ -26,7 +25,6 @@ _DESCRIPTION = (
     "degrees, layers and micro-batches: the plan of least cost, and the proof that it is. Costs "
     "are simulated from profiles."
 )
-METHODS = ("exact", "metis", "metis-improved")
 
 
 def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
@@ -56,9 +54,8 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         metavar=("INTRA", "INTER"),
         help="GB/s within and between nodes, with --hytrain-profile",
     )
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="default: exact")
     _add_model(parser.add_argument_group("what the cost model counts"))
-    search = parser.add_argument_group("the exact search")
+    search = parser.add_argument_group("the search")
     search.add_argument("--gap", type=share, default=0.0, metavar="F", help="to stop at (0)")
     search.add_argument(
         "--seconds", type=positive_float, metavar="S", help="stop then with the best so far"
@@ -74,7 +71,6 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--out", type=Path, metavar="PLAN", help="the plan as JSON")
-    output.add_argument("--png", type=Path, metavar="FILE", help="a picture of the pipeline")
     output.add_argument(
         "--export", type=Path, metavar="DIR", help="a new folder with what a launcher needs"
     )
@@ -98,12 +94,6 @@ def _add_model(group: Any) -> None:
         help="each GPU holds its own demand, instead of the group's sum of memory the stage's",
     )
     group.add_argument(
-        "--uneven-split",
-        action="store_true",
-        help="a stage of unequal GPUs deals its samples so that its slowest replica is fastest, "
-        "not in proportion to their speed",
-    )
-    group.add_argument(
         "--host-state",
         type=positive_float,
         nargs=3,
@@ -116,26 +106,22 @@ def _add_model(group: Any) -> None:
 def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     _check(defaults, arguments)
     # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.tools.hybrid import metis, report, search
+    from hytrain.formats.record import write_record
+    from hytrain.tools.hybrid import report, search
     from hytrain.tools.hybrid.export import write_export
-    from hytrain.tools.hybrid.plan_record import plan_record, write_hybrid_plan
+    from hytrain.tools.hybrid.plan_record import plan_record
 
     problem = _problem(arguments)
-    if arguments.method == "exact":
-        seconds = float("inf") if arguments.seconds is None else arguments.seconds
-        result = search.plan(problem, top=arguments.top, gap=arguments.gap, seconds=seconds)
-    else:
-        result = metis.plan(problem, arguments.method, top=arguments.top)
+    seconds = float("inf") if arguments.seconds is None else arguments.seconds
+    result = search.plan(problem, top=arguments.top, gap=arguments.gap, seconds=seconds)
     record = plan_record(problem, result.plan, result.bound)
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
-        write_hybrid_plan(arguments.out, record)
-    if arguments.png is not None:
-        report.draw_pipeline(arguments.png, record)
+        write_record(arguments.out, record, what="plan")
     if arguments.json:
-        print(json.dumps(report.result_json(problem, result, arguments.method), indent=2))
+        print(json.dumps(report.result_json(problem, result), indent=2))
     else:
-        print(fold(report.result_text(problem, result, arguments.method)))
+        print(fold(report.result_text(problem, result)))
     # Last: what cannot be run was worth seeing.
     if arguments.export is not None:
         for note in write_export(arguments.export, record):
@@ -150,16 +136,13 @@ def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
         ConfigError: such an argument or file.
     """
     refuse_flags_of_plan(defaults, arguments, "hybrid", own=("run", "json", "out"))
-    if arguments.method != "exact" and (arguments.gap or arguments.seconds is not None):
-        raise ConfigError(f"--gap and --seconds are of the exact search, not of {arguments.method}")
     if arguments.case is not None and (arguments.gbs or arguments.bandwidth):
         raise ConfigError("--gbs and --bandwidth are for --hytrain-profile: a case has its own")
     read = [("--hytrain-profile", path) for path in arguments.hytrain_profile or ()]
     if arguments.case is not None:
         names = ("args.json", "hostfile", "clusterfile.json")
         read += [("--case", arguments.case / name) for name in names]
-    check_outputs({"--out": arguments.out, "--png": arguments.png}, read)
-    check_picture("--png", arguments.png)
+    check_outputs({"--out": arguments.out}, read)
 
 
 def _problem(arguments: argparse.Namespace) -> Any:
@@ -171,7 +154,6 @@ def _problem(arguments: argparse.Namespace) -> Any:
         tp_speed=arguments.tp_speed,
         inter_node=arguments.inter_node,
         per_gpu_memory=arguments.per_gpu_memory,
-        uneven_split=arguments.uneven_split,
         host=Host(*arguments.host_state) if arguments.host_state is not None else None,
     )
     if arguments.case is not None:

@@ -12,7 +12,6 @@ made.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ import numpy as np
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.host_update import exposed_ms
 from hytrain.tools.hybrid.problem import Floats, Plan, Problem
-from hytrain.tools.hybrid.uneven_split import fastest_split
 
 BANDWIDTH_UNIT = 2.0**20
 """Bytes a millisecond of 1 GB/s, in the published model."""
@@ -34,10 +32,6 @@ NOTHING_MB = 0.001
 
 Ranks = Sequence[tuple[str, int]]
 """GPUs, each a (device type, number of its node)."""
-
-
-class NotProfiledError(PlanError):
-    """A stage runs at a (tp, micro-batch size) that its profile does not have."""
 
 
 # -- the samples of a stage --------------------------------------------------------------------
@@ -66,7 +60,7 @@ def proportional_split(
         samples: of a micro-batch, all replicas together.
 
     Raises:
-        NotProfiledError: a replica's type has no profile with one sample.
+        PlanError: a replica's type has no profile with one sample.
     """
     key = ("split", tuple(types), dp, tp, samples)
     if key not in problem.memo:
@@ -93,41 +87,6 @@ def _proportional_split(
     return tuple(split)
 
 
-def uneven_split(
-    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
-) -> tuple[int, ...]:
-    """Samples of each replica so that the slowest is fastest; as :func:`proportional_split`."""
-    key = ("uneven", tuple(types), dp, tp, samples)
-    if key not in problem.memo:
-        problem.memo[key] = _uneven_split(problem, types, dp, tp, samples)
-    return problem.memo[key]
-
-
-def _uneven_split(
-    problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
-) -> tuple[int, ...]:
-    size = len(types) // dp
-    groups = Counter(
-        charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)
-    )
-    times = [[_whole_time(problem, one, tp, h) for h in range(samples + 1)] for one in groups]
-    split = fastest_split(times, list(groups.values()))
-    if not split:
-        raise NotProfiledError(f"no profiled sizes of {set(types)} at tp {tp} sum to {samples}")
-    return split
-
-
-def _whole_time(problem: Problem, group: Sequence[str], tp: int, samples: int) -> float:
-    """Of all layers, ms; infinite where a slice was not profiled."""
-    keys = [(device, tp, size) for device in group for size in micro_batch_slices(samples)]
-    if any(key not in problem.time_sums for key in keys):
-        return math.inf
-    return max(
-        sum(float(problem.time_sums[device, tp, size][-1]) for size in micro_batch_slices(samples))
-        for device in group
-    )
-
-
 def micro_batch_slices(samples: int) -> list[int]:
     """The sizes in which a replica of a mixed stage runs its samples: their binary digits.
 
@@ -144,7 +103,7 @@ def _sums(table: Table, device: str, tp: int, samples: int) -> Floats:
     try:
         return table[device, tp, samples]
     except KeyError:
-        raise NotProfiledError(
+        raise PlanError(
             f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
         ) from None
 
@@ -153,7 +112,7 @@ def sliced_sums(table: Table, device: str, tp: int, samples: int) -> Floats:
     """A table's values (times, memory) of the layers below each, for all slices of a replica.
 
     Raises:
-        NotProfiledError: a slice is not in the profile.
+        PlanError: a slice is not in the profile.
     """
     slices = [_sums(table, device, tp, size) for size in micro_batch_slices(samples)]
     return reduce(add, slices) if slices else np.zeros_like(next(iter(table.values())))
@@ -225,8 +184,8 @@ def choices(
         micro_batches: of a step.
 
     Raises:
-        NotProfiledError: a (tp, micro-batch size) that it runs at was not profiled.
-        PlanError: the batch cannot be dealt in this way.
+        PlanError: the batch cannot be dealt in this way, or a (tp, micro-batch size) that the
+            stage runs at was not profiled.
     """
     dp, tp = strategy
     ranks = cluster[first : first + dp * tp]
@@ -239,14 +198,13 @@ def choices(
             f"{micro_batches} micro-batches of {problem.gbs} samples: not for {dp} replicas"
         )
     if share > problem.max_batch or tp > problem.max_tp:
-        raise NotProfiledError(f"tp {tp}, micro-batch size {share}: more than was profiled")
+        raise PlanError(f"tp {tp}, micro-batch size {share}: more than was profiled")
     sync = max(_profiled_sync(problem, device, tp, share) for device in set(types))
     if is_even:
         times = _sums(problem.time_sums, types[0], tp, share)[None]
         split: tuple[int, ...] = ()
     else:
-        deal = uneven_split if problem.options.uneven_split else proportional_split
-        split = deal(problem, types, dp, tp, samples)
+        split = proportional_split(problem, types, dp, tp, samples)
         times = _replica_times(problem, types, split, tp)
     memory, capacity = _stage_memory(problem, cluster, types, split, strategy, samples)
     link = bandwidth(problem, ranks)
@@ -268,7 +226,7 @@ def choices(
 
 def _profiled_sync(problem: Problem, device: str, tp: int, samples: int) -> float:
     if (device, tp, samples) not in problem.samples:
-        raise NotProfiledError(
+        raise PlanError(
             f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
         )
     return problem.samples[device, tp, samples].fb_sync
@@ -280,11 +238,7 @@ def _replica_times(problem: Problem, types: Sequence[str], split: Sequence[int],
         for rank, share in enumerate(split)
         for device in charged_types(problem, types[rank * tp : (rank + 1) * tp])
     }
-    return np.stack([sliced_sums(problem.time_sums, *_key(one, tp)) for one in sorted(found)])
-
-
-def _key(one: tuple[str, int], tp: int) -> tuple[str, int, int]:
-    return one[0], tp, one[1]
+    return np.stack([sliced_sums(problem.time_sums, name, tp, h) for name, h in sorted(found)])
 
 
 def _stage_memory(
@@ -318,11 +272,9 @@ def _stage_memory(
     capacity = sum(problem.device[device].memory_mb for device in types)
     if not split:
         return problem.mem_coef * _sums(table, types[0], tp, samples // dp)[None], capacity
-    # Its own samples, where they are not dealt as published.
-    held = [(device, 0) for device in types] if problem.options.uneven_split else cluster
-    key = ("memory", tuple(held), dp, tp, samples)
+    key = ("memory", tuple(cluster), dp, tp, samples)
     if key not in problem.memo:
-        slices = published_slices(problem, held, strategy, samples)
+        slices = published_slices(problem, cluster, strategy, samples)
         problem.memo[key] = reduce(
             add, (count * _sums(table, *one) for one, count in Counter(slices).items())
         )
@@ -338,8 +290,7 @@ def published_slices(
     """
     dp, tp = strategy
     everyone = [device for device, _ in cluster]
-    deal = uneven_split if problem.options.uneven_split else proportional_split
-    dealt = deal(problem, everyone, dp, tp, samples)
+    dealt = proportional_split(problem, everyone, dp, tp, samples)
     firsts = everyone[:: len(everyone) // dp]
     return [
         (device, tp, size)
@@ -438,10 +389,9 @@ def plan_cost(problem: Problem, plan: Plan) -> PlanCost:
     """The cost of a plan, whether it fits or not.
 
     Raises:
-        PlanError: the plan is none of these GPUs and layers, or was not profiled.
+        PlanError: a stage of it was not profiled.
     """
     cluster = problem.ranks(plan.order)
-    check_plan(problem, plan)
     stages: list[Stage] = []
     sends: list[float] = []
     first = 0
@@ -463,23 +413,3 @@ def plan_cost(problem: Problem, plan: Plan) -> PlanCost:
         + problem.constants.batch_generator_ms * plan.micro_batches
     )
     return PlanCost(total, tuple(stages), tuple(sends))
-
-
-def check_plan(problem: Problem, plan: Plan) -> None:
-    """Raises PlanError where the plan is none of this problem's."""
-    layers = list(plan.partition)
-    if sorted(plan.order) != [device.name for device in problem.devices]:
-        raise PlanError(f"order {plan.order}: not the types of the cluster, each once")
-    if sum(plan.groups) != problem.num_gpus or len(plan.strategies) != plan.stages:
-        raise PlanError(
-            f"groups {plan.groups}: not {problem.num_gpus} GPUs with a strategy for each group"
-        )
-    if any(dp * tp != n for (dp, tp), n in zip(plan.strategies, plan.groups, strict=True)):
-        raise PlanError(f"strategies {plan.strategies} do not multiply to the groups {plan.groups}")
-    if plan.on_host and (problem.options.host is None or len(plan.on_host) != plan.stages):
-        raise PlanError(f"on_host {plan.on_host}: not one of each stage, or hosts are no option")
-    ends = [layers[0], layers[-1], len(layers)]
-    if ends != [0, problem.num_layers, plan.stages + 1] or sorted(set(layers)) != layers:
-        raise PlanError(
-            f"partition {plan.partition}: not all {problem.num_layers} layers, at least one a stage"
-        )

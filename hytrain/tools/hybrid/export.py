@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.plan_record import HybridPlanFile, write_hybrid_plan
+from hytrain.formats.record import write_record
+from hytrain.tools.hybrid.plan_record import HybridPlanFile
 
 
 def obstacles(record: HybridPlanFile) -> list[str]:
@@ -76,7 +77,7 @@ def write_export(folder: Path, record: HybridPlanFile) -> list[str]:
             _write(folder / "pipeline.json", pipeline_values(record))
     except OSError as error:
         raise PlanError(f"cannot write the export {folder} ({error.strerror})") from None
-    write_hybrid_plan(folder / "plan.json", record)
+    write_record(folder / "plan.json", record, what="plan")
     command = f"deepspeed --hostfile {folder / 'hostfile'} train.py {folder}"
     return [*notes(record), f"launch with: {command}"]
 

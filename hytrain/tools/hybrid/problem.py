@@ -91,9 +91,6 @@ class Options:
     per_gpu_memory: bool = False
     """Each GPU holds its replica's demand, instead of the group's sum of memory the stage's."""
 
-    uneven_split: bool = False
-    """A stage of unequal GPUs deals its samples so that its slowest replica is fastest."""
-
     host: Host | None = None
     """A stage may keep its optimizer state in host memory."""
 
@@ -122,9 +119,6 @@ class Problem:
 
     variance: float = 1.0
     """A group has at least ``max(N // S, S // N) * variance`` GPUs, N in all, S stages."""
-
-    max_permute_len: int = 2**31
-    """Groups more than these are merged in the published searches."""
 
     mem_coef: float = 5.0
     options: Options = Options()

@@ -52,17 +52,17 @@ class Result:
     """What a search found."""
 
     best: tuple[Found, ...]
-    """Ascending by cost; of the exact search the best plans of the best parts of the space."""
+    """Ascending by cost: the best plans of the best parts of the space."""
 
     bound: float
     """No plan of the space costs less, ms."""
 
     is_optimal: bool
     evaluations: int
-    """Exact: shortest paths computed; published searches: plans costed."""
+    """Shortest paths computed."""
 
     count: int
-    """Exact: boxes looked at; published searches: moves and failed partitions, as they count."""
+    """Boxes looked at."""
 
     seconds: float
 
