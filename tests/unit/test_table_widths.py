@@ -23,7 +23,6 @@ from hytrain.tools.explain.history import Median, read_history
 from hytrain.tools.explain.run_report import explain_run
 from hytrain.tools.kernel_bench.run import format_table, format_variants
 from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
-from hytrain.tools.planner.curves import Curve
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -34,8 +33,8 @@ from hytrain.tools.trace.compare import compare, compare_text
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.words import report
 from hytrain.tools.uneven.cases import UnevenCase
+from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem
 from hytrain.tools.uneven.report import cases_table, solve_cases
-from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
 
 GIB = 1024**3
 
@@ -272,9 +271,9 @@ def test_bench(factor: float) -> None:
 
 
 def _case(name: str, capacity: float, factor: float) -> UnevenCase:
-    memory = Curve((), 1.0, 2.0)
-    times = Curve((), 3.0 * factor, 0.0), Curve((), 6.0 * factor, 0.0)
-    gpu = UnevenGpu("GPU", *times, memory=memory, capacity=capacity, idle_memory=2.0)
+    sizes = range(1, 17)
+    times = tuple(3.0 * factor * size for size in sizes), tuple(6.0 * factor * n for n in sizes)
+    gpu = UnevenGpu("GPU", *times, memory=tuple(2.0 + n for n in sizes), capacity=capacity)
     problem = UnevenProblem(gpus=(gpu,) * 2, batch=16, parameters=2**26)
     return UnevenCase(name, ("GPU",) * 2, problem, 100.0 * factor)
 

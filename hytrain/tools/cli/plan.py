@@ -188,12 +188,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.errors import PlanError
     from hytrain.formats.plan_file import write_plan
+    from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.baselines import baselines
     from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
     from hytrain.tools.planner.plan_record import plan_file
     from hytrain.tools.planner.profile_problem import problem_from
-    from hytrain.tools.uneven.solver import Infeasible
 
     if arguments.batch is None:
         raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
@@ -248,9 +248,9 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
     """With which options a plan would be found; empty where with none."""
+    from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner.plan import make_plan_without_spare
     from hytrain.tools.planner.profile_problem import problem_from
-    from hytrain.tools.uneven.solver import Infeasible
 
     others: list[tuple[str, int, bool]] = []
     if options.offload_param:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hytrain.formats.policies import ACCUMULATION_MODES, Accumulation, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import OtherMode, Plan
-from hytrain.tools.uneven.solver import Infeasible
 
 Solver = Callable[[PlanProblem], "Plan | Infeasible"]
 """Gives a problem's plan."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.formats.policies import Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
@@ -27,7 +28,6 @@ from hytrain.tools.planner.cost_model import (
 )
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
-from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
 _ROUNDING = 1e-9

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.step_program import StepProgram
-from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
 

@@ -15,6 +15,7 @@ import math
 from dataclasses import replace
 
 from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.infeasibility import missing
@@ -24,7 +25,6 @@ from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
 from hytrain.tools.planner.rounds import best_rounds
 from hytrain.tools.planner.search import CLOSE, Search
-from hytrain.tools.uneven.solver import Infeasible
 
 # A plan that is not close to the bound by the finer model is compared with plans of a step up to so
 # many times as long by the lines, and no more than these.

@@ -7,12 +7,12 @@ from typing import Any
 
 from hytrain.formats.policies import Accumulation
 from hytrain.formats.text_table import align
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.baselines import Baseline, own_speeds
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.plan_record import plan_file
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, RankPlan
-from hytrain.tools.uneven.solver import Infeasible
 
 _GIB = 1024**3
 _LIMITS = {

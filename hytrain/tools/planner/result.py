@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain.formats.policies import LAYER_MAJOR, Accumulation, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share, allocate
 from hytrain.tools.planner.cost_model import (
     Lines,
@@ -19,7 +20,6 @@ from hytrain.tools.planner.cost_model import (
 )
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.step_simulator import StepSimulator
-from hytrain.tools.uneven.solver import Infeasible
 
 TOLERANCE = 1e-4
 """Bisection ends where the step is known to this share."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from hytrain.formats.policies import Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import Solver, some_rounds
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
@@ -28,7 +29,6 @@ from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, PRECISION, search_program
 from hytrain.tools.planner.step_program import StepProgram
-from hytrain.tools.uneven.solver import Infeasible
 
 # So many numbers of rounds, the most promising, are looked at for the finer model.
 _MOST_OTHERS = 8

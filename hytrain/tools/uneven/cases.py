@@ -16,8 +16,9 @@ from typing import Any, cast
 
 from hytrain.errors import PlanError
 from hytrain.formats.record import parse_json, read_text
-from hytrain.tools.planner.curves import Curve
-from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem
+from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem
+
+_GROWTH_POINTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,17 @@ def _case(case: Any, latencies: Any, memory: Any, capacity: Any) -> UnevenCase:
     model, dtype, names = str(case["model"]), str(case["dtype"]), tuple(map(str, case["gpus"]))
     profile = _model_memory(memory, model, dtype)
     overhead = float(case["comm_mem_overhead_gb"])
-    peak = Curve.grown(_floats(profile["profiled_compute_memory"][dtype])).plus(overhead)
+    batch = int(case["global_batch"])
+    peaks = grown(_floats(profile["profiled_compute_memory"][dtype]), batch)
+    memory_of = tuple(peak + overhead for peak in peaks)
     gpus: dict[str, UnevenGpu] = {}
     for name in dict.fromkeys(names):
         times = latencies[model][name][str(case["seq"])][dtype]
-        forward, backward = _latency(times, f"{model} on {name} in {dtype}")
-        gpus[name] = UnevenGpu(name, forward, backward, peak, float(capacity[name]), overhead)
+        forward, backward = _latency(times, f"{model} on {name} in {dtype}", batch)
+        gpus[name] = UnevenGpu(name, forward, backward, memory_of, float(capacity[name]))
     problem = UnevenProblem(
         gpus=tuple(gpus[name] for name in names),
-        batch=int(case["global_batch"]),
+        batch=batch,
         parameters=int(profile["parameters"]),
         all_gather=float(case["ag_time"]),
         reduce_scatter=float(case["rs_time"]),
@@ -94,14 +97,33 @@ def _model_memory(memory: Mapping[str, Any], model: str, dtype: str) -> Mapping[
     raise PlanError(f"memory.json has no {model} in {dtype}")
 
 
-def _latency(times: Any, what: str) -> tuple[Curve, Curve]:
+def _latency(times: Any, what: str, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Forward and backward: straight lines, and what was measured where both lists are there."""
     lines = cast("Sequence[Any]", times)
     if not isinstance(times, list) or len(lines) not in (2, 4) or not isinstance(lines[1], list):
         raise PlanError(f"latencies.json has no backward time of {what}: {times}")
     forward, backward = _floats(lines[0]), _floats(lines[1])
     measured = [_floats(row) for row in lines[2:]] or [(), ()]
-    return Curve(measured[0], *forward), Curve(measured[1], *backward)
+    return extended(measured[0], *forward, batch), extended(measured[1], *backward, batch)
+
+
+def extended(
+    measured: Sequence[float], slope: float, intercept: float, count: int
+) -> tuple[float, ...]:
+    """The values at sizes 1, 2, ..., ``count``: as measured, and then on a straight line."""
+    line = (slope * size + intercept for size in range(len(measured) + 1, count + 1))
+    return (*measured, *line)
+
+
+def grown(measured: Sequence[float], count: int) -> tuple[float, ...]:
+    """Beyond its end a list goes on by its mean growth over the last five values.
+
+    So Cephalo continues a profile of peak memory. Of one value the growth is that from nothing.
+    """
+    points = min(_GROWTH_POINTS, len(measured))
+    before = 0.0 if points == 1 else measured[-points]
+    slope = (measured[-1] - before) / max(points - 1, 1)
+    return extended(measured, slope, measured[-1] - slope * len(measured), count)
 
 
 def _floats(values: Any) -> tuple[float, ...]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hytrain.formats.text_table import align
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.uneven.cases import UnevenCase
-from hytrain.tools.uneven.solver import Assignment, Infeasible, solve, state_shares
+from hytrain.tools.uneven.solver import Assignment, solve, state_shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from planner_clusters import GB, gpu, plan_problems
 
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.baselines import baselines, even_split, samples_by_speed
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.uneven.solver import Infeasible
 
 
 def problem(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> PlanProblem:

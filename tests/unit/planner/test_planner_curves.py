@@ -1,4 +1,4 @@
-"""Curves and tables: what was measured, and what follows beyond it."""
+"""Tables: what was measured, and what follows beyond it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ import math
 import pytest
 
 from hytrain.errors import PlanError
-from hytrain.tools.planner.curves import Curve, Table
-
-
-def test_a_curve_is_its_list_and_then_its_line() -> None:
-    curve = Curve((3.0, 5.0), 2.0, 0.5)
-    assert [curve.at(size) for size in (1, 2, 3)] == [3.0, 5.0, 6.5]
-    assert curve.upto(3).tolist() == [3.0, 5.0, 6.5]
-    assert curve.plus(1.0).upto(3).tolist() == [4.0, 6.0, 7.5]
-
-
-def test_a_list_grows_on_by_its_last_five_values() -> None:
-    assert Curve.grown([9.0, 1.0, 1.5, 2.0, 4.0, 5.0]).at(8) == pytest.approx(7.0)
-    assert Curve.grown([1.0, 3.0]).at(4) == pytest.approx(7.0)
-    assert Curve.grown([2.0]).at(3) == pytest.approx(6.0)
+from hytrain.tools.planner.curves import Table
 
 
 def test_a_table_is_straight_between_its_points() -> None:
@@ -43,12 +30,3 @@ def test_one_point_is_proportional() -> None:
 def test_what_is_no_table_is_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(PlanError):
         Table(points)
-
-
-def test_what_is_no_curve_is_refused() -> None:
-    with pytest.raises(PlanError):
-        Curve((-1.0,), 1.0, 0.0)
-    with pytest.raises(PlanError):
-        Curve((), math.nan, 0.0)
-    with pytest.raises(PlanError):
-        Curve.grown([])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.baselines import even_split
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
@@ -37,7 +38,6 @@ from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
-from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 LAYERS = 10

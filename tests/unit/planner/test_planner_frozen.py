@@ -10,6 +10,7 @@ from support.plan_profiles import a_device, a_host, a_model
 
 from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Load, gpu_bytes, host_bytes, lines, load, traffic
 from hytrain.tools.planner.curves import Table
@@ -18,7 +19,6 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.uneven.solver import Infeasible
 
 GB = 10**9
 GPU = GpuProfile(

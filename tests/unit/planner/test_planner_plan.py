@@ -12,6 +12,7 @@ from planner_clusters import GB, best_step, gpu, plan_problems
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, load
@@ -21,7 +22,6 @@ from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.planner.step_simulator import StepSimulator
-from hytrain.tools.uneven.solver import Infeasible
 
 
 def host(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> Host:

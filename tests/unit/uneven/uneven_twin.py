@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hytrain.tools.uneven.solver import UnevenGpu, UnevenProblem, layer_time
+from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem, layer_time
 
 _Point = tuple[float, float]
 
@@ -31,13 +31,12 @@ def _choices(problem: UnevenProblem, gpu: UnevenGpu) -> list[tuple[int, float, f
     """(samples, time, memory) of all that one GPU can do."""
     limit = problem.usable * gpu.capacity
     choices: list[tuple[int, float, float]] = []
-    if problem.allow_idle and gpu.idle_memory <= limit:
-        choices.append((0, layer_time(problem, gpu, 0, 0), gpu.idle_memory))
     for batch in range(1, problem.batch + 1):
         for size in range(1, problem.batch + 1):
-            memory = gpu.memory.at(size)
+            memory = gpu.memory[size - 1]
             if memory <= limit:
-                choices.append((batch, layer_time(problem, gpu, size, -(-batch // size)), memory))
+                time = float(layer_time(problem, gpu, size, -(-batch // size)))
+                choices.append((batch, time, memory))
     return choices
 
 

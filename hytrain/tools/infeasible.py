@@ -1,0 +1,22 @@
+"""What a planner answers where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """Nothing fits, in words, and how much is missing.
+
+    Attributes:
+        reason: for people; names what is missing, and where.
+        missing: GiB; 0 where it is not memory that is missing.
+        gpu: the first GPU that lacks it; None where all together do.
+        is_close: it is not proven that nothing fits, but nothing was found.
+    """
+
+    reason: str
+    missing: float = 0.0
+    gpu: int | None = None
+    is_close: bool = False
