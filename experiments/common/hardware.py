@@ -1,19 +1,19 @@
-"""What a result was measured on."""
+"""What a result was measured on. No torch: it would open a context on the GPU and keep it."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
+import os
 import platform
+import runpy
 import subprocess
 from pathlib import Path
 
-import torch
-
-from experiments.common.processes import REPOSITORY
 from experiments.common.records import Json
-from experiments.common.threads import usable_cores
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "transformers", "hytrain")
 
 
@@ -31,38 +31,36 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The repository's commit; None where it is not a git checkout."""
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
+def _output(*command: str) -> str | None:
+    """The first line that a program prints; None where there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return next(iter(done.stdout.splitlines()), "").strip() or None
 
 
-def _gpu_name() -> str:
-    """Asked of the driver's tool: torch would open a context here and keep it for the whole part,
-    beside the systems that are measured in other processes."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown GPU"
-    lines = done.stdout.splitlines()
-    return lines[0].strip() if lines else "unknown GPU"
+def _cuda() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
 
 
 def describe(device: str) -> Json:
     """Machine, versions and date."""
-    gpu = _gpu_name() if device == "cuda" else None
+    gpu = None
+    if device == "cuda":
+        gpu = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "unknown GPU"
+    settings = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "HYTRAIN_"))}
     return {
         "gpu": gpu,
         "cpu": _cpu_model(),
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "cuda": torch.version.cuda if gpu else None,
+        "cuda": _cuda() if gpu else None,
         "versions": {package: _version(package) for package in PACKAGES},
-        "commit": _commit(),
+        "commit": _output("git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **({"settings": settings} if settings else {}),
     }

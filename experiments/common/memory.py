@@ -56,12 +56,12 @@ class HostMemorySampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
         self.rss_bytes = 0
-        self.machine_used_bytes = 0
+        self.machine_bytes = 0
 
     def _sample(self) -> None:
         now = host_memory()
         self.rss_bytes = max(self.rss_bytes, now.rss_bytes)
-        self.machine_used_bytes = max(self.machine_used_bytes, now.machine_used_bytes)
+        self.machine_bytes = max(self.machine_bytes, now.machine_used_bytes)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

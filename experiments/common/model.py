@@ -1,26 +1,28 @@
-"""The model and the data that every system trains, made the same way for each of them."""
+"""The model and the data that every system trains, made the same way for each of them.
+
+A job says which: "model" (a name of sizes.py) with "layers" blocks (its own unless given), "batch"
+sequences of "seq" tokens, "device", and "checkpointing" of activations (off unless given).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from experiments.common.records import Json, Workload
+from experiments.common.records import Json
 from experiments.common.sizes import size_of
 
 Batch = dict[str, torch.Tensor]
-MakeModel = Callable[[torch.dtype], torch.nn.Module]
 
 NUM_BATCHES = 4
 """Batches that take turns: few, so that a loss which falls shows that updates arrive."""
 
 
-def model_config(model: str, seq: int) -> LlamaConfig:
-    """The configuration of a model, for sequences of so many tokens."""
-    size = size_of(model)
+def model_config(job: Json) -> LlamaConfig:
+    """The configuration of the job's model."""
+    size = size_of(job["model"], job.get("layers"))
     return LlamaConfig(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
@@ -28,33 +30,36 @@ def model_config(model: str, seq: int) -> LlamaConfig:
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.heads,
-        max_position_embeddings=max(2048, seq),
+        max_position_embeddings=max(2048, job["seq"]),
         tie_word_embeddings=False,
         use_cache=False,
     )
 
 
-def build_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+def checkpoint(model: Any) -> None:
+    """Its blocks' activations are computed again in backward."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def build_model(job: Json, dtype: torch.dtype) -> Any:
     """Random weights, made on the device in bf16 and then cast, so that all dtypes start equal."""
-    config = model_config(workload.model, workload.seq)
     torch.manual_seed(0)
-    with torch.device(workload.device):
+    with torch.device(job["device"]):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.bfloat16
+            model_config(job), attn_implementation="sdpa", dtype=torch.bfloat16
         )
-    model.train()
     for parameter in model.parameters():
         # The weights alone: the buffer of the rotary frequencies is fp32 and must stay so.
         parameter.data = parameter.data.to(dtype)
-    return model
+    return _prepared(model, job)
 
 
-def build_host_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+def build_host_model(job: Json, dtype: torch.dtype) -> Any:
     """Random weights in host memory, for a model that the device does not hold."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            model_config(workload.model, workload.seq), attn_implementation="sdpa", dtype=dtype
+            model_config(job), attn_implementation="sdpa", dtype=dtype
         )
     rotary = model.model.rotary_emb
     model = model.to_empty(device="cpu")
@@ -62,18 +67,18 @@ def build_host_model(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
     # made on the device, which has the memory for it, and copied.
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            values = torch.ones_like(parameter, device=workload.device)
+            values = torch.ones_like(parameter, device=job["device"])
             parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
     # Its buffers are no parameters and were lost with the meta device.
     model.model.rotary_emb = type(rotary)(config=model.config)
-    return model.train()
+    return _prepared(model, job)
 
 
-def build_partitioned_model(workload: Workload, dtype: torch.dtype, config: Json) -> Any:
+def build_partitioned_model(job: Json, dtype: torch.dtype, config: Json) -> Any:
     """Random weights, each rank a part of every parameter, for a model that no device holds whole.
 
     Args:
-        workload: its model and tokens.
+        job: its model and tokens.
         dtype: of the weights.
         config: the DeepSpeed JSON, of ZeRO-3; transformers builds under ``deepspeed.zero.Init``.
     """
@@ -84,19 +89,26 @@ def build_partitioned_model(workload: Workload, dtype: torch.dtype, config: Json
     told = HfDeepSpeedConfig(config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        model_config(workload.model, workload.seq), attn_implementation="sdpa", dtype=dtype
+        model_config(job), attn_implementation="sdpa", dtype=dtype
     )
     del told
+    return _prepared(model, job)
+
+
+def _prepared(model: Any, job: Json) -> Any:
+    if job.get("checkpointing", False):
+        checkpoint(model)
     return model.train()
 
 
-def build_batches(workload: Workload) -> list[Batch]:
-    """Random tokens, on the device; the labels are the tokens."""
+def build_batches(job: Json, *, first: int = 0) -> list[Batch]:
+    """Random tokens, on the device; the labels are the tokens. Ranks begin with different ones."""
     generator = torch.Generator().manual_seed(1)
-    shape = (workload.batch, workload.seq)
-    batches = []
+    shape = (job["batch"], job["seq"])
+    batches: list[Batch] = []
     for _ in range(NUM_BATCHES):
-        tokens = torch.randint(size_of(workload.model).vocab, shape, generator=generator)
-        tokens = tokens.to(workload.device)
+        tokens = torch.randint(size_of(job["model"]).vocab, shape, generator=generator)
+        tokens = tokens.to(job["device"])
         batches.append({"input_ids": tokens, "labels": tokens})
-    return batches
+    first %= NUM_BATCHES
+    return batches[first:] + batches[:first]

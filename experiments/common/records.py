@@ -1,11 +1,10 @@
-"""The plain data that passes between the command, the measuring processes and the report.
+"""The plain data that passes between a command, its measuring processes and the report. No torch.
 
-No torch here: the report must run on a machine that has none.
+A job is a dict: what `runner.run_job` starts, and what its worker reads (see runner.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -15,78 +14,38 @@ Json = dict[str, Any]
 
 GIB = 2**30
 
-SCHEMA = 1
-
 OK = "ok"
-FAILED = "failed"
+RUNNING = "running"
+"""The status of a result that its process has not ended yet."""
 OUT_OF_MEMORY = "out of memory"
+HOST_MEMORY_LOW = "host memory low"
+REFUSED = "refused"
+"""hytrain said what the user has to change."""
+FAILED = "failed"
 TIMED_OUT = "timed out"
 SKIPPED = "skipped"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What every system of a part trains."""
+def lines_of(data: Json) -> str:
+    """JSON with a line for each element of a list, and for each entry of a dict of dicts."""
 
-    model: str
-    batch: int
-    seq: int
-    device: str
+    def value_of(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n]"
+        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            each = (f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items())
+            return "{\n" + ",\n".join(each) + "\n}"
+        return json.dumps(value)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """How often a system steps, and when it counts as slow."""
-
-    windows: int
-    steps: int
-    """Steps in a window."""
-    warmup: int
-    slow_seconds: float = 1.5
-    """A system whose step takes longer gets short windows and a short warm-up."""
-    slow_steps: int = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One line of a part: one system with its options, measured in its own process."""
-
-    label: str
-    system: str
-    clip: float | None = None
-    """Gradient clipping norm; None where the system runs without clipping."""
-    options: Json = dataclasses.field(default_factory=dict)
-    optional: bool = False
-    """An optional line is dropped without complaint where the part's time is used up."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that the measuring process is given."""
-
-    entry: Entry
-    workload: Workload
-    measurement: Measurement
-
-    def to_json(self) -> Json:
-        """As plain data, for the file handed to the measuring process."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Json) -> Job:
-        """The inverse of to_json."""
-        return cls(
-            entry=Entry(**data["entry"]),
-            workload=Workload(**data["workload"]),
-            measurement=Measurement(**data["measurement"]),
-        )
+    parts = (f"{json.dumps(key)}: {value_of(value)}" for key, value in data.items())
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def write_json(path: Path, data: Json) -> None:
     """Write so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.write_text(lines_of(data))
     os.replace(temporary, path)
 
 

@@ -13,7 +13,7 @@ class Size:
     hidden: int
     intermediate: int
     heads: int
-    vocab: int
+    vocab: int = 32000
 
     @property
     def num_matmul(self) -> int:
@@ -42,45 +42,36 @@ class Size:
 
 SIZES = {
     "toy": Size(layers=2, hidden=64, intermediate=128, heads=4, vocab=256),
-    "llama-100m": Size(layers=12, hidden=640, intermediate=1728, heads=10, vocab=32000),
-    "llama-0.4b": Size(layers=24, hidden=1024, intermediate=2816, heads=8, vocab=32000),
-    "llama-1b": Size(layers=16, hidden=2048, intermediate=5632, heads=16, vocab=32000),
-    "llama-3b": Size(layers=24, hidden=3072, intermediate=8192, heads=24, vocab=32000),
-}
-
-LARGE = {
-    # Llama 7B: part others gives it fewer or more blocks, of 0.2 B parameters each.
-    "llama-7b": Size(layers=32, hidden=4096, intermediate=11008, heads=32, vocab=32000),
+    "llama-100m": Size(layers=12, hidden=640, intermediate=1728, heads=10),
+    "0.1B": Size(layers=12, hidden=768, intermediate=2048, heads=6),
+    "llama-0.4b": Size(layers=24, hidden=1024, intermediate=2816, heads=8),
+    "llama-1b": Size(layers=16, hidden=2048, intermediate=5632, heads=16),
+    "2.7B": Size(layers=32, hidden=2560, intermediate=6912, heads=20),
+    "llama-3b": Size(layers=24, hidden=3072, intermediate=8192, heads=24),
+    # Llama 7B: part others of solve_k gives it fewer or more blocks, of 0.2 B parameters each.
+    "llama-7b": Size(layers=32, hidden=4096, intermediate=11008, heads=32),
     # The published setting: Llama 2 cut to 30 layers.
-    "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40, vocab=32000),
-    "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48, vocab=32000),
+    "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40),
+    "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48),
     # The blocks of Llama 65B; 0.8 B parameters each.
-    "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64, vocab=32000),
+    "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64),
 }
+# As cells of regimes.py and workloads of hf_trainer call them, by their parameters.
+SIZES |= {
+    "0.37B": SIZES["llama-0.4b"],
+    "0.95B": SIZES["llama-1b"],
+    "2.9B": SIZES["llama-3b"],
+    "9.8B": SIZES["llama-10b"],
+}
+MODELS = tuple(SIZES)
 
-MODELS = (*SIZES, *LARGE)
 
-
-def size_of(model: str) -> Size:
-    """The size called `model`."""
-    if model not in SIZES:
-        raise ValueError(f"--model {model!r} is unknown: choose one of {', '.join(SIZES)}")
-    return SIZES[model]
-
-
-def size_with(model: str, layers: int | None = None) -> Size:
+def size_of(model: str, layers: int | None = None) -> Size:
     """The size called `model`, if need be with another number of blocks."""
-    size = LARGE[model] if model in LARGE else size_of(model)
+    if model not in SIZES:
+        raise ValueError(f"model {model!r} is unknown: choose one of {', '.join(SIZES)}")
+    size = SIZES[model]
     return size if layers is None else dataclasses.replace(size, layers=layers)
-
-
-def register(model: str, layers: int | None = None) -> Size:
-    """Makes a model known to the functions that look sizes up by name.
-
-    For measuring processes alone: it changes what the name means for everyone.
-    """
-    SIZES[model] = size_with(model, layers)
-    return SIZES[model]
 
 
 def model_flops(size: Size, batch: int, seq: int) -> float:
@@ -93,8 +84,3 @@ def model_flops(size: Size, batch: int, seq: int) -> float:
     products = 6.0 * size.num_matmul * batch * seq
     attention = 0.5 * 12.0 * seq**2 * size.hidden * size.layers * batch
     return products + attention
-
-
-def plain_flops(num_parameters: int, batch: int, seq: int) -> float:
-    """6 N D: six operations for each parameter and token, recomputation not counted."""
-    return 6.0 * num_parameters * batch * seq

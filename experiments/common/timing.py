@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from experiments.common.memory import HostMemorySampler, reset_gpu_peak
+from experiments.common.memory import HostMemorySampler, gpu_memory, reset_gpu_peak
 from experiments.common.model import Batch
-from experiments.common.records import Json, Measurement
-from experiments.common.systems.base import System
+from experiments.common.records import Json
 from hytrain.hardware.energy import EnergyMeter
 
-MIN_WARMUP = 2
-"""Steps before a slow system is timed; the first step of most systems allocates and calibrates."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What the measured steps took."""
-
-    window_seconds: tuple[float, ...]
-    """For each window, the seconds of a step in it."""
-    steps: int
-    """Steps in a window."""
-    host_step_seconds: tuple[float, ...]
-    """For each step, the time between two returns of the step on the launching thread."""
-    drain_seconds: float
-    """After the last window, until every update is finished and published."""
-    losses: tuple[float, ...]
-    """Of all steps, warm-up included."""
-    observations: tuple[Json, ...]
-    """What the system says about its measured steps."""
-    warmup_seconds: tuple[float, ...]
-    host_rss_bytes: int
-    host_machine_used_bytes: int
-    gpu_joules: float | None = None
-    """Of the GPU, a step; None where it cannot be read."""
-    cpu_joules: float | None = None
-    """Of the host's processors, a step, whatever else ran there included; None as above."""
-
-    @property
-    def step_seconds(self) -> float:
-        """The median of the windows."""
-        return statistics.median(self.window_seconds)
-
-    @property
-    def total_seconds(self) -> float:
-        """All windows together."""
-        return sum(self.window_seconds) * self.steps
+SLOW_SECONDS, SLOW_STEPS, SLOW_WARMUP = 1.5, 2, 2
+"""A system whose step takes longer gets windows of so many steps, and so many before them."""
+THREAD_TRIES = 2
+"""Steps for each number of threads; the faster one counts."""
 
 
 def synchronize(device: str) -> None:
@@ -62,17 +31,24 @@ def synchronize(device: str) -> None:
 
 
 class Stepper:
-    """Steps a system through the batches, and keeps losses without waiting for them."""
+    """Steps a system through the batches, and keeps losses without waiting for them.
 
-    def __init__(self, system: System, batches: list[Batch], device: str) -> None:
+    A step has ``accumulation`` micro-batches.
+    """
+
+    def __init__(
+        self, system: Any, batches: list[Batch], device: str, accumulation: int = 1
+    ) -> None:
         self.system = system
         self.device = device
+        self._accumulation = accumulation
         self._batches: Iterator[Batch] = itertools.cycle(batches)
         self._losses: list[torch.Tensor] = []
 
     def step(self) -> None:
         """One step; returns when the launching thread is free, not when the GPU is."""
-        self._losses.append(self.system.step(next(self._batches)))
+        batches = [next(self._batches) for _ in range(self._accumulation)]
+        self._losses.append(self.system.step(batches))
 
     def timed_step(self) -> float:
         """One step with a wait before and after it."""
@@ -82,74 +58,106 @@ class Stepper:
         synchronize(self.device)
         return time.perf_counter() - begin
 
-    def losses(self) -> tuple[float, ...]:
+    def losses(self) -> list[float]:
         """Reads the losses; waits for the GPU."""
-        return tuple(float(loss) for loss in self._losses)
+        return [float(loss) for loss in self._losses]
 
 
-def warm_up(stepper: Stepper, plan: Measurement) -> list[float]:
-    """Step until warm; a slow system is warm after MIN_WARMUP steps."""
+def warm_up(stepper: Stepper, steps: int) -> list[float]:
+    """Seconds of steps until warm; a slow system is warm after SLOW_WARMUP steps."""
     seconds: list[float] = []
-    while len(seconds) < plan.warmup:
+    while len(seconds) < steps:
         seconds.append(stepper.timed_step())
         print(f"warm-up step {len(seconds)}: {seconds[-1]:.3f} s", flush=True)
-        if len(seconds) >= MIN_WARMUP and seconds[-1] > plan.slow_seconds:
+        if len(seconds) >= SLOW_WARMUP and seconds[-1] > SLOW_SECONDS:
             break
     return seconds
 
 
-def measure(stepper: Stepper, plan: Measurement, warmup_seconds: list[float]) -> Timing:
-    """Measure `plan.windows` windows that follow one another without a gap.
+def measure(stepper: Stepper, *, windows: int, steps: int) -> Json:
+    """Measure windows that follow one another without a gap.
 
     There is one wait at each window's end and none inside. A system that updates behind the next
     forward pass has work in flight at a window's end; it had as much in flight at its beginning,
     so nothing is hidden. What is in flight after the last window is reported as the drain.
+
+    Returns:
+        step_seconds (the median of the windows), window_seconds (of a step in each), losses (of all
+        steps so far), observations (what the system says about its measured steps), host_bytes (the
+        largest resident set), gpu (peaks), drain_seconds, gpu_joules and cpu_joules a step (None
+        where they cannot be read; the processors' with whatever else ran there).
     """
-    slow = bool(warmup_seconds) and warmup_seconds[-1] > plan.slow_seconds
-    steps = min(plan.steps, plan.slow_steps) if slow else plan.steps
+    system, device = stepper.system, stepper.device
     observations: dict[int, Json] = {}
-    stamps: list[float] = []
-    reset_gpu_peak(stepper.device)
-    synchronize(stepper.device)
-    meter = EnergyMeter(torch.device(stepper.device))
-    energy_before = meter.read()
-    with HostMemorySampler() as sampler:
+
+    def note() -> None:
+        # The newest observation of each step: a step's numbers settle after it has returned.
+        if (row := system.observe()) is not None:
+            observations[int(row["step"])] = row
+
+    reset_gpu_peak(device)
+    synchronize(device)
+    meter = EnergyMeter(torch.device(device))
+    before = meter.read()
+    with HostMemorySampler() as host:
         ends = [time.perf_counter()]
-        stamps.append(ends[0])
-        for _ in range(plan.windows):
+        for _ in range(windows):
             for _ in range(steps):
                 stepper.step()
-                stamps.append(time.perf_counter())
-                _note(stepper.system, observations)
-            synchronize(stepper.device)
+                note()
+            synchronize(device)
             ends.append(time.perf_counter())
-        energy = meter.read().since(energy_before)
-        stepper.system.drain()
-        synchronize(stepper.device)
+        energy = meter.read().since(before)
+        system.drain()
+        synchronize(device)
         drained = time.perf_counter()
-    _note(stepper.system, observations)
-    measured = sorted(observations)[-plan.windows * steps :]
-    return Timing(
-        window_seconds=tuple((b - a) / steps for a, b in itertools.pairwise(ends)),
-        steps=steps,
-        host_step_seconds=tuple(b - a for a, b in itertools.pairwise(stamps)),
-        drain_seconds=drained - ends[-1],
-        losses=stepper.losses(),
-        observations=tuple(observations[step] for step in measured),
-        warmup_seconds=tuple(warmup_seconds),
-        host_rss_bytes=sampler.rss_bytes,
-        host_machine_used_bytes=sampler.machine_used_bytes,
-        gpu_joules=_a_step(energy.gpu_joules, plan.windows * steps),
-        cpu_joules=_a_step(energy.cpu_joules, plan.windows * steps),
-    )
+    note()
+    seconds = [(b - a) / steps for a, b in itertools.pairwise(ends)]
+    rows = [observations[step] for step in sorted(observations)[-windows * steps :]]
+    joules = {"gpu_joules": energy.gpu_joules, "cpu_joules": energy.cpu_joules}
+    return {
+        "step_seconds": statistics.median(seconds),
+        "window_seconds": seconds,
+        "drain_seconds": drained - ends[-1],
+        "losses": stepper.losses(),
+        "observations": rows,
+        "host_bytes": host.rss_bytes,
+        "host_machine_bytes": host.machine_bytes,
+        "gpu": gpu_memory(device),
+        **{k: None if v is None else v / (windows * steps) for k, v in joules.items()},
+    }
 
 
-def _a_step(joules: float | None, steps: int) -> float | None:
-    return None if joules is None else joules / steps
+def clipped_share(rows: list[Json]) -> float | None:
+    """Share of the steps in which clipping acted, of those that tell."""
+    told = [row["clip_coefficient"] for row in rows if row.get("clip_coefficient") is not None]
+    return sum(value < 1.0 for value in told) / len(told) if told else None
 
 
-def _note(system: System, observations: dict[int, Json]) -> None:
-    """Keep the newest observation of each step: a step's numbers settle after it has returned."""
-    row = system.observe()
-    if row is not None:
-        observations[int(row["step"])] = row
+# -- threads of updates ------------------------------------------------------------------------
+
+
+def set_threads(count: int) -> None:
+    """Set the count for torch and for extensions, whose OpenMP may be another copy than torch's."""
+    torch.set_num_threads(count)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
+    for path in sorted(p for p in paths if any(n in p for n in ("libgomp", "libiomp", "libomp"))):
+        ctypes.CDLL(path).omp_set_num_threads(count)
+
+
+def choose_threads(stepper: Stepper) -> int | None:
+    """Try the system's candidates and keep the fastest; None where the system decides itself."""
+    asked = stepper.system.thread_candidates
+    if not asked:
+        return None
+    cores = len(os.sched_getaffinity(0))
+    candidates = sorted({count for count in asked if count <= cores}) or [cores]
+    seconds: dict[int, float] = {}
+    for count in candidates if len(candidates) > 1 else ():
+        set_threads(count)
+        seconds[count] = min(stepper.timed_step() for _ in range(THREAD_TRIES))
+        print(f"{count} threads: {seconds[count]:.3f} s", flush=True)
+    best = min(seconds, key=lambda count: seconds[count]) if seconds else candidates[0]
+    set_threads(best)
+    return best

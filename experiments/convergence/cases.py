@@ -30,8 +30,6 @@ class Case:
     """Ended after this share of the schedule's steps."""
     cores: int = 1
     """Of its own, so that no other training takes turns with its threads."""
-    is_first: bool = False
-    """Wanted before all others, which rest where it would not be in time."""
 
     @property
     def label(self) -> str:
@@ -82,11 +80,10 @@ def all_cases() -> list[Case]:
 
 
 def _systems(seed: int) -> list[Case]:
-    first = {"seed": seed, "is_first": True}
-    zero2 = {**first, "engine": "deepspeed", "enough": ZERO2_SHARE}
+    zero2 = {"seed": seed, "engine": "deepspeed", "enough": ZERO2_SHARE}
     return [
         Case(kind=ZERO2, cores=ZERO2_CORES, **zero2),
-        Case(kind=HYTRAIN, engine="hytrain", cores=HYTRAIN_CORES, **first),
+        Case(kind=HYTRAIN, seed=seed, engine="hytrain", cores=HYTRAIN_CORES),
         Case(kind=ZERO2_GPU, offload=False, **zero2),
         Case(kind=ZERO2_EAGER, offload=False, attention="eager", **zero2),
     ]

@@ -109,18 +109,6 @@ def seeds_table(trainings: Trainings) -> list[str]:
     return lines
 
 
-def heading(result: Json) -> str:
-    """What was trained, and on what."""
-    hardware, options = result["hardware"], result["options"]
-    versions = ", ".join(f"{name} {v}" for name, v in hardware["versions"].items())
-    return (
-        f"{hardware['gpu'] or hardware['cpu']}, {hardware['cores']} cores, {hardware['date']}, "
-        f"commit {hardware['commit']}, Python {hardware['python']}, {versions}; "
-        f"{options['model']}, {options['micro_batch']} x {options['seq_len']} tokens a step, "
-        f"{options['steps']} steps; curves are averaged over {WINDOW} steps"
-    )
-
-
 def draw(trainings: Trainings, image: Path) -> None:
     """Three panels: one seed's systems, how far they are apart, and kinds of moments."""
     import matplotlib
@@ -168,52 +156,28 @@ def draw(trainings: Trainings, image: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_moments(trainings: Trainings, image: Path) -> None:
-    """Two panels: kinds of moments (and torch's AdamW), and how far they are from fp32's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, gaps) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", dpi=90)
-    for seed in sorted({seed for kind, seed in trainings if kind == HYTRAIN}):
-        base = smoothed(trainings[HYTRAIN, seed]["losses"])
-        for number, kind in enumerate(KINDS):
-            if (kind, seed) not in trainings:
-                continue
-            line = smoothed(trainings[kind, seed]["losses"])
-            style = {"color": f"C{number}", "linewidth": 1, "label": f"{kind}, seed {seed}"}
-            curves.plot(range(WINDOW, WINDOW + len(line)), line, **style)
-            both = min(len(line), len(base))
-            if kind != HYTRAIN:
-                gaps.plot(range(WINDOW, WINDOW + both), line[:both] - base[:both], **style)
-    curves.set(xlabel="step", ylabel="training loss (nats a token)")
-    gaps.set(title="differences to fp32 moments of the same seed", xlabel="step")
-    for axes in (curves, gaps):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image)
-    pyplot.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, draw the charts."""
+    """Print the tables, draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("result", type=Path)
     parser.add_argument("--png", type=Path, help="default: beside the result")
-    parser.add_argument("--moments-png", type=Path, help="of kinds of moments alone; default: none")
     options = parser.parse_args(argv)
     result = read_json(options.result)
     trainings = by_case(result)
     ended = [f"{t['kind']}, seed {t['seed']}: {t['status']} after {len(t['losses'])}"
              for t in result["trainings"] if t["status"] != "ok"]  # fmt: skip
-    print(heading(result), "", *pair_table(trainings), "", *seeds_table(trainings), sep="\n")
+    print(
+        result["hardware"],
+        result["options"],
+        "",
+        *pair_table(trainings),
+        "",
+        *seeds_table(trainings),
+        sep="\n",
+    )
     if ended:
         print("", *ended, sep="\n")
     draw(trainings, options.png or options.result.parent / "convergence.png")
-    if options.moments_png:
-        draw_moments(trainings, options.moments_png)
     return 0
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common import hardware, processes, records
+from experiments.common import hardware, records, runner
 from experiments.common.records import Json
 from experiments.convergence.cases import (
     HYTRAIN_CORES,
@@ -36,14 +34,32 @@ from experiments.convergence.cases import (
 )
 from experiments.convergence.curves import Curve, read_curve
 
-TRAIN = processes.REPOSITORY / "experiments" / "train_lm" / "train.py"
+TRAIN = hardware.REPOSITORY / "experiments" / "train_lm" / "train.py"
 MODEL = Path(__file__).with_name("llama_97m.json")
 RECORDED = ("model", "steps", "schedule_steps", "lr", "micro_batch", "seq_len")
 """Options that the result has."""
 WRITE_SECONDS = 10.0
-"""Between two writes of the result, and two looks at what starts, rests and goes on."""
-MARGIN_SECONDS = 20.0
-"""Before the end, when what is wanted first should be reached."""
+"""Between two writes of the result, and two looks at what can start."""
+
+
+def start_training(
+    folder: Path, config: Json, device: str, options: Sequence[object], cores: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """A process of train.py by itself, whose results go to ``folder``/out.
+
+    Args:
+        folder: made.
+        config: the DeepSpeed JSON.
+        device: "cuda" or "cpu".
+        options: of train.py.
+        cores: of its own; all unless given.
+    """
+    folder.mkdir(parents=True)
+    records.write_json(folder / "config.json", config)
+    command = [sys.executable, str(TRAIN), "--deepspeed_config", str(folder / "config.json")]
+    command += ["--out", str(folder / "out"), *map(str, options)]
+    env = runner.environment(device) | {"OMP_NUM_THREADS": str(max(1, len(cores) - 1))}
+    return runner.start(command, env, folder / "log", cores)
 
 
 @dataclasses.dataclass
@@ -54,94 +70,102 @@ class Training:
     folder: Path
     process: subprocess.Popen[bytes]
     steps: int
-    """Of its schedule."""
+    """After which it is ended: enough of its schedule."""
     cores: list[int]
     started: float
     curve: Curve = dataclasses.field(default_factory=Curve)
-    looks: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """When the curve was read, and its steps then."""
     status: str = "running"
     seconds: float = 0.0
-    """From its start to its end."""
-    rests: bool = False
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         """Read the curve, and find out whether it has ended."""
         if self.status != "running":
             return
-        self.curve = read_curve(self.folder / "metrics.jsonl")
-        if self.curve.losses:
-            self.looks.append((now, len(self.curve.losses)))
-        self.seconds = now - self.started
-        if self.missing == 0:
-            self.stop("ok")
+        self.curve = read_curve(self.folder / "out" / "metrics.jsonl")
+        self.seconds = time.monotonic() - self.started
+        # With the evaluation behind the last step that is wanted.
+        if len(self.curve.losses) >= self.steps and str(self.steps) in self.curve.held_out:
+            self.stop(records.OK)
         elif self.process.poll() is not None:
-            self.status = "failed"
-
-    @property
-    def missing(self) -> int:
-        """Steps that are wanted yet; with the evaluation behind the last of them."""
-        enough = round(self.steps * self.case.enough)
-        left = enough - len(self.curve.losses)
-        # Of a training that is ended before its schedule, the next step says that it is over.
-        return max(0, left) or int(str(enough) not in self.curve.held_out)
-
-    def ends_at(self, now: float) -> float:
-        """When it will end, by its speed of the last looks."""
-        (then, before), (_, steps) = self.looks[-4:][0], self.looks[-1]
-        return now + self.missing * (now - then) / max(steps - before, 1e-9)
-
-    def rest(self, rests: bool) -> None:
-        """Halt the process, or let it go on; losses do not depend on time."""
-        if self.status == "running" and rests is not self.rests:
-            os.killpg(self.process.pid, signal.SIGSTOP if rests else signal.SIGCONT)
-            self.rests = rests
+            self.status = records.FAILED
 
     def stop(self, status: str) -> None:
         """End it; its curve so far stays."""
         if self.status == "running":
-            processes.stop(self.process)
+            runner.stop(self.process)
             self.status = status
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit status is 1 where a training failed."""
-    options = make_parser().parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
-    had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == "ok"}
-    cases = [
-        as_asked(c, options)
-        for c in all_cases()
-        if (c.kind, c.seed) not in had
-        and (not options.only or any(o in c.label for o in options.only))
-    ]
-    result: Json = {
-        "command": "run.py " + " ".join(sys.argv[1:]),
-        "hardware": hardware.describe(options.device),
-        "options": {k: getattr(options, k) for k in RECORDED},
-    }
-    # A command's limit sends SIGTERM: the processes, each in a session of its own, would go on.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = Runs(cases, options, Path(scratch))
-        try:
-            while runs.go_on():
-                write(earlier, runs.trainings, options.out, result)
-        finally:
-            runs.stop()
-            write(earlier, runs.trainings, options.out, result)
-        failed = [t for t in runs.trainings if t.status == "failed"]
-        for training in failed:
-            print(f"== {training.case.label} failed", *processes.tail(_log(training)), sep="\n")
-    return 1 if failed else 0
+    def record(self) -> Json:
+        """For the result."""
+        about = {"status": self.status, "seconds": round(self.seconds, 1)}
+        return {**dataclasses.asdict(self.case), **about, **dataclasses.asdict(self.curve)}
 
 
-def as_asked(case: Case, options: argparse.Namespace) -> Case:
-    """The case with what the command line says of it."""
-    cores = options.hytrain_cores if case.engine == "hytrain" else case.cores
-    is_first = case.is_first and not options.together
-    return dataclasses.replace(case, cores=cores, is_first=is_first)
+class Runs:
+    """The cases that wait, those that run, and the cores that are free."""
+
+    def __init__(self, cases: Sequence[Case], options: argparse.Namespace, scratch: Path) -> None:
+        self.trainings: list[Training] = []
+        self._waiting = list(cases)
+        self._options = options
+        self._scratch = scratch
+        self._until = time.monotonic() + options.limit_seconds
+        self._free = sorted(os.sched_getaffinity(0))
+        self._num_cores = len(self._free)
+
+    def _running(self) -> list[Training]:
+        return [training for training in self.trainings if training.status == "running"]
+
+    def go_on(self) -> bool:
+        """Start what there are cores for, and wait; False once all is over."""
+        self._start()
+        waited = min(time.monotonic() + WRITE_SECONDS, self._until)
+        while time.monotonic() < waited:
+            if any(training.process.poll() is not None for training in self._running()):
+                break
+            time.sleep(0.2)
+        for training in self._running():
+            training.look()
+            if training.status != "running":
+                self._free = sorted([*self._free, *training.cores])
+        steps = ", ".join(f"{t.case.label} {len(t.curve.losses)}" for t in self._running())
+        left = self._until - time.monotonic()
+        print(f"{left:4.0f} s left: {steps}", flush=True)
+        return left > 0.0 and bool(self._running() or self._waiting)
+
+    def stop(self) -> None:
+        """End all."""
+        for training in self.trainings:
+            training.stop("stopped")
+
+    def _start(self) -> None:
+        """In their order, one that needs more cores than are free before those behind it."""
+        ended = [t.seconds for t in self.trainings if t.status == records.OK]
+        if ended and self._until - time.monotonic() < min(ended):
+            self._waiting.clear()  # they would not come to their end
+        for case in list(self._waiting):
+            needed = min(case.cores, self._num_cores)
+            if needed > len(self._free):
+                return
+            cores = [self._free.pop() for _ in range(needed)]
+            self._waiting.remove(case)
+            self.trainings.append(self._training(case, cores))
+
+    def _training(self, case: Case, cores: list[int]) -> Training:
+        asked = self._options
+        config = ds_config(
+            case, micro_batch=asked.micro_batch, cpu_threads=max(1, len(cores) - 1),
+            on_gpu=asked.device == "cuda", schedule_steps=asked.schedule_steps, lr=asked.lr,
+        )  # fmt: skip
+        options = [
+            *("--engine", case.engine, "--model", asked.model, "--attention", case.attention),
+            *("--seed", case.seed, "--steps", asked.steps, "--seq-len", asked.seq_len),
+            *("--eval-every", asked.eval_every, "--eval-sequences", asked.eval_sequences),
+        ]
+        folder = self._scratch / f"run{len(self.trainings)}"
+        process = start_training(folder, config, asked.device, options, cores)
+        steps = round(asked.steps * case.enough)
+        return Training(case, folder, process, steps, cores, time.monotonic())
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -153,7 +177,6 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=Path("out/convergence"))
     add("--only", nargs="+", default=[], help="cases whose label has one of these words")
-    add("--together", action="store_true", help="none rests for those that are wanted first")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--model", default=str(MODEL), help="of train_lm")
     add("--steps", type=int, default=4000)
@@ -169,139 +192,50 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Runs:
-    """The cases that wait, those that run, and the cores that are free."""
-
-    def __init__(self, cases: Sequence[Case], options: argparse.Namespace, scratch: Path) -> None:
-        self.trainings: list[Training] = []
-        self._waiting = list(cases)
-        self._options = options
-        self._scratch = scratch
-        self._begin = time.monotonic()
-        self._until = self._begin + options.limit_seconds
-        self._free = sorted(os.sched_getaffinity(0))
-        self._num_cores = len(self._free)
-        self._environment = environment(options.device)
-
-    def go_on(self) -> bool:
-        """Start what there are cores for, and wait; False once all is over."""
-        self.start()
-        waited = min(time.monotonic() + WRITE_SECONDS, self._until)
-        while time.monotonic() < waited:
-            if any(t.process.poll() is not None for t in self._running()):
-                break
-            time.sleep(0.2)
-        now = time.monotonic()
-        for training in self.trainings:
-            was_running = training.status == "running"
-            training.look(now)
-            if was_running and training.status != "running":
-                self._free = sorted([*self._free, *training.cores])
-        self.let_first_ones_pass(now)
-        steps = ", ".join(
-            f"{t.case.label}{' (rests)' if t.rests else ''} {len(t.curve.losses)}"
-            for t in self._running()
-        )
-        print(f"{now - self._begin:4.0f} s: {steps}", flush=True)
-        return now < self._until and bool(self._running() or self._waiting)
-
-    def _running(self) -> list[Training]:
-        return [t for t in self.trainings if t.status == "running"]
-
-    def stop(self) -> None:
-        """End all."""
-        for training in self.trainings:
-            training.stop("stopped")
-
-    def start(self) -> None:
-        """In their order, one that needs more cores than are free before those behind it."""
-        ended = [t.seconds for t in self.trainings if t.status == "ok"]
-        left = self._until - time.monotonic()
-        if ended and left < min(ended):
-            self._waiting.clear()  # they would not come to their end
-        for case in list(self._waiting):
-            needed = min(case.cores, self._num_cores)
-            if needed > len(self._free):
-                return
-            cores = [self._free.pop() for _ in range(needed)]
-            self._waiting.remove(case)
-            folder = self._scratch / f"run{len(self.trainings)}"
-            self.trainings.append(self._process(case, cores, folder))
-
-    def _process(self, case: Case, cores: list[int], folder: Path) -> Training:
-        folder.mkdir()
-        options = self._options
-        threads = max(1, len(cores) - 1)
-        config = ds_config(
-            case, micro_batch=options.micro_batch, cpu_threads=threads,
-            on_gpu=options.device == "cuda", schedule_steps=options.schedule_steps, lr=options.lr,
-        )  # fmt: skip
-        records.write_json(folder / "config.json", config)
-        command = [
-            sys.executable, str(TRAIN), "--engine", case.engine,
-            "--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out"),
-            "--model", options.model, "--attention", case.attention, "--seed", str(case.seed),
-            "--steps", str(options.steps), "--seq-len", str(options.seq_len),
-            "--eval-every", str(options.eval_every),
-            "--eval-sequences", str(options.eval_sequences),
-        ]  # fmt: skip
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=processes.REPOSITORY,
-                env={**self._environment, "OMP_NUM_THREADS": str(threads)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=functools.partial(os.sched_setaffinity, 0, cores),
-            )
-        return Training(case, folder / "out", process, options.steps, cores, time.monotonic())
-
-    def let_first_ones_pass(self, now: float) -> None:
-        """Where what is wanted first would be late, the others rest."""
-        first = [t for t in self._running() if t.case.is_first and len(t.looks) > 1]
-        late = max((t.ends_at(now) for t in first), default=now) > self._until - MARGIN_SECONDS
-        for training in self._running():
-            if not training.case.is_first:
-                training.rest(late)
-
-
-def environment(device: str) -> dict[str, str]:
-    """Of a training: this repository first on the path, DeepSpeed's extensions in one folder."""
-    environment = dict(os.environ)
-    paths = [str(processes.REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
-    environment.update(
-        PYTHONPATH=os.pathsep.join(paths),
-        OMP_NUM_THREADS="1",
-        TORCH_EXTENSIONS_DIR=processes.extensions_dir(),
-    )
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    if device == "cpu":
-        environment.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    return environment
-
-
-def _log(training: Training) -> Path:
-    return training.folder.parent / "log"
-
-
-def write(earlier: Sequence[Json], trainings: Sequence[Training], out: Path, result: Json) -> None:
+def furthest(trainings: Sequence[Json]) -> list[Json]:
     """Of a training that was made twice, what came further."""
-    curves = [
-        {
-            **dataclasses.asdict(t.case), "status": t.status, "seconds": round(t.seconds, 1),
-            **dataclasses.asdict(t.curve),
-        }
-        for t in trainings
-    ]  # fmt: skip
-    furthest: dict[tuple[str, int], Json] = {}
-    for training in [*earlier, *curves]:
+    found: dict[tuple[str, int], Json] = {}
+    for training in trainings:
         case = training["kind"], training["seed"]
-        if case not in furthest or len(training["losses"]) > len(furthest[case]["losses"]):
-            furthest[case] = training
-    records.write_json(out / "result.json", {**result, "trainings": list(furthest.values())})
+        if case not in found or len(training["losses"]) > len(found[case]["losses"]):
+            found[case] = training
+    return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all; the exit status is 1 where a training failed."""
+    options = make_parser().parse_args(argv)
+    earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
+    had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == records.OK}
+    cases = [
+        dataclasses.replace(case, cores=options.hytrain_cores) if case.engine == "hytrain" else case
+        for case in all_cases()
+        if (case.kind, case.seed) not in had
+        and (not options.only or any(word in case.label for word in options.only))
+    ]
+    result: Json = {
+        "command": "run.py " + " ".join(sys.argv[1:]),
+        "hardware": hardware.describe(options.device),
+        "options": {k: getattr(options, k) for k in RECORDED},
+    }
+    runner.end_on_sigterm()
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Runs(cases, options, Path(scratch))
+        is_over = False
+        try:
+            while not is_over:
+                is_over = not runs.go_on()
+                made = [training.record() for training in runs.trainings]
+                every = furthest([*earlier, *made])
+                records.write_json(options.out / "result.json", {**result, "trainings": every})
+        finally:
+            runs.stop()
+        failed = [t for t in runs.trainings if t.status == records.FAILED]
+        for training in failed:
+            print(
+                f"== {training.case.label} failed", *runner.tail(training.folder / "log"), sep="\n"
+            )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

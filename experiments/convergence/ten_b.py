@@ -9,9 +9,7 @@ gradients clipped to a norm of 1. What is reached is written to `ten_b.json` aga
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +19,11 @@ from pathlib import Path
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common import hardware, processes, records
+from experiments.common import hardware, records, runner
 from experiments.common.records import Json
 from experiments.convergence.cases import training_config
 from experiments.convergence.curves import read_curve, read_records, smoothed
-from experiments.convergence.run import TRAIN, environment
+from experiments.convergence.run import start_training
 
 WRITE_SECONDS = 5.0
 LAST_STEPS = 100
@@ -45,27 +43,32 @@ def ds_config(steps: int, micro_batch: int, *, on_gpu: bool) -> Json:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and draws what was reached; the exit status is 1 where no step was made."""
     options = _parser().parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.limit_seconds
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result: Json = {
         "hardware": hardware.describe(options.device),
         "options": {k: getattr(options, k) for k in ("model", "steps", "micro_batch", "seq_len")},
     }
+    config = ds_config(options.steps, options.micro_batch, on_gpu=options.device == "cuda")
+    asked = [
+        *("--model", options.model, "--steps", options.steps, "--seq-len", options.seq_len),
+        *("--eval-sequences", 2 * options.micro_batch, "--reference-steps", 5),
+    ]
+    runner.end_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
-        process = _start(options, Path(scratch))
+        folder = Path(scratch) / "run"
+        process = start_training(folder, config, options.device, asked)
         try:
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(min(WRITE_SECONDS, max(0.1, until - time.monotonic())))
-                result.update(_reached(Path(scratch)))
+                result.update(_reached(folder))
                 records.write_json(options.out / "ten_b.json", result)
-                print(f"{until - time.monotonic():4.0f} s left: {_line(result)}", flush=True)
+                losses = result["losses"]
+                print(f"{until - time.monotonic():4.0f} s left: {len(losses)} steps", flush=True)
         finally:
-            processes.stop(process)
-        if process.returncode not in (0, -signal.SIGKILL):
-            print(*processes.tail(Path(scratch) / "log"), sep="\n")
-    if not result.get("losses"):
-        return 1
+            runner.stop(process)
+        if not result.get("losses"):
+            print(*runner.tail(folder / "log"), sep="\n")
+            return 1
     print("", *table(result), sep="\n")
     draw(result, options.out / "ten_b.png")
     return 0
@@ -87,27 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
-    config = ds_config(options.steps, options.micro_batch, on_gpu=options.device == "cuda")
-    records.write_json(folder / "config.json", config)
-    command = [
-        sys.executable, str(TRAIN), "--deepspeed_config", str(folder / "config.json"),
-        "--out", str(folder / "out"), "--model", options.model, "--steps", str(options.steps),
-        "--seq-len", str(options.seq_len), "--eval-sequences", str(2 * options.micro_batch),
-        "--reference-steps", "5",
-    ]  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            cwd=processes.REPOSITORY,
-            env=environment(options.device),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-
 def _reached(folder: Path) -> Json:
     """Loss, time and k of each step, held-out losses, and what the passes alone take."""
     metrics = folder / "out" / "metrics.jsonl"
@@ -126,14 +108,6 @@ def _reached(folder: Path) -> Json:
         "gpu_memory_gib": steps[-1].get("gpu_memory_gib") if steps else None,
         "host_memory_gib": steps[-1]["host_memory_gib"] if steps else None,
     }
-
-
-def _line(result: Json) -> str:
-    losses = result["losses"]
-    if not losses:
-        return "no step yet"
-    seconds, k = result["step_seconds"][-1], result["k"][-1]
-    return f"{len(losses)} steps, loss {losses[-1]:.3f}, {seconds:.3f} s, k {k}"
 
 
 def table(result: Json) -> list[str]:

@@ -3,9 +3,7 @@
     python experiments/hf_trainer/run.py --workloads 0.37B/4x512 0.95B/2x512 2.9B/8x1024 --out DIR
     python experiments/hf_trainer/run.py --workloads toy/2x16 --device cpu --out DIR
 
-The systems of a workload run one after the other in a process of their own, --rounds times.
-DIR/result.json is rewritten after every system, and a table is printed when all have run or
---budget-seconds are over.
+Each system of a workload has a process of its own, one after the other, --rounds times.
 """
 
 from __future__ import annotations
@@ -13,101 +11,113 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common.item_processes import describe_meanwhile, measure_items
-from experiments.common.records import Json, write_json
-from experiments.common.tables import markdown
-from experiments.hf_trainer.systems import FORM, SYSTEMS, Workload
+from experiments.common import records, report, runner
+from experiments.common.records import Json
+from experiments.common.report import ratio, short
+from experiments.common.sizes import MODELS
 
-HEADER = ("workload", "system", "ms a step", "fastest", "over hytrain", "GPU GiB", "on the GPU")
+FORM = "MODEL/BATCHxTOKENS"
+_DEEPSPEED: Json = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 2,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "steps_per_print": 10**9,
+}
+SYSTEMS: dict[str, Json] = {
+    # bf16 autocast, fp32 weights, torch's fused AdamW.
+    "trainer_alone": {"config": None, "warmup": 10, "steps": 20},
+    "zero2_offload": {"config": _DEEPSPEED, "warmup": 4, "steps": 8},
+    # k is solved in the first 60 steps.
+    "hytrain": {"config": {**_DEEPSPEED, "hytrain": {}}, "warmup": 70, "steps": 20},
+}
 
 
-def _command(
-    workload: Workload, arguments: argparse.Namespace
-) -> Callable[[Sequence[str]], list[str]]:
-    worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-    options = [f"--workload={workload}", f"--device={arguments.device}", "--systems"]
-    return lambda systems: [*worker, *options, *systems]
+def _workload(text: str) -> Json:
+    """From a text of FORM."""
+    try:
+        model, shape = text.split("/")
+        batch, tokens = map(int, shape.split("x"))
+        if model not in MODELS:
+            raise ValueError
+    except ValueError:
+        message = f"{text!r} is not {FORM} with a model of {', '.join(MODELS)}"
+        raise argparse.ArgumentTypeError(message) from None
+    return {"workload": text, "model": model, "batch": batch, "seq": tokens}
 
 
-def _measure(arguments: argparse.Namespace) -> Iterator[Json]:
-    """Every workload, round and system, with its result."""
-    deadline = time.monotonic() + arguments.budget_seconds
-    for workload in arguments.workloads:
-        for turn in range(arguments.rounds):
-            found = measure_items(
-                [system for system in SYSTEMS if system in arguments.systems],
-                _command(workload, arguments),
-                arguments.out / f"{workload}_{turn}.log".replace("/", "_"),
-                deadline=deadline,
-                item_seconds=arguments.system_seconds,
-            )
-            for system, result in found:
-                run = {"workload": str(workload), "system": system, "turn": turn}
-                yield run | {"result": result}
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = runner.parser(__doc__, model=None, budget=1800.0)
+    add = parser.add_argument
+    add("--workloads", nargs="+", required=True, type=_workload, metavar="WORKLOAD", help=FORM)
+    add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    add("--rounds", type=int, default=1)
+    return parser.parse_args(arguments)
 
 
-def rows(runs: list[Json]) -> list[list[str]]:
-    """Of the table: each workload and system once, the median of its rounds."""
+def jobs(options: argparse.Namespace) -> list[Json]:
+    """Every workload, round and system."""
+    return [
+        {
+            "label": f"{workload['workload']} {system}" + (f" {turn}" if turn > 1 else ""),
+            **{"worker": "experiments.hf_trainer.worker", "device": options.device},
+            **{"system": system, "seconds": 95.0},
+            **workload,
+            **SYSTEMS[system],
+        }
+        for workload in options.workloads
+        for turn in range(1, options.rounds + 1)
+        for system in options.systems
+    ]
+
+
+def rows(result: Json) -> list[Json]:
+    """Each workload and system once, the median of its rounds."""
     found: dict[tuple[str, str], list[Json]] = {}
-    for run in runs:
-        found.setdefault((run["workload"], run["system"]), []).append(run["result"])
-
-    def seconds(workload: str, system: str) -> float | None:
-        taken = [r["seconds"] for r in found.get((workload, system), []) if "seconds" in r]
-        return statistics.median(taken) if taken else None
-
-    table: list[list[str]] = []
-    for (workload, system), results in found.items():
-        own, base = seconds(workload, system), seconds(workload, "hytrain")
-        if own is None:
-            table.append([workload, system, results[-1]["failed"], *[""] * (len(HEADER) - 3)])
+    for record in result["jobs"]:
+        key = record["job"]["workload"], record["job"]["system"]
+        found.setdefault(key, []).append(record)
+    seconds = {
+        key: statistics.median(taken)
+        for key, some in found.items()
+        if (taken := [r["ranks"][0]["seconds"] for r in some if r["status"] == records.OK])
+    }
+    table: list[Json] = []
+    for (workload, system), some in found.items():
+        row: Json = {"workload": workload, "system": system}
+        table.append(row)
+        measured = [r["ranks"][0] for r in some if r["status"] == records.OK]
+        if not measured:
+            row |= report.failure(some[-1])
             continue
-        last = [result for result in results if "seconds" in result][-1]
-        fastest = min(result["fastest"] for result in results if "seconds" in result)
-        table.append([
-            workload,
-            system,
-            f"{1e3 * own:.1f}",
-            f"{1e3 * fastest:.1f}",
-            f"{own / base:.2f}" if base else "-",
-            f"{last['gpu_gib']:.1f}" if last["gpu_gib"] else "-",
-            last["gpu_layers"] or "",
-        ])  # fmt: skip
+        own, base = seconds[workload, system], seconds.get((workload, "hytrain"))
+        row |= {"ms_a_step": short(1e3 * own)}
+        row["fastest_ms"] = short(1e3 * min(one["fastest"] for one in measured))
+        row |= {
+            "over_hytrain": short(ratio(own, base), 3),
+            "gpu_gib": short(measured[-1]["gpu_gib"]),
+        }
+        row["on_the_gpu"] = measured[-1]["gpu_layers"]
     return table
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--workloads", nargs="+", required=True, type=Workload.of, metavar="WORKLOAD", help=FORM)
-    add("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    add("--out", type=Path, required=True, help="folder for result.json and logs")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--rounds", type=int, default=1)
-    add("--budget-seconds", type=float, default=1800.0, help="after which it ends")
-    add("--system-seconds", type=float, default=240.0, help="after which one counts as failed")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    hardware = describe_meanwhile(arguments.device)
-    record: Json = {"command": sys.argv, "hardware": None, "runs": []}
-    for run in _measure(arguments):
-        record["hardware"] = hardware.result()
-        record["runs"].append(run)
-        write_json(arguments.out / "result.json", record)
-        result = run["result"]
-        print(f"{run['workload']} {run['system']}: {result.get('seconds', result)}", flush=True)
-    print(markdown(HEADER, rows(record["runs"])))
-
-
 if __name__ == "__main__":
-    main()
+    asked = parse(sys.argv[1:])
+    raise SystemExit(runner.main(asked, jobs(asked), report.of_result(rows)))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.common.memory import host_memory
+from experiments.common.memory import HostMemorySampler, host_memory
 from experiments.common.records import Json
-from hytrain.checkpoint.sync import sync_files
+from experiments.common.timing import synchronize
 
 _SAMPLE_SECONDS = 0.005
-_BLOCK_BYTES = 1 << 20
+_BLOCK = os.urandom(1 << 20)
 
 
 class PinnedBytes:
@@ -54,39 +51,11 @@ class PinnedBytes:
         return sum(self._sizes.values())
 
 
-class _RssPeak:
-    """The peak of resident memory: the kernel's, or where it cannot be reset a sampled one."""
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._is_reset = host_memory().rss_peak_bytes <= host_memory().rss_bytes + (64 << 20)
-        except OSError:
-            self._is_reset = False
-        self._peak = host_memory().rss_bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        if not self._is_reset:
-            self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_SAMPLE_SECONDS):
-            self._peak = max(self._peak, host_memory().rss_bytes)
-
-    def end(self) -> tuple[int, str]:
-        """Bytes, and whose number it is."""
-        if self._is_reset:
-            return host_memory().rss_peak_bytes, "kernel"
-        self._stop.set()
-        self._thread.join()
-        return max(self._peak, host_memory().rss_bytes), "sampled"
-
-
 class PhaseMeter:
     """Peaks of phases beside what there was when it was made."""
 
     def __init__(self, device: str, pinned: PinnedBytes) -> None:
-        self._gpu = device == "cuda"
+        self._device = device
         self._pinned = pinned
         self._before = host_memory().rss_bytes
         self.peaks: Json = {}
@@ -94,22 +63,18 @@ class PhaseMeter:
     def measure(self, name: str, action: Callable[[], object]) -> float:
         """Runs a phase; its seconds."""
         self._pinned.peak = self._pinned.now
-        if self._gpu:
-            torch.cuda.synchronize()
+        synchronize(self._device)
+        if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        rss = _RssPeak()
         begin = time.perf_counter()
-        action()
-        if self._gpu:
-            torch.cuda.synchronize()
+        with HostMemorySampler(_SAMPLE_SECONDS) as host:
+            action()
+            synchronize(self._device)
         seconds = time.perf_counter() - begin
-        peak, source = rss.end()
+        on_gpu = torch.cuda.max_memory_allocated() if self._device == "cuda" else None
         self.peaks[name] = {
-            "rss_bytes": peak - self._before,
-            "rss_source": source,
-            "pinned_bytes": self._pinned.peak,
-            "gpu_bytes": torch.cuda.max_memory_allocated() if self._gpu else None,
-            "seconds": seconds,
+            **{"rss_bytes": host.rss_bytes - self._before, "pinned_bytes": self._pinned.peak},
+            **{"gpu_bytes": on_gpu, "seconds": seconds},
         }
         return seconds
 
@@ -120,90 +85,40 @@ class PhaseMeter:
 def forget_cached(paths: Sequence[Path]) -> None:
     """Has the system read files from the disk the next time."""
     for path in paths:
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
-def disk_rates(folder: Path, sizes: Sequence[int], most_bytes: int) -> Json:
-    """Bytes a second of plain files of these sizes: written with fsync, read uncached.
+def disk_rates(folder: Path, sizes: Sequence[int]) -> Json:
+    """Bytes a second of plain files of these sizes, by 1 and 8 threads: write_1, read_1, ...
 
-    Written in whichever way is faster: through the page cache, or directly.
-
-    Args:
-        folder: made, and removed with all that is in it.
-        sizes: of the files; some of them where together they are more than ``most_bytes``.
-        most_bytes: written at a time.
+    Written with fsync through the page cache, read uncached. The folder is made.
     """
-    chosen = _some(sizes, most_bytes)
-    found: Json = {"files": len(chosen), "bytes": sum(chosen)}
+    folder.mkdir(parents=True)
+    paths = [folder / str(number) for number in range(len(sizes))]
+    found: Json = {}
     for threads in (1, 8):
-        for write in (_write_directly, _write):
-            with _files(folder, len(chosen)) as paths, ThreadPoolExecutor(threads) as pool:
-                begin = time.perf_counter()
-                list(pool.map(write, paths, chosen))
-                sync_files(folder, paths)
-                rate = sum(chosen) / (time.perf_counter() - begin)
-                found[f"write_{threads}"] = max(rate, found.get(f"write_{threads}", 0.0))
-        with _files(folder, len(chosen)) as paths, ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_write, paths, chosen))
-            sync_files(folder, paths)
+        with ThreadPoolExecutor(threads) as pool:
+            begin = time.perf_counter()
+            list(pool.map(_write, paths, sizes))
+            found[f"write_{threads}"] = sum(sizes) / (time.perf_counter() - begin)
             forget_cached(paths)
             begin = time.perf_counter()
             list(pool.map(_read, paths))
-            found[f"read_{threads}"] = sum(chosen) / (time.perf_counter() - begin)
+            found[f"read_{threads}"] = sum(sizes) / (time.perf_counter() - begin)
     return found
-
-
-def _some(sizes: Sequence[int], most_bytes: int) -> list[int]:
-    every = max(1, -(-sum(sizes) // most_bytes))
-    return sorted(sizes, reverse=True)[every // 2 :: every] or list(sizes[:1])
-
-
-@contextmanager
-def _files(folder: Path, count: int) -> Generator[list[Path]]:
-    folder.mkdir(parents=True)
-    paths = [folder / str(number) for number in range(count)]
-    try:
-        yield paths
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        folder.rmdir()
-
-
-_CONTENT = os.urandom(_BLOCK_BYTES)
 
 
 def _write(path: Path, size: int) -> None:
     with path.open("wb", buffering=0) as file:
-        for at in range(0, size, _BLOCK_BYTES):
-            file.write(_CONTENT[: min(_BLOCK_BYTES, size - at)])
-
-
-_PAGES = mmap.mmap(-1, 2 * _BLOCK_BYTES)  # direct writes are of aligned memory
-_PAGES.write(2 * _CONTENT)
-
-
-def _write_directly(path: Path, size: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
-    except OSError:  # the file system has no direct writes
-        _write(path, size)
-        return
-    whole = size - size % mmap.PAGESIZE
-    with open(descriptor, "wb", buffering=0) as file, memoryview(_PAGES) as pages:
-        for at in range(0, whole, len(pages)):
-            file.write(pages[: min(len(pages), whole - at)])
-    with path.open("ab", buffering=0) as file:
-        file.write(_CONTENT[: size - whole])
+        for at in range(0, size, len(_BLOCK)):
+            file.write(_BLOCK[: min(len(_BLOCK), size - at)])
+        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> None:
-    buffer = bytearray(_BLOCK_BYTES)
+    buffer = bytearray(len(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

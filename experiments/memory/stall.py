@@ -3,188 +3,105 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from experiments.common.records import Json
-from experiments.memory.case import Case
-from hytrain.checkpoint import contents
-from hytrain.checkpoint.async_save import AsyncSaver
-from hytrain.checkpoint.copy_memory import CopyMemory
+from experiments.common.timing import Stepper
+from experiments.common.worker import Recorder
 from hytrain.checkpoint.snapshot import LayerSnapshot, StateSnapshot
-from hytrain.engine.checkpoints import EngineCheckpoints
-from hytrain.optimizer.kept_state import KeptState
 
-_ALONE = 12
-"""Steps without a save, before and after each."""
-_WARM = 3
+_ALONE, _WARM = 12, 3
+"""Steps without a save, before and after each; the first of them do not count."""
 _FEWEST = 8
 """Steps with a save beside them."""
+_MOST_SECONDS = 30.0
+"""Of steps beside a save whose end does not come."""
 
 
-def measure(case: Case, engine: Any) -> None:
-    """Part "stall": some saves, with steps alone between them."""
-    case.result["async"] = {
-        "layers": engine.optimizer.placement.decisions[0].num_layers,
-        "gpu_layers": engine.optimizer.placement.controller.num_gpu_layers,
-        "saves": [],
-    }
-    alone = case.steps(engine, lambda done: done == _ALONE)[_WARM:]
-    saves: list[Json] = case.result["async"]["saves"]
-    for _ in range(case.job["saves"]):
-        # What it took the last time, it takes again.
-        if saves and case.left < 1.3 * saves[-1]["saved_seconds"] + 3.0:
-            break
+def measure(stepper: Stepper, recorder: Recorder, folder: Path, saves: int) -> None:
+    """Some saves, with steps alone between them."""
+    before = _steps(stepper, lambda done: done == _ALONE)[_WARM:]
+    for number in range(saves):
         # Under a tag of its own: removing what it would replace takes seconds.
-        saves.append(_one_save(case, engine, alone, f"beside{len(saves)}"))
-        alone = saves[-1].pop("after")
-        case.say(_line(saves[-1]))
-        case.keep()
-        if not saves[-1]["ended_in_time"]:
-            return  # the other parts wait for it
+        before, save = _one_save(stepper, recorder, folder, before, f"beside{number}")
+        recorder.append("saves", save)
+        recorder.reached(f"save {number}")
+        if not save["ended"]:
+            return
 
 
-def _line(save: Json) -> str:
-    state = "" if save["ended_in_time"] else ", its end was not waited for"
-    return (
-        f"a save beside training: step {1e3 * save['step_seconds']:.1f} ms, call "
-        f"{1e3 * save['call_seconds']:.2f} ms ({_parts(save)}), "
-        f"blocked {1e3 * save['blocked_seconds']:.2f} ms, "
-        f"{save['saved_seconds']:.1f} s{state}"
-    )
+def _steps(stepper: Stepper, is_done: Callable[[int], bool]) -> list[float]:
+    """Seconds of steps, from one return of ``step`` to the next."""
+    times: list[float] = []
+    last = time.perf_counter()
+    while not is_done(len(times)):
+        stepper.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    return times
 
 
-def _parts(save: Json) -> str:
-    found = {"CPU time": save["call_cpu_seconds"], **save["call_parts"]}
-    return ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in found.items())
-
-
-def _one_save(case: Case, engine: Any, before: list[float], tag: str) -> Json:
-    waits = _Waits()
-    with _CallParts() as parts:
-        begin, used = time.perf_counter(), time.thread_time()
-        engine.save_checkpoint(str(case.folder), tag=tag)
-        call, used = time.perf_counter() - begin, time.thread_time() - used
-    saver = engine._saver
-    limit = time.time() + min(case.job["async_seconds"], case.left / 2)
-    during = case.steps(
-        engine, lambda done: (done >= _FEWEST and not saver.is_running) or time.time() > limit
-    )
-    saved = time.perf_counter() - begin
-    ended = not saver.is_running
-    waits.undo()
-    copying = during[: waits.copied_in(during)]
-    writing = during[len(copying) :]
+def _one_save(
+    stepper: Stepper, recorder: Recorder, folder: Path, before: list[float], tag: str
+) -> tuple[list[float], Json]:
+    engine = stepper.system.engine
+    with _Waits() as waits:
+        begin = time.perf_counter()
+        engine.save_checkpoint(str(folder), tag=tag)
+        call = time.perf_counter() - begin
+        saver = engine._saver
+        limit = time.time() + min(_MOST_SECONDS, recorder.seconds_left() / 2)
+        during = _steps(
+            stepper,
+            lambda done: (done >= _FEWEST and not saver.is_running) or time.time() > limit,
+        )
+        saved = time.perf_counter() - begin
+        ended = not saver.is_running
     after: list[float] = []
     if ended:
         engine.wait_for_checkpoint()
-        after = case.steps(engine, lambda done: done == _ALONE)[_WARM:]
+        after = _steps(stepper, lambda done: done == _ALONE)[_WARM:]
     usual = statistics.median([*before, *after])
-    return {
-        "step_seconds": usual,
-        "before": statistics.median(before),
-        "after": after,
-        "call_seconds": call,
-        "call_cpu_seconds": used,
-        "call_parts": parts.seconds,
-        "copy_seconds": waits.copy_seconds,
-        "without_room_bytes": waits.without,
-        "blocked_seconds": waits.blocked,
-        "stall_of_a_step": (call + waits.blocked) / usual,
-        "copying_steps": len(copying),
-        "extra_while_copying": call + sum(copying) - usual * len(copying),
-        "writing_steps": len(writing),
-        "step_while_writing": statistics.median(writing) if writing else None,
-        "saved_seconds": saved,
-        "ended_in_time": ended,
-        "first_steps": [round(seconds, 4) for seconds in during[:12]],
+    copying = waits.copied_in(during)
+    writing = during[len(copying) :]
+    return after, {
+        **{"step_ms": 1e3 * usual, "call_ms": 1e3 * call, "blocked_ms": 1e3 * waits.blocked},
+        **{"copying_s": waits.copying, "saved_s": saved, "ended": ended},
+        "slower_by_steps": (call + sum(copying)) / usual - len(copying),
+        "step_while_writing_ms": 1e3 * statistics.median(writing) if writing else None,
     }
 
 
-_PARTS: dict[str, tuple[Any, str]] = {
-    "earlier save": (AsyncSaver, "wait"),
-    "steps that are not final": (KeptState, "begin_reading"),
-    "generators": (contents, "random_state"),
-    "module and client": (EngineCheckpoints, "_model_states"),
-    "memory for copies": (CopyMemory, "fit"),
-    "layers held": (LayerSnapshot, "__init__"),
-    "copies begun": (LayerSnapshot, "begin"),
-    "thread woken": (AsyncSaver, "_begin"),
-}
+class _Waits:
+    """How long training waited for the copy of a layer, and how long all copies took."""
 
-
-class _CallParts:
-    """What a save's call takes its time for, in the thread that calls."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> _CallParts:
-        caller = threading.get_ident()
-        for part, (owner, name) in _PARTS.items():
-            self._before.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, self._timed(part, getattr(owner, name), caller))
+    def __enter__(self) -> _Waits:
+        self.blocked = self.copying = 0.0
+        self._methods = LayerSnapshot.wait, StateSnapshot.take
+        LayerSnapshot.wait = self._timed(LayerSnapshot.wait, "blocked")
+        StateSnapshot.take = self._timed(StateSnapshot.take, "copying")
         return self
 
-    def _timed(self, part: str, real: Any, caller: int) -> Any:
-        def timed(*arguments: Any, **named: Any) -> Any:
+    def _timed(self, method: Any, name: str) -> Any:
+        def timed(*arguments: Any) -> Any:
             begin = time.perf_counter()
-            try:
-                return real(*arguments, **named)
-            finally:
-                if threading.get_ident() == caller:
-                    spent = time.perf_counter() - begin
-                    self.seconds[part] = self.seconds.get(part, 0.0) + spent
+            found = method(*arguments)
+            setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
+            return found
 
         return timed
 
-    def __exit__(self, *_error: object) -> None:
-        for owner, name, real in self._before:
-            setattr(owner, name, real)
-
-
-class _Waits:
-    """How long training waited for the copy of a layer, and how long copies took."""
-
-    def __init__(self) -> None:
-        self.blocked = 0.0
-        self.copy_seconds = 0.0
-        self.without = 0
-        self._wait, self._take = LayerSnapshot.wait, StateSnapshot.take
-        LayerSnapshot.wait = self._timed_wait()
-        StateSnapshot.take = self._timed_take()
-
-    def _timed_wait(self) -> Any:
-        wait = self._wait
-
-        def timed(snapshot: LayerSnapshot) -> None:
-            begin = time.perf_counter()
-            wait(snapshot)
-            self.blocked += time.perf_counter() - begin
-
-        return timed
-
-    def _timed_take(self) -> Any:
-        take = self._take
-
-        def timed(snapshot: StateSnapshot, *arguments: Any) -> int:
-            begin = time.perf_counter()
-            self.without = take(snapshot, *arguments)
-            self.copy_seconds = time.perf_counter() - begin
-            return self.without
-
-        return timed
-
-    def copied_in(self, steps: list[float]) -> int:
-        """In how many of the steps the copies were made."""
+    def copied_in(self, steps: list[float]) -> list[float]:
+        """The steps beside which the copies were made."""
         spent, number = 0.0, 0
-        while number < len(steps) and spent < self.copy_seconds:
+        while number < len(steps) and spent < self.copying:
             spent += steps[number]
             number += 1
-        return min(number + 1, len(steps))
+        return steps[: number + 1]
 
-    def undo(self) -> None:
-        """The methods are as they were."""
-        LayerSnapshot.wait, StateSnapshot.take = self._wait, self._take
+    def __exit__(self, *_error: object) -> None:
+        LayerSnapshot.wait, StateSnapshot.take = self._methods

@@ -1,93 +1,203 @@
-"""One size and stage: memory said and measured, saves beside training, rates, states that leave.
-
-    python -m experiments.memory.worker JOB.json RESULT.json
-
-Progress goes to the standard output, everything else to the standard error. RESULT.json is
-rewritten with every figure. At the deadline the process ends itself, with its stacks in the log.
-"""
+"""One size and stage: memory said and measured, saves beside training, rates, states that leave."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import sys
+import gc
+import shutil
+import statistics
 import time
-import traceback
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from experiments.common.processes import end
-from experiments.common.records import read_json
+import torch
 
-if TYPE_CHECKING:
-    from experiments.memory.case import Case
+from experiments.common.copies import copy_rates
+from experiments.common.memory import host_memory
+from experiments.common.model import build_batches, build_model
+from experiments.common.records import Json
+from experiments.common.systems import HyTrain, loss_of
+from experiments.common.timing import Stepper, synchronize
+from experiments.common.worker import Recorder
+from experiments.memory import stall
+from experiments.memory.meters import PhaseMeter, PinnedBytes, disk_rates, forget_cached
 
-_PROBE_BYTES = 64 << 20
-
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
-    progress = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print belongs to the log
-    job, path = read_json(Path(arguments[0])), Path(arguments[1])
-    # Python's lock is not needed for it: a registration of memory or a write may hold that.
-    faulthandler.dump_traceback_later(max(1.0, job["deadline"] - time.time()), exit=True)
-
-    # Importing takes seconds, which count.
-    from experiments.memory.case import Case
-
-    case = Case(job, path, progress)
-    case.say("imported")
-    try:
-        _run(case)
-        case.result["status"] = "ok"
-    except Exception as error:
-        # The process boundary: the table says what went wrong, beside what was measured before.
-        traceback.print_exc()
-        case.result["status"] = f"{type(error).__name__}: {error}"[:500]
-        case.say(case.result["status"])
-    case.keep()
-    return int(case.result["status"] != "ok")
+STEPS = 6
+ROUNDS = 9
+"""Of states that leave and come back."""
+FIRST_CYCLES = 20
+"""After which memory may not grow."""
 
 
-def _run(case: Case) -> None:
-    from experiments.common.hardware import describe
-    from experiments.memory import contract, stall, states
-    from experiments.memory.meters import PinnedBytes, disk_rates
-
-    parts = case.job["parts"]
-    case.result["hardware"] = describe(case.job["device"])
+def run(job: Json, recorder: Recorder) -> None:
+    """All parts, the memory contract first."""
+    folder, parts = Path(job["checkpoints"]), job["parts"]
     pinned = PinnedBytes()
-    probe = disk_rates(case.folder.with_name("probe"), [_PROBE_BYTES // 8] * 8, _PROBE_BYTES)
-    case.result["probe"] = probe
-    rate = probe["write_8"]
-    case.say(f"the disk writes {rate / 1e9:.2f} GB/s, and reads {probe['read_8'] / 1e9:.2f}")
-    case.part("warm-up", lambda: _warm_up(case))
-    engine, meter = contract.build_and_step(case, pinned)
-    saving = 2.0 + case.job["checkpoint_bytes"] / rate
+    _warm_up({**job, "model": "toy"}, folder)
+    model = build_model(job, torch.bfloat16)
+    batches = build_batches(job)
+    activations = _activations(model, batches[0], job["device"])
+    gc.collect()
+    meter = PhaseMeter(job["device"], pinned)
+    held: list[HyTrain] = []
+
+    def build() -> None:
+        held.append(HyTrain(model, job))
+        # Memory for copies of the state is touched beside the first steps.
+        held[0].engine._saver._memory.wait_touched()
+
+    meter.measure("build", build)
+    (system,) = held
+    stepper = Stepper(system, batches, job["device"])
+    _phases(stepper, meter, batches[0])
+    said = {name: asdict(peak) for name, peak in system.engine.memory_peaks().items()}
+    recorder.put(said=said, measured=meter.peaks, activations=activations)
+    recorder.reached("contract")
     if "stall" in parts:
-        # As far as there is time: steps beside the copying are what matters most.
-        case.part("stall", lambda: stall.measure(case, engine), 10.0)
+        stall.measure(stepper, recorder, folder, job["saves"])
     if "rates" in parts:
-        case.result["rates"] = {}
-        case.part("rates", lambda: contract.save_and_load(case, engine, meter), saving)
+        recorder.put(rates=_rates(system.engine, meter, folder), measured=meter.peaks)
+        recorder.reached("rates")
     if "states" in parts:
         # Last: the pinned memory that it keeps would count as a save's.
-        case.part("states", lambda: states.rates(case, engine))
-    engine.destroy()
+        recorder.put(states=_states(system.engine, job["device"]))
+        recorder.reached("states")
+    system.close()
     if "cycles" in parts:
-        case.part("cycles", lambda: states.growth(case))
+        recorder.put(cycles=_cycles({**job, "model": "toy"}))
 
 
-def _warm_up(case: Case) -> None:
+def _save_now(engine: Any, folder: Path) -> None:
+    """A synchronous save, by an engine that saves beside training elsewhere."""
+    saver, engine._saver = engine._saver, None
+    try:
+        engine.save_checkpoint(str(folder), tag="now")
+    finally:
+        engine._saver = saver
+
+
+def _warm_up(job: Json, folder: Path) -> None:
     """Libraries, allocators and threads get what they take once from a small engine."""
-    engine = case.build(case.model(case.job["small"]))
+    system = HyTrain(build_model(job, torch.bfloat16), job)
+    stepper = Stepper(system, build_batches(job), job["device"])
     for _ in range(3):
-        case.step(engine)
-    case.save_now(engine)
-    engine.load_checkpoint(str(case.folder), tag="now")
-    engine.destroy()
+        stepper.step()
+    _save_now(system.engine, folder)
+    system.engine.load_checkpoint(str(folder), tag="now")
+    system.close()
 
 
-if __name__ == "__main__":
-    end(main(sys.argv[1:]))
+def _activations(model: Any, batch: Json, device: str) -> Json:
+    """Bytes of the GPU that forward, loss and backward of the bare model take for a moment.
+
+    They are the model's own, and not in what is said. Gradients go as they come.
+    """
+    if device != "cuda":
+        return {}
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    found: Json = {}
+    for name, grad in (("step", True), ("evaluation", False)):
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.set_grad_enabled(grad):
+            loss = loss_of(model, batch)
+            if grad:
+                loss.backward()
+        del loss
+        synchronize(device)
+        found[name] = torch.cuda.max_memory_allocated() - before
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _phases(stepper: Stepper, meter: PhaseMeter, batch: Json) -> None:
+    engine = stepper.system.engine
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            stepper.step()
+        engine.synchronize()
+
+    def evaluate() -> None:
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, batch)
+        engine.train()
+
+    meter.measure("step", steps)
+    meter.measure("evaluation", evaluate)
+
+
+def _rates(engine: Any, meter: PhaseMeter, folder: Path) -> Json:
+    """Bytes a second of a synchronous save, of a load, and of plain files of the same sizes."""
+    engine.wait_for_checkpoint()
+    saved = meter.measure("save", lambda: _save_now(engine, folder))
+    files = [path for path in (folder / "now").rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in files]
+    forget_cached(files)
+    loaded = meter.measure("load", lambda: engine.load_checkpoint(str(folder), tag="now"))
+    disk = folder / "disk"
+    found = {"files": len(files), "save": sum(sizes) / saved, "load": sum(sizes) / loaded}
+    found |= disk_rates(disk, sizes)
+    shutil.rmtree(disk)
+    return found
+
+
+def _requested(device: str) -> int:
+    """Bytes that tensors asked the GPU's allocator for, without what it rounds up."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"] if device == "cuda" else 0
+
+
+def _states(engine: Any, device: str) -> Json:
+    """Bytes a second of offload_states and reload_states, medians, beside one copy's."""
+    if device != "cuda":
+        engine.offload_states()
+        engine.reload_states()
+        return {}
+    engine.synchronize()
+    gc.collect()
+    # They are no part of the engine.
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+    torch.cuda.empty_cache()
+    full = left = _requested(device)
+    seconds: dict[str, list[float]] = {"offload": [], "reload": []}
+    for _ in range(ROUNDS):
+        for name, call in (("offload", engine.offload_states), ("reload", engine.reload_states)):
+            synchronize(device)
+            begin = time.perf_counter()
+            call()
+            synchronize(device)
+            seconds[name].append(time.perf_counter() - begin)
+            left = min(left, _requested(device))
+    moved = full - left
+    rates = {name: moved / statistics.median(times[1:]) for name, times in seconds.items()}
+    copies = copy_rates(moved, torch.device("cuda"))
+    found = rates | {f"{name}_copy": rate for name, rate in copies.items()}
+    more = _requested(device) - full
+    return found | {"before_gib": full, "left_gib": left, "more_afterwards_gib": more}
+
+
+def _cycles(job: Json) -> Json:
+    """Memory after the last cycle of a small model's states beside that after the 20th."""
+    system = HyTrain(build_model(job, torch.bfloat16), job)
+    stepper = Stepper(system, build_batches(job), job["device"])
+    for _ in range(3):
+        stepper.step()
+    seen: list[tuple[int, int]] = []
+    for number in range(job["cycles"]):
+        include = [None, ["optim_states"], ["lp_params"]][number % 3]
+        system.engine.offload_states(include=include)
+        system.engine.reload_states()
+        if number in (FIRST_CYCLES - 1, job["cycles"] - 1):
+            gc.collect()
+            seen.append((host_memory().rss_bytes, _requested(job["device"])))
+    stepper.step()
+    system.close()
+    growth = [last - first for first, last in zip(seen[0], seen[-1], strict=True)]
+    return dict(zip(("host_growth_bytes", "gpu_growth_bytes"), growth, strict=True))

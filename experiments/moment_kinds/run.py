@@ -2,243 +2,183 @@
 
     python experiments/moment_kinds/run.py --part k0 --out DIR
     python experiments/moment_kinds/run.py --part largest --sizes bf16=44,42 8bit=55,53 --out DIR
+    python experiments/moment_kinds/run.py --part sharded --gpus 2 --sizes 8bit=50 --out DIR
     python experiments/moment_kinds/run.py --part k0 --out DIR --device cpu --model toy --seq 32
 
 Parts:
-  k0           all layers on the host; an engine a kind, steps in turns (2.9 B)
-  ten_b        k solved, one kind after another, beside forward and backward only (9.84 B)
+  k0           2.9 B, all layers on the host, the kinds in turns
+  ten_b        9.84 B, k solved, one kind after another
   largest      of each --sizes KIND=BLOCKS,... the first that trains, activations recomputed
-  workstation  7 B, weights streamed, 24 GiB of the GPU, 64 GiB of the host, both enforced
+  sharded      the same on --gpus GPUs, ZeRO-3: no GPU holds the model whole
+  workstation  7 B, weights streamed, --gpu-gib of the GPU, --host-gib of the host, both enforced
   beside       2.9 B in the same memory, and DeepSpeed's ZeRO-3 with weights and state on the host
 
-DIR/PART.json is rewritten after every process, what a process has measured so far is in its
-folder; the table comes last.
+Forward and backward only of the same model are measured beside each part, without gradients that
+stay; with --clip 0 nothing is clipped, and updates are final at once: no gradient waits on the
+host, 2 bytes a parameter less.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common import records
-from experiments.common.options import counts
-from experiments.common.processes import run_worker
-from experiments.common.records import GIB, Entry, Job, Json, Measurement, Workload
-from experiments.common.sizes import MODELS
-from experiments.solve_k.launch import outcome
+from experiments.common import records, report, runner
+from experiments.common.records import Json
+from experiments.common.report import Claim, ratio, short
 
 KINDS = ("fp32", "bf16", "8bit")
-ZERO3 = "ZeRO-3 offload"
-"""In the place of a kind: DeepSpeed's own, whose moments are fp32."""
-
 PARTS: dict[str, Json] = {
-    "k0": {"model": "llama-3b", "plan": "turns", "gpu_fraction": 0.0, "settle_steps": 3},
-    "ten_b": {"model": "llama-10b", "plan": "sequence", "settle_steps": 12},
-    "largest": {"model": "llama-15b", "plan": "sequence", "settle_steps": 8},
-    "workstation": {
-        "model": "llama-7b",
-        "plan": "sequence",
-        "settle_steps": 8,
-        # There the kernel refuses what is too much; the machine itself has more.
-        "host_floor_gib": 0.25,
+    "k0": {"model": "llama-3b", "gpu_fraction": 0.0, "least": 3},
+    "ten_b": {"model": "llama-10b", "least": 12},
+    "largest": {"model": "llama-15b", "least": 8, "checkpointing": True},
+    "sharded": {
+        **{"model": "llama-41b", "least": 8, "checkpointing": True, "host_floor_gib": 4.0},
+        **{"stage": 3, "built": "partitioned"},
     },
-    "beside": {
-        "model": "llama-3b",
-        "plan": "sequence",
-        "settle_steps": 8,
-        "host_floor_gib": 0.25,
-    },
+    # There the kernel refuses what is too much; the machine itself has more.
+    "workstation": {"model": "llama-7b", "least": 8, "checkpointing": True, "host_floor_gib": 0.25},
+    "beside": {"model": "llama-3b", "least": 8, "checkpointing": True, "host_floor_gib": 0.25},
 }
-CHECKPOINTED = ("largest", "workstation", "beside")
 CAPPED = ("workstation", "beside")
+TIMES = {"bf16": 1.2, "8bit": 1.4}
+"""As fast as fp32 moments, with all layers on the host."""
 
 
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
     kind, _, blocks = text.partition("=")
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(f"{text!r}: the kind is one of {', '.join(KINDS)}")
-    return kind, counts(blocks)
+    return kind, runner.counts(blocks)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = runner.parser(__doc__, model=None)
     add = parser.add_argument
     add("--part", required=True, choices=PARTS)
-    add("--out", required=True, type=Path, help="folder for PART.json and logs")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--model", choices=MODELS, help="default: the part's")
-    add("--batch", type=int, help="sequences a step; default 8, within limits 4")
-    add("--seq", default=1024, type=int, help="tokens a sequence")
-    add("--clip", default=1.0, type=float, help="gradient clipping norm")
-    add("--kinds", default=",".join(KINDS), help="which, in this order; within limits: 8bit")
-    add(
-        "--sizes",
-        nargs="+",
-        type=_sizes,
-        default=[("bf16", (44, 42)), ("8bit", (55, 53))],
-        metavar="KIND=N,N,...",
-        help="blocks in part largest, until one trains",
-    )
+    add("--clip", default=1.0, type=float, help="gradient clipping norm; 0: none")
+    add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="which, in this order")
+    add("--sizes", nargs="+", type=_sizes, default=[("bf16", (44, 42)), ("8bit", (55, 53))],
+        metavar="KIND=N,N,...", help="blocks, until one trains")  # fmt: skip
+    add("--gpus", default=2, type=int, help="of part sharded")
     add("--gpu-gib", default=24.0, type=float, help="limit of a workstation")
     add("--host-gib", default=64.0, type=float, help="limit of a workstation")
-    add("--gpu-fraction", help="a number or solve; default: the part's")
+    add("--gpu-fraction", type=runner.fraction, help="default: the part's")
     add("--settle-steps", type=int, help="at least, before anything is timed; default: the part's")
-    add("--timed-steps", default=4, type=int)
-    add("--host-floor-gib", default=2.0, type=float, help="a process ends below this, available")
-    add("--budget-seconds", default=240.0, type=float, help="for the whole part")
+    add("--timed-steps", default=4, type=int, help="of each of two windows")
+    add("--rounds", default=2, type=int, help="of part k0")
     return parser.parse_args(arguments)
 
 
-def jobs_of(options: argparse.Namespace) -> list[list[Job]]:
-    """The processes: of each list, those after the first that trains are left out."""
-    part = options.part
-    settings = PARTS[part]
+def jobs(options: argparse.Namespace) -> list[Json]:
+    """A job a kind (and size), and forward and backward only."""
+    settings = dict(PARTS[options.part])
+    least = options.settle_steps or settings.pop("least")
+    settings.pop("least", None)
+    fraction = options.gpu_fraction
+    fraction = settings.pop("gpu_fraction", "solve") if fraction is None else fraction
     common: Json = {
-        "gpu_fraction": "solve",
-        "layers": None,
-        "kinds": options.kinds.split(","),
-        "timed_steps": options.timed_steps,
-        "host_floor_gib": options.host_floor_gib,
-        "checkpointing": "on" if part in CHECKPOINTED else "off",
-        "drop_gradients": True,
-        **{key: value for key, value in settings.items() if key != "model"},
+        **{"worker": "experiments.common.bench", "windows": 2, "steps": options.timed_steps},
+        **{"warmup": least, "gpu_fraction": fraction, "seconds": 75.0},
+        **{"clip": options.clip or None, "direct": options.clip == 0.0},
+        **runner.workload(options),
+        **settings,
+        "model": options.model or settings["model"],
     }
-    if options.settle_steps is not None:
-        common["settle_steps"] = options.settle_steps
-    if options.gpu_fraction is not None:
-        chosen = options.gpu_fraction
-        common["gpu_fraction"] = chosen if chosen == "solve" else float(chosen)
-    workload = Workload(
-        model=options.model or settings["model"],
-        batch=options.batch or (4 if part in CAPPED else 8),
-        seq=options.seq,
-        device=options.device,
-    )
+    if options.part in CAPPED:
+        common |= {"cap_gib": options.gpu_gib, "host_limit_gib": options.host_gib}
+        common |= {"streamed": True, "built": "host", "batch": min(4, options.batch)}
+    if options.part == "sharded":
+        common["ranks"] = options.gpus
 
-    def job(label: str, **more: object) -> Job:
-        entry = Entry(label=label, system="hytrain", clip=options.clip, options={**common, **more})
-        return Job(
-            entry=entry, workload=workload, measurement=Measurement(windows=1, steps=4, warmup=0)
-        )
+    def job(kind: str, label: str, **more: object) -> Json:
+        one: Json = {**common, "label": label, "kind": kind, "system": "hytrain"}
+        one |= {"section": {"moments": kind}, **more}
+        if fraction == "solve" and "ranks" not in one:
+            # Layers move a few at a time: a solved k is reached some steps after it is known.
+            one["settle"] = {"least": least, "quiet": 3, "most": 4 * least}
+        return one
 
-    if part == "largest":
-        return [
-            [job(f"{kind} {blocks}", kinds=[kind], layers=blocks) for blocks in sizes]
+    def bare(label: str, **more: object) -> Json:
+        return {**common, "label": label, "kind": "forward and backward only", "warmup": 2,
+                "system": "forward_backward", "drops": True, **more}  # fmt: skip
+
+    if options.part in ("largest", "sharded"):
+        found = [
+            job(kind, f"{kind} {n}", layers=n, group=kind, group_ends="ok")
             for kind, sizes in options.sizes
+            for n in sizes
         ]
-    if part in CAPPED:
-        limits = {"gpu_gib": options.gpu_gib, "host_gib": options.host_gib, "streamed": True}
-        kinds = ["8bit"] if options.kinds == ",".join(KINDS) else common["kinds"]
-        found = [[job(f"{part} {kind}", kinds=[kind], **limits)] for kind in kinds]
-        if part == "beside":
-            found.append([job("beside zero3", kinds=[ZERO3], **{**limits, "plan": "zero3"})])
-        return found
-    return [[job(part)]]
-
-
-def kind_line(label: str, kind: str, result: Json) -> str:
-    """A row of the table."""
-    windows: list[Json] = result[f"kind {kind}"]
-    seconds = [window["step_seconds"] for window in windows]
-    median = statistics.median(seconds)
-    last = windows[-1]
-    reference = result.get("reference", {}).get("step_seconds")
-    fp32 = [window["step_seconds"] for window in result.get("kind fp32", [])]
-    # Turn by turn: in later ones fewer steps are clipped.
-    over = [base / own for base, own in zip(fp32, seconds, strict=False)]
-    peak = max(window["gpu"].get("peak_allocated_bytes", 0) for window in windows) / GIB
-    cells = [
-        label,
-        f"{result['num_parameters'] / 1e9:.2f} B",
-        # Where layers still moved, k is not what it would have come to.
-        kind if last.get("is_settled", True) else f"{kind}, not settled",
-        f"{last['gpu_layers']}/{last['num_layers']}" if "num_layers" in last else "-",
-        f"{median:.3f} ({min(seconds):.3f})",
-        "-" if reference is None else f"{reference / median:.1%}",
-        f"{statistics.median(over):.2f}" if over else "-",
-        f"{last['tflops']:.0f}",
-        f"{peak:.1f}",
-        f"{max(window['host_rss_bytes'] for window in windows) / GIB:.1f}",
-        "-" if last.get("clipped_share") is None else f"{last['clipped_share']:.0%}",
+        if options.part == "sharded":
+            return found
+        blocks = sorted({n for _, sizes in options.sizes for n in sizes})
+        return [*found, *(bare(f"forward and backward {n}", layers=n) for n in blocks)]
+    rounds = options.rounds if options.part == "k0" else 1
+    found = [
+        job(kind, f"{options.part} {kind}" + (f" turn {turn}" if rounds > 1 else ""), turn=turn)
+        for turn in range(1, rounds + 1)
+        for kind in options.kinds
     ]
-    return "| " + " | ".join(cells) + " |"
+    if options.part == "beside":
+        zero3 = {"system": "deepspeed_zero3_streamed", "warmup": 1}
+        return [*found, job("ZeRO-3 offload", "beside zero3") | zero3]
+    return found if options.part in CAPPED else [bare("forward and backward"), *found]
 
 
-def table(measured: Sequence[Json]) -> list[str]:
-    """A line a kind of each process."""
-    lines = [
-        "| process | size | moments | layers on the GPU | step s, median (least) | of the speed of "
-        "forward+backward | over fp32 | TFLOP/s | GPU GiB | host GiB | clipped |",
-        "|" + " --- |" * 11,
-    ]
-    for record in measured:
-        result = record["result"] or {}
-        label = record["label"]
-        seen = [kind for kind in (*KINDS, ZERO3) if f"kind {kind}" in result]
-        lines += [kind_line(label, kind, result) for kind in seen]
-        if record["status"] != records.OK:
-            words = result.get("error") or " ".join(record["log"][-1:])
-            lines.append(f"{label}: {record['status']}: {words[:300]}")
-    return lines
-
-
-def run(options: argparse.Namespace) -> Json:
-    """All processes of the part."""
-    # Imported here, so that --help answers at once.
-    from experiments.common.hardware import describe
-
-    end = time.monotonic() + options.budget_seconds
-    record: Json = {
-        "command": " ".join(["python experiments/moment_kinds/run.py", *sys.argv[1:]]),
-        "hardware": describe(options.device),
-        "processes": [],
+def rows(result: Json) -> list[Json]:
+    """A row a job; speeds over forward and backward only of as many blocks."""
+    alone = {
+        record["job"].get("layers"): record["ranks"][0]["step_seconds"]
+        for record in result["jobs"]
+        if record["job"]["system"] == "forward_backward" and record["status"] == records.OK
     }
-    for alternatives in jobs_of(options):
-        for job in alternatives:
-            left = end - time.monotonic()
-            if left < 10.0:
-                print(f"{job.entry.label}: left out, no time", flush=True)
-                break
-            job.entry.options["limit_seconds"] = left
-            folder = options.out / f"{options.part}_{job.entry.label.replace(' ', '_')}"
-            folder.mkdir(parents=True, exist_ok=True)
-            ended = run_worker("experiments.moment_kinds.worker", job, folder, left)
-            status = outcome(ended.code, ended.result, ended.lines)
-            record["processes"].append(
-                {
-                    "label": job.entry.label,
-                    "job": dataclasses.asdict(job),
-                    "status": status,
-                    "wall_seconds": ended.wall_seconds,
-                    "log": ended.lines,
-                    "result": ended.result,
-                }
-            )
-            records.write_json(options.out / f"{options.part}.json", record)
-            print(f"{job.entry.label}: {status}, {ended.wall_seconds:.0f} s", flush=True)
-            if status == records.OK:
-                break
-    return record
+    found: list[Json] = []
+    for record in result["jobs"]:
+        job = record["job"]
+        row: Json = {"process": record["label"], "moments": job["kind"], "turn": job.get("turn")}
+        found.append(row)
+        ranks = record["ranks"]
+        if ranks and "num_parameters" in ranks[0]:
+            row["parameters_b"] = short(ranks[0]["num_parameters"] / 1e9)
+        row |= report.timed_row(record)
+        if record["status"] != records.OK:
+            continue
+        row["of_forward_backward"] = short(ratio(alone.get(job.get("layers")), row["step_s"]))
+        tokens = sum(rank["samples"] for rank in ranks) * job["seq"]
+        row["tokens_per_s"] = short(tokens / report.slowest(ranks)[0])
+        if "gpu_layers" in ranks[0]:
+            row["gpu_layers"] = [rank["gpu_layers"] for rank in ranks]
+            row["of"], row["clipped"] = ranks[0]["of"], short(ranks[0]["clipped"])
+            row["is_settled"] = ranks[0].get("settling", {}).get("is_settled")
+    return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns 0 also where a process failed: that is a result, and the table says so."""
-    options = parse(arguments)
-    record = run(options)
-    print("\n".join(table(record["processes"])))
-    return 0
+def claims(rows: Sequence[Json]) -> list[Claim]:
+    """Of part k0, turn by turn: in later ones fewer steps are clipped."""
+    found: list[Claim] = []
+    k0 = [row for row in rows if row["process"].startswith("k0") and "step_s" in row]
+    for kind, times in TIMES.items():
+        pairs = [
+            base["step_s"] / own["step_s"]
+            for base in k0
+            for own in k0
+            if (base["moments"], own["moments"]) == ("fp32", kind) and base["turn"] == own["turn"]
+        ]
+        if pairs:
+            text = f"k0: {kind} moments, times as fast as fp32"
+            found.append(Claim(text, statistics.median(pairs), times, at_least=True))
+    shares = [row.get("of_forward_backward") for row in rows if row["moments"] in TIMES]
+    best = max((share for share in shares if share is not None), default=None)
+    return [*found, Claim("best share of the speed of forward and backward only", best)]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    asked = parse(sys.argv[1:])
+    raise SystemExit(runner.main(asked, jobs(asked), report.of_result(rows, claims)))

@@ -1,218 +1,305 @@
-"""Measure one part: k solved beside fixed k, one JSON file at the end.
+"""k solved beside fixed k, under less memory and with fewer cores, and the largest models.
 
     python experiments/solve_k/run.py --part sweep --out DIR
     python experiments/solve_k/run.py --part sweep --out DIR --device cpu --model toy --layers 8
 
-Parts: sweep, caps, follow, few_cores, ten_b, largest, others. DIR/part_NAME.json is rewritten
-after every process, so that an interrupted part keeps what it has. Each process has a folder,
-DIR/NAME_<label>, with its log, its result as it grows, and metrics.jsonl for `hytrain explain`.
+Parts: sweep, caps, follow, few_cores, ten_b, largest, others. DIR/LABEL/ has a process's log, its
+result as it grows, and of parts with k solved metrics.jsonl for `hytrain explain`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import itertools
 import json
-import shlex
+import statistics
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common import records
-from experiments.common.options import LIMIT_FACTOR, counts, named, numbers, skipped
-from experiments.common.processes import prepare
-from experiments.common.records import Entry, Job, Json, Measurement, Workload
-from experiments.common.sizes import MODELS, size_with
-from experiments.solve_k.launch import run_job
-from experiments.solve_k.parts import (
-    MODEL,
-    OTHER_SIZES,
-    PARTS,
-    Settings,
-    entries_of,
-    expected_seconds,
-)
-from experiments.solve_k.summary import summary
+from experiments.common import records, report, runner
+from experiments.common.records import Json
+from experiments.common.report import Claim, gib, ratio, short, worst
 
-WORTH_A_TRY = 0.4
-"""An entry starts while this share of its expected seconds is left, for those are generous."""
-
-CLOSING_SECONDS = 8.0
-"""Kept free at the end of a part's time."""
+MODEL = {"ten_b": "llama-10b", "largest": "llama-15b", "others": "llama-7b"}
+"""Of the parts that have one of their own; the others train llama-3b."""
+OTHERS = {
+    "zero2_offload": "deepspeed_zero2_offload",
+    "zero3_offload": "deepspeed_zero3_offload",
+    "fsdp2": "fsdp2",
+}
+"""Name and system of those whose largest model is searched."""
+OTHER_SIZES = (24, 27, 30, 33, 36)
+"""Blocks of the models that each is tried with, until one does not fit."""
+SPARE_CORES = 2
+"""Beside the update's threads: one core launches, one runs the backward pass."""
+NEAR_BEST = 1.01
+"""Steps up to this times the best are as good; the fewest GPU layers among them set the memory."""
 
 
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, blocks = text.partition("=")
-    return name, counts(blocks)
+    if name not in OTHERS:
+        raise argparse.ArgumentTypeError(f"{text!r}: the system is one of {', '.join(OTHERS)}")
+    return name, runner.counts(blocks)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = runner.parser(__doc__, model=None)
     add = parser.add_argument
     add("--part", required=True, choices=PARTS)
-    add("--out", required=True, type=Path, help="folder for part_<PART>.json")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--model", choices=MODELS, help="default: the part's")
     add("--layers", type=int, metavar="N", help="so many blocks instead of the model's own")
-    add("--batch", default=8, type=int, help="sequences a step")
-    add("--seq", default=1024, type=int, help="tokens a sequence")
     add("--clip", default=1.0, type=float, help="gradient clipping norm")
-    add(
-        "--caps",
-        default=(0.30, 0.36, 0.42),
-        type=numbers,
-        metavar="F,F,...",
-        help="shares of the GPU's memory that part caps allows",
-    )
-    add(
-        "--few-threads",
-        default=(2, 4),
-        type=counts,
-        metavar="N,N,...",
-        help="threads that part few_cores gives the CPU update",
-    )
-    add(
-        "--activation-checkpointing",
-        default="part",
-        choices=["part", "on", "off", "auto"],
-        help="auto: where forward and backward do not fit without; part: as the part needs it",
-    )
-    add(
-        "--least-settling",
-        default=32,
-        type=int,
-        help="steps before k may count as settled, in parts sweep, caps and few_cores",
-    )
-    add(
-        "--hytrain-section",
-        default={},
-        type=json.loads,
-        metavar="JSON",
-        help="further keys of hytrain's config section",
-    )
-    add(
-        "--sizes",
-        default=[],
-        action="append",
-        type=_sizes,
-        metavar="SYSTEM=N,N,...",
-        help="blocks that part others gives the model of a system, until one does not fit",
-    )
+    add("--caps", default=(0.30, 0.36, 0.42), type=runner.numbers, metavar="F,F,...",
+        help="shares of the GPU's memory that part caps allows")  # fmt: skip
+    add("--few-threads", default=(2, 4), type=runner.counts, metavar="N,N,...",
+        help="threads that part few_cores gives the CPU update")  # fmt: skip
+    add("--least-settling", default=32, type=int, help="steps before k may count as settled")
+    add("--hytrain-section", default={}, type=json.loads, metavar="JSON",
+        help="further keys of hytrain's config section")  # fmt: skip
+    add("--sizes", nargs="+", type=_sizes, metavar="SYSTEM=N,N,...",
+        default=[(name, OTHER_SIZES) for name in OTHERS],
+        help="blocks of a system's models in part others, until one does not fit")  # fmt: skip
     add("--other-threads", default=15, type=int, help="of the CPU updates in part others")
     add("--host-floor-gib", default=2.0, type=float, help="a process ends below this, available")
-    add("--only", default=None, metavar="LABEL,...", help="measure these labels of --list")
-    add("--list", action="store_true", help="show the part's entries and stop")
-    add("--budget-seconds", default=550.0, type=float, help="time for the whole part")
-    add(
-        "--prefault-gib",
-        default=0,
-        type=int,
-        help="touch this much host memory first, for machines whose memory grows with use",
-    )
     return parser.parse_args(arguments)
 
 
-def command_text(arguments: list[str]) -> str:
-    """The command without the folder that it wrote to."""
-    words = list(arguments)
-    if "--out" in words:
-        words[words.index("--out") + 1] = "DIR"
-    return shlex.join(["python", "experiments/solve_k/run.py", *words])
+def _sweep(options: argparse.Namespace) -> list[Json]:
+    """The solved k, and every fixed one."""
+    fractions = [tenth / 10 for tenth in range(11)]
+    return [
+        {"label": "sweep", "plan": "sweep", "fractions": fractions, "offsets": [-1, 0, 1],
+         "seconds": 200.0}
+    ]  # fmt: skip
 
 
-def measure_entry(job: Job, remaining: float, folder: Path) -> Json:
-    """One entry's record; skipped where the remaining seconds are too few for it."""
-    expected = expected_seconds(job.entry, job.workload.model)
-    if remaining < WORTH_A_TRY * expected:
-        return skipped(remaining, expected)
-    return run_job(job, folder, min(remaining, LIMIT_FACTOR * expected))
+def _caps(options: argparse.Namespace) -> list[Json]:
+    """Less and less GPU memory from the start, and less while it trains."""
+    capped = [{"label": f"cap {cap:g}", "cap": cap, "seconds": 65.0} for cap in options.caps]
+    return [*capped, {"label": "cap lowered", "plan": "lowered", "seconds": 100.0}]
 
 
-def has_failed(part: Json, entry: Entry) -> str | None:
-    """The smaller model of the same search that did not train."""
-    search = entry.options.get("search")
-    for record in part["records"]:
-        done = record["entry"]
-        same = search is not None and done["options"].get("search") == search
-        if same and record["status"] not in (records.OK, records.SKIPPED):
-            return done["label"]
-    return None
+def _follow(options: argparse.Namespace) -> list[Json]:
+    """The batch changes while it trains."""
+    return [{"label": "batch changed", "plan": "follow", "seconds": 100.0}]
 
 
-def run_part(options: argparse.Namespace, entries: list[Entry], command: str) -> Json:
-    """Measure the entries one after another; the file is written after each of them."""
-    # Imported here, so that --list and --help answer at once.
-    from experiments.common.hardware import describe
-
-    begin = time.monotonic()
-    model = options.model or MODEL.get(options.part, "llama-3b")
-    workload = Workload(model=model, batch=options.batch, seq=options.seq, device=options.device)
-    measurement = Measurement(windows=2, steps=5, warmup=0)
-    jobs = [Job(entry=entry, workload=workload, measurement=measurement) for entry in entries]
-    path = options.out / f"part_{options.part}.json"
-    part: Json = {
-        "schema": records.SCHEMA,
-        "experiment": "solve_k",
-        "part": options.part,
-        "command": command,
-        "hardware": describe(options.device),
-        "workload": dataclasses.asdict(workload),
-        "prepare": prepare(jobs[0], entries, options.prefault_gib, options.budget_seconds / 3),
-        "records": [],
-    }
-    for job in jobs:
-        if (smaller := has_failed(part, job.entry)) is not None:
-            print(f"{job.entry.label}: left out, {smaller} did not train", flush=True)
-            continue
-        remaining = options.budget_seconds - CLOSING_SECONDS - (time.monotonic() - begin)
-        folder = options.out / f"{options.part}_{job.entry.label.replace(' ', '_')}"
-        measured = measure_entry(job, remaining, folder)
-        part["records"].append({"entry": dataclasses.asdict(job.entry), **measured})
-        part["seconds"] = time.monotonic() - begin
-        records.write_json(path, part)
-        wall = measured.get("wall_seconds", 0.0)
-        print(f"{job.entry.label}: {measured['status']}, {wall:.0f} s", flush=True)
-    print("\n".join(summary(part)), flush=True)
-    return part
+def _few_cores(options: argparse.Namespace) -> list[Json]:
+    """A host with few cores."""
+    return [
+        {
+            **{"label": f"{count} threads", "plan": "sweep", "seconds": 200.0},
+            **{"fractions": [0.5, 0.7, 0.85, 1.0], "offsets": [-4, -2, 0, 2, 4]},
+            **{"cores": count + SPARE_CORES, "cpu_threads": count},
+        }
+        for count in options.few_threads
+    ]
 
 
-def main(arguments: list[str]) -> int:
-    """Exit status 0 also where a process failed: that is a result, and the file says so."""
-    options = parse(arguments)
-    settings = Settings(
-        clip=options.clip,
-        caps=options.caps,
-        few_threads=options.few_threads,
-        layers=options.layers,
-        checkpointing=options.activation_checkpointing,
-        section=options.hytrain_section,
-        least_settling=options.least_settling,
-        host_floor_gib=options.host_floor_gib,
-        sizes=dict(options.sizes) or OTHER_SIZES,
-        other_threads=options.other_threads,
-    )
-    try:
-        entries = named(entries_of(options.part, settings), options.only)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.list:
-        model = options.model or MODEL.get(options.part, "llama-3b")
-        size = size_with(model, options.layers)
-        print(f"{model}: {size.num_parameters / 1e9:.3f} B parameters")
-        for entry in entries:
-            print(f"{entry.label:16s} about {expected_seconds(entry, model):.0f} s")
-        return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    run_part(options, entries, command_text(arguments))
-    return 0
+def _big(options: argparse.Namespace) -> list[Json]:
+    """What neither side could hold: forward and backward only, then k solved."""
+    is_largest = options.part == "largest"
+    least = 12 if is_largest else 16
+    settle = {"least": least, "quiet": 6 if is_largest else 10, "most": 2 * least + 8}
+    common: Json = {"checkpointing": is_largest, "seconds": 120.0, "settle": settle}
+    bare = {"system": "forward_backward", "drops": True, "warmup": 2}
+    return [{**common, "label": "forward and backward", **bare}, {**common, "label": options.part}]
+
+
+def _others(options: argparse.Namespace) -> list[Json]:
+    """The largest model of other systems: growing ones, until one does not fit."""
+    return [
+        {
+            **{"label": f"{name} {blocks}", "system": OTHERS[name], "search": name},
+            **{"group": name, "group_ends": "failed", "layers": blocks, "checkpointing": True},
+            **{"threads": [options.other_threads], "warmup": 2, "steps": 1, "seconds": 130.0},
+            # Without a norm over all gradients on the host, in FSDP2's favour, as in offload_step.
+            **({"clip": None} if name == "fsdp2" else {}),
+        }
+        for name, sizes in options.sizes
+        for blocks in sizes
+    ]
+
+
+PARTS = {
+    **{"sweep": _sweep, "caps": _caps, "follow": _follow, "few_cores": _few_cores},
+    **{"ten_b": _big, "largest": _big, "others": _others},
+}
+
+
+def jobs(options: argparse.Namespace) -> list[Json]:
+    """The part's jobs in order."""
+    found: list[Json] = []
+    for one in PARTS[options.part](options):
+        section = dict(options.hytrain_section)
+        if "cpu_threads" in one:
+            offload = {**section.get("offload", {}), "cpu_threads": one["cpu_threads"]}
+            section["offload"] = offload
+        own = "experiments.solve_k.worker" if "plan" in one else "experiments.common.bench"
+        job: Json = {
+            **{"worker": own, "system": "hytrain", "gpu_fraction": "solve", "part": options.part},
+            **{"clip": options.clip, "section": section, "layers": options.layers},
+            **{"windows": 2, "steps": 5, "host_floor_gib": options.host_floor_gib},
+            "settle": {"most": 60, "quiet": 10, "least": options.least_settling},
+            **runner.workload(options),
+            "model": options.model or MODEL.get(options.part, "llama-3b"),
+            **one,
+        }
+        if job["system"] != "hytrain":
+            del job["settle"]
+        found.append(job)
+    return found
+
+
+def _timed(what: str, timed: Json, limit: float | None, predicted: float | None = None) -> Json:
+    row: Json = {"what": what}
+    for key in ("gpu_layers", "of", "cap"):
+        if timed.get(key) is not None:
+            row[key] = timed[key]
+    row["step_s"] = short(timed["step_seconds"], 5)
+    row["over_forward_backward"] = short(ratio(timed["step_seconds"], limit))
+    row |= {"tflops": short(timed["tflops"]), "peak_gpu_gib": report.peak_gib([timed])}
+    row |= {"host_gib": gib(timed["host_bytes"]), "clipped": short(timed.get("clipped"))}
+    if predicted is not None:
+        row["prediction_error"] = short(predicted / timed["step_seconds"] - 1.0, 3)
+    if "predicted_for_its_clipping" in timed:
+        error = timed["predicted_for_its_clipping"] / timed["step_seconds"] - 1.0
+        row["error_clipping_known"] = short(error, 3)
+    return row
+
+
+def rows(result: Json) -> list[Json]:
+    """A row a process, and for each thing that it timed."""
+    found: list[Json] = []
+    bare = [r["ranks"][0] for r in result["jobs"] if r["job"]["system"] == "forward_backward"]
+    for record in result["jobs"]:
+        name = {"part": record["job"]["part"], "process": record["label"]}
+        rank = (record["ranks"] or [{}])[0]
+        process: Json = {**name, "what": "process", "status": record["status"]}
+        if record["status"] != records.OK:
+            process |= report.failure(record)
+        settling = rank.get("settling", {})
+        process |= {
+            **{"parameters": rank.get("num_parameters"), "cap": record["job"].get("cap")},
+            "settled_after": settling.get("settled_after"),
+            "settling_steps": settling.get("steps"),
+            "closed_form_gpu_layers": rank.get("closed_form_gpu_layers"),
+            "host_left_least_gib": gib(rank.get("host_available_least_bytes")),
+            "system": record["job"].get("search"),
+        }
+        found.append({key: value for key, value in process.items() if value is not None})
+        found += [name | row for row in _rows_of(record["job"], rank, bare)]
+    return found
+
+
+def _rows_of(job: Json, rank: Json, bare: Sequence[Json]) -> list[Json]:
+    references = [rank[key] for key in ("reference", "reference_again") if key in rank]
+    references = references or [one for one in bare if "step_seconds" in one]
+    seconds = [one["step_seconds"] for one in references]
+    limit = statistics.mean(seconds) if seconds else None
+    found: list[Json] = []
+    for what, key in (("", "reference"), (", again", "reference_again")):
+        if key in rank:
+            found.append(_timed(f"forward and backward only{what}", rank[key], limit))
+    solved = rank.get("solved", rank if "step_seconds" in rank else None)
+    if solved is not None:
+        what = {"hytrain": "k solved", "forward_backward": "forward and backward only"}
+        found.append(_timed(what.get(job["system"], "trained"), solved, limit))
+    for one in rank.get("followed", []):
+        row = _timed(one["what"], one, limit)
+        found.append(row | {"settled_after": one["settling"]["settled_after"]})
+    points = [point for point in rank.get("points", []) if "step_seconds" in point]
+    for point in sorted(points, key=lambda point: point["gpu_layers"]):
+        predicted = (solved or {}).get("predicted_seconds")
+        one = predicted[point["gpu_layers"]] if predicted else None
+        found.append(_timed("fixed k", point, limit, one))
+    return found
+
+
+# -- claims, of rows ---------------------------------------------------------------------------
+
+
+def _processes(rows: Sequence[Json]) -> dict[tuple[str, str, str], list[Json]]:
+    """(run, part, process) -> its rows."""
+    found: dict[tuple[str, str, str], list[Json]] = {}
+    for row in rows:
+        key = (str(row.get("run", "")), str(row.get("part", "")), row["process"])
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def _sweep_claims(name: str, some: Sequence[Json], most_over_best: float) -> list[Claim]:
+    """The solved k beside the fixed ones of one process."""
+    fixed: dict[int, list[Json]] = {}
+    for row in some:
+        if row["what"] == "fixed k":
+            fixed.setdefault(row["gpu_layers"], []).append(row)
+    solved = next((row for row in some if row["what"] == "k solved"), None)
+    if solved is None or not fixed:
+        return []
+    steps = {n: statistics.median(row["step_s"] for row in each) for n, each in fixed.items()}
+    best = min(steps.values())
+    layers = solved["gpu_layers"]
+    own = [solved["step_s"], *(row["step_s"] for row in fixed.get(layers, ()))]
+    seconds = statistics.median(own)
+    enough = min(n for n, value in steps.items() if value <= NEAR_BEST * best)
+    peaks = [fixed[n][0].get("peak_gpu_gib") if n in fixed else None for n in (layers, enough)]
+    limits = [row["step_s"] for row in some if row["what"].startswith("forward and backward")]
+    errors = [abs(row["prediction_error"]) for row in some if "prediction_error" in row]
+    known = [abs(row["error_clipping_known"]) for row in some if "error_clipping_known" in row]
+    over = ratio(seconds, statistics.mean(limits) if limits else None)
+    chosen = (row.get("closed_form_gpu_layers") for row in some)
+    published = next((layers for layers in chosen if layers is not None), None)
+    nearest = None if published is None else min(steps, key=lambda n: abs(n - published))
+    return [
+        Claim(f"{name}: step at the solved k / best fixed k", seconds / best, most_over_best),
+        Claim(f"{name}: GPU memory / at the smallest k within 1 % of the best", ratio(*peaks), 1.0),
+        Claim(f"{name}: step at the solved k / forward and backward only", over, 1.08),
+        Claim(f"{name}: largest prediction error, costs taken at the solved k", worst(errors), 0.1),
+        Claim(f"{name}: the same, given how often each point was clipped", worst(known)),
+        Claim(f"{name}: step at the closed form's k / best fixed k",
+              None if nearest is None else steps[nearest] / best),
+    ]  # fmt: skip
+
+
+def claims(rows: Sequence[Json]) -> list[Claim]:
+    """Every claim of every run."""
+    found: list[Claim] = []
+    solved: dict[str, dict[float, int]] = {}
+    for (run, _, process), some in _processes(rows).items():
+        name = f"{run} {process}".strip()
+        if any(row["what"] == "fixed k" for row in some):
+            found += _sweep_claims(name, some, 1.03 if process == "sweep" else 1.10)
+        for row in some:
+            if row["what"] == "k solved" and process.startswith("cap "):
+                cap = 1.0 if process == "cap lowered" else float(process.removeprefix("cap "))
+                solved.setdefault(run, {})[cap] = row["gpu_layers"]
+            if row["what"] == "process" and process.startswith("cap "):
+                is_out = float(row.get("status") == records.OUT_OF_MEMORY)
+                found.append(Claim(f"{name}: out of memory", is_out, 0.0))
+            if row["what"] == "k solved" and process in ("ten_b", "largest"):
+                over = row.get("over_forward_backward")
+                share = ratio(1.0, over)
+                text = f"{name}: share of the speed of forward and backward only"
+                found.append(Claim(text, share, 0.75, at_least=True))
+    for run, levels in solved.items():
+        counts = [layers for _, layers in sorted(levels.items())]
+        grown = [after - before for before, after in itertools.pairwise(counts)]
+        text = f"{run} caps: GPU layers gained by each larger cap"
+        found.append(Claim(text, worst(grown, at_least=True), 0.0, at_least=True))
+    trained: dict[str, float] = {}
+    for row in rows:
+        if row.get("system") in OTHERS and row.get("status") == records.OK:
+            most = max(trained.get(row["system"], 0.0), row["parameters"] / 1e9)
+            trained[row["system"]] = most
+    return found + [Claim(f"largest of {n}: billion parameters", v) for n, v in trained.items()]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    asked = parse(sys.argv[1:])
+    raise SystemExit(runner.main(asked, jobs(asked), report.of_result(rows, claims)))

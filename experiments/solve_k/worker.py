@@ -1,72 +1,167 @@
-"""The measuring process: one entry, one result file.
-
-    python -m experiments.solve_k.worker JOB.json RESULT.json
-
-The result file is written after every stage, so that what was measured outlives what breaks.
-"""
+"""The plans of measuring processes that do more than time one system (run.py names them)."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-import traceback
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from experiments.common import records
-from experiments.common.processes import end
-from experiments.common.records import GIB, Job
-from experiments.solve_k.recorder import HostMemoryGuard, Recorder
+import torch
+
+from experiments.common.bench import Bench, empty_cache, limit_memory, make_model
+from experiments.common.records import Json
+from experiments.common.systems import REFERENCE
+from experiments.common.worker import Recorder
+from hytrain.placement.closed_form import closed_form
+from hytrain.placement.costs import StepCosts
+from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE
+from hytrain.placement.prediction import predict
+
+LOWERINGS = 2
+"""How often the cap is lowered while training goes on."""
+SETTLING_STEPS, TIMED = 5, {"windows": 2, "steps": 4}
+"""Of a fixed k."""
 
 
-def limit_cores(count: int) -> list[int]:
-    """Leaves this process the first `count` of its cores; returns them."""
-    cores = sorted(os.sched_getaffinity(0))[:count]
-    os.sched_setaffinity(0, cores)
-    return cores
+def up_and_down(numbers: Iterable[int]) -> list[int]:
+    """Each number once: every second one going up, the others coming down.
+
+    Neighbours are so measured far from each other in time, and a drift of the machine shows as a
+    saw instead of a slope.
+    """
+    ordered = sorted(set(numbers))
+    return [*ordered[::2], *ordered[1::2][::-1]]
 
 
-def run_job(job: Job, recorder: Recorder, begin: float) -> None:
-    """Measures; raises what the plan raises."""
-    options = job.entry.options
-    if options.get("cores"):
-        # Before torch is imported: it and OpenMP size their thread pools by what they may use.
-        recorder.put(cores=limit_cores(options["cores"]))
-    guard = HostMemoryGuard(recorder, options["host_floor_gib"] * GIB)
-    guard.start()
-    # Imported only now, for the reason above.
-    from experiments.solve_k.bench import Bench
-    from experiments.solve_k.plans import run
+def metrics_lines(decisions: Sequence[Any], rows: Sequence[Json]) -> list[Json]:
+    """What `hytrain explain` reads; a decision made after a step comes before the next step."""
+    steps = [
+        {"step": row["step"], "step_s": row["step_seconds"], "k": row["gpu_fraction"]}
+        for row in rows
+    ]
+    lines = [*(each.metrics_record() for each in decisions), *steps]
+    return sorted(lines, key=lambda line: (line["step"], "placement" in line))
 
+
+def _solve(bench: Bench) -> Json:
+    """Settle with k solved, then time it."""
+    job, recorder = bench.job, bench.recorder
+    recorder.put(settling=bench.settle(**job["settle"]))
+    timed = bench.timed(windows=2, steps=5)
+    recorder.put(solved=timed)
+    lines = metrics_lines(bench.system.decisions(), timed["observations"])
+    path = Path(job["folder"]) / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return timed
+
+
+def _reference(job: Json, recorder: Recorder, model: Any) -> Json:
+    """Forward and backward only, of the bare model."""
+    bench = Bench({**job, "system": REFERENCE}, recorder, lambda _: model)
+    for _ in range(3):
+        bench.stepper.step()
+    timed = bench.timed(windows=2, steps=4)
+    bench.close()
+    return timed
+
+
+def _closed_form_layers(timed: Json) -> int | None:
+    """What the published closed form makes of the costs at the solved k; halves up, as solved."""
+    if "costs" not in timed:
+        return None
+    costs = StepCosts.from_json(timed["costs"])
+    share = closed_form(costs.backward_seconds, costs.cpu_seconds, costs.alpha)
+    return math.floor(share * timed["of"] + 0.5)
+
+
+def _point(bench: Bench, layers: int, solved: Json) -> Json:
+    """A fixed number of GPU layers, timed, or why it is refused; with what was predicted for it
+    from the costs at the solved k, had they known how often is clipped here.
+
+    The model learns its few batches by heart, so that clipping fades out as the sweep goes on.
+    """
     try:
-        run(Bench(job, recorder, begin))
-    finally:
-        guard.stop()
-        recorder.put(host_available_least_bytes=guard.least_bytes)
-    recorder.put(status=records.OK, seconds=time.monotonic() - begin)
+        bench.system.place(layers)
+    except ValueError as error:
+        return {"gpu_layers": layers, "refused": str(error)}
+    for _ in range(SETTLING_STEPS):
+        bench.step()
+    timed = bench.timed(**TIMED)
+    if "costs" in solved and timed["clipped"] is not None:
+        costs = StepCosts.from_json(solved["costs"])
+        costs = dataclasses.replace(costs, clipped_share=timed["clipped"])
+        timed["predicted_for_its_clipping"] = predict(costs).step_seconds[timed["gpu_layers"]]
+    return timed
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether GPU memory was not enough; torch is imported by then, or it was something else."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+def sweep(job: Json, recorder: Recorder) -> None:
+    """The solved k beside fixed ones, between two measurements of the limit, in one process."""
+    model = make_model(job, torch.bfloat16)
+    reference = _reference(job, recorder, model)
+    recorder.put(reference=reference)
+    bench = Bench(job, recorder, lambda _: model)
+    solved = _solve(bench)
+    published = _closed_form_layers(solved)
+    recorder.put(closed_form_gpu_layers=published)
+    layers = {round(fraction * solved["of"]) for fraction in job["fractions"]}
+    layers |= {solved["gpu_layers"] + offset for offset in job["offsets"]}
+    layers |= {published} if published is not None else set()
+    # The solved one once more at the end: what is between the two is the machine's drift.
+    todo = [*up_and_down(layers & set(range(solved["of"] + 1))), solved["gpu_layers"]]
+    slowest, steps = solved["step_seconds"], SETTLING_STEPS + 8
+    while todo and recorder.seconds_left() > 1.5 * steps * slowest + 10.0:
+        point = _point(bench, todo.pop(0), solved)
+        recorder.append("points", point)
+        slowest = max(slowest, point.get("step_seconds", 0.0))
+    recorder.put(left_out=todo)
+    bench.close()
+    if recorder.seconds_left() > 10.0 + 15 * reference["step_seconds"]:
+        recorder.put(reference_again=_reference(job, recorder, model))
 
 
-def main(arguments: list[str], begin: float) -> int:
-    """Returns the exit status; the result file says more."""
-    job_path, result_path = Path(arguments[0]), Path(arguments[1])
-    job = Job.from_json(records.read_json(job_path))
-    recorder = Recorder(result_path)
-    try:
-        run_job(job, recorder, begin)
-    except Exception as error:
-        # The process boundary: the parent needs the log and the status, whatever went wrong.
-        traceback.print_exc()
-        status = records.OUT_OF_MEMORY if is_out_of_memory(error) else records.FAILED
-        recorder.put(status=status, error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+def lowered_cap(peak_bytes: int) -> float:
+    """Bytes that leave half of their own reserve above this peak."""
+    return max(peak_bytes + LEAST_RESERVE / 2, peak_bytes / (1.0 - GPU_RESERVE_SHARE / 2))
 
 
-if __name__ == "__main__":
-    end(main(sys.argv[1:], time.monotonic()))
+def lowered(job: Json, recorder: Recorder) -> None:
+    """GPU memory becomes less while training goes on: k has to follow.
+
+    No engine can undo an allocation that fails in the user's forward; against that there is the
+    reserve. So half of it is taken away: nothing fails yet, and k must go down until the whole
+    reserve is free again.
+    """
+    bench = Bench(job, recorder)
+    timed = _solve(bench)
+    for _ in range(LOWERINGS):
+        cap = None
+        if job["device"] == "cuda":
+            cap = lowered_cap(timed["gpu"]["peak_allocated_bytes"]) / torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(cap)
+        # What memory there is is looked up at every tenth step.
+        following = bench.settle(most=60, quiet=12, least=24)
+        # Until now torch may have lived on what it had cached above the cap.
+        empty_cache()
+        timed = bench.timed(windows=2, steps=5)
+        what = "cap lowered"
+        recorder.append("followed", {**timed, "what": what, "cap": cap, "settling": following})
+
+
+def follow(job: Json, recorder: Recorder) -> None:
+    """The batch is halved while it trains, and whole again: k has to follow within 20 steps."""
+    bench = Bench(job, recorder)
+    _solve(bench)
+    for batch in (max(1, job["batch"] // 2), job["batch"]):
+        bench.use_batch(batch)
+        following = bench.settle(most=40, quiet=12, least=24)
+        timed = bench.timed(windows=2, steps=5)
+        recorder.append("followed", {**timed, "what": f"batch {batch}", "settling": following})
+
+
+def run(job: Json, recorder: Recorder) -> None:
+    """The job's plan."""
+    limit_memory(job)
+    {"sweep": sweep, "lowered": lowered, "follow": follow}[job["plan"]](job, recorder)

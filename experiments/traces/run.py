@@ -1,72 +1,170 @@
 """Records real runs, and holds what their traces say against what the runs then do.
 
     python experiments/traces/run.py --out DIR
-    python experiments/traces/run.py --out DIR --runs "3b k 0" "3b solved"
+    python experiments/traces/run.py --out DIR --only "3b k 0" "3b solved"
     python experiments/traces/run.py --out DIR --device cpu --toy
 
 A process a run: steps are recorded, then the run is timed in turns with variants that apply a fix
-which the report names. DIR/RUN/ has the traces, DIR/result.json what was measured;
-`experiments/traces/report.py DIR` prints the tables.
+which the report names. DIR/RUN/ has the traces.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common.hardware import describe
-from experiments.common.processes import prepare, run_worker
-from experiments.common.records import Json, write_json
-from experiments.traces.cases import RUNS, Run
+from experiments.common import records, report, runner
+from experiments.common.records import Json
+from experiments.common.report import Claim, short
 
-TOY = ("toy", 2, 16)
-
-
-def folder_of(out: Path, label: str) -> Path:
-    """Where a run's traces are."""
-    return out / label.replace(" ", "_").replace(",", "")
-
-
-def _run(run: Run, options: argparse.Namespace) -> Json:
-    folder = folder_of(options.out, run.label).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    model, batch, seq = TOY if options.toy else (run.model, run.batch, run.seq)
-    job = run.job(options.device, str(folder), model, batch, seq)
-    if run.system.startswith("deepspeed_"):
-        prepare(job, [job.entry], 0, options.limit)
-    ended = run_worker("experiments.traces.worker", job, folder, options.limit)
-    found = ended.result or {"status": "killed", "log": ended.lines[-20:]}
-    return {"job": job.to_json(), "wall_seconds": ended.wall_seconds, **found}
+SLACK = 0.03
+"""By which a measured step may be shorter than its ceiling says: hosts drift between the turns."""
+SOLVING_STEPS = 80
+"""After which k has settled; a fixed k is recorded after RECORD_AFTER steps."""
+RECORD_AFTER = 10
+RECORDED = 4
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for result.json and traces")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--runs", nargs="+", default=[run.label for run in RUNS], help="labels, see cases.py")
-    add("--toy", action="store_true", help="every model is a toy")
-    add("--limit", type=float, default=150.0, help="seconds a run may take")
-    options = parser.parse_args()
-    unknown = set(options.runs) - {run.label for run in RUNS}
-    if unknown:
-        parser.error(f"--runs: {', '.join(sorted(unknown))} unknown: see cases.py")
-    result: Json = {"command": sys.argv, "hardware": describe(options.device), "runs": {}}
-    for run in RUNS:
-        if run.label in options.runs:
-            begin = time.monotonic()
-            result["runs"][run.label] = found = _run(run, options)
-            write_json(options.out / "result.json", result)
-            print(f"{run.label}: {found['status']}, {time.monotonic() - begin:.0f} s", flush=True)
+def _k(fraction: float) -> Json:
+    return {"label": f"k {fraction:g}", "fix": "more GPU layers", "gpu_fraction": fraction}
+
+
+def _batch(factor: int) -> Json:
+    return {"label": f"batch x{factor}", "fix": "larger batch", "batch_factor": factor}
+
+
+_SMALL: Json = {"model": "llama-0.4b", "batch": 4, "seq": 512}
+_MIDDLE: Json = {"model": "llama-1b"}
+RUNS: dict[str, Json] = {
+    "1b k 0": {**_MIDDLE, "variants": [_k(0.5), _k(1.0), _batch(2)]},
+    "1b k 0 no clipping": {**_MIDDLE, "clip": None, "direct": True},
+    "1b k 0 few threads": {**_MIDDLE, "cpu_threads": 4},
+    "0.4b k 1": {**_SMALL, "gpu_fraction": 1.0, "variants": [_batch(4)]},
+    "0.4b k 0.5": {**_SMALL, "gpu_fraction": 0.5, "variants": [_k(1.0)]},
+    "3b k 0": {"variants": [_k(0.5), _k(0.9)]},
+    "3b solved": {"gpu_fraction": "solve"},
+    "3b ZeRO-2 offload": {"system": "deepspeed_zero2_offload"},
+}
+"""What is recorded, and the variants that are timed beside it, each with its fix."""
+ACROSS = (
+    ("1b k 0", "no clipping", "1b k 0 no clipping"),
+    ("1b k 0 few threads", "more cores", "1b k 0"),
+)
+"""(recorded run, fix, the run that is it with the fix): in processes of their own."""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = runner.parser(__doc__, budget=1200.0)
+    parser.add_argument("--toy", action="store_true", help="every model is a toy")
+    return parser.parse_args(arguments)
+
+
+def jobs(options: argparse.Namespace) -> list[Json]:
+    """A job a run."""
+    found: list[Json] = []
+    for label, settings in RUNS.items():
+        job: Json = {
+            **{"label": label, "worker": "experiments.traces.worker", "seconds": 60.0},
+            **{"system": "hytrain", "gpu_fraction": 0.0, "variants": []},
+            "clip": 1e-3,  # every step exceeds it
+            **runner.workload(options),
+            **settings,
+        }
+        first = (SOLVING_STEPS if job["gpu_fraction"] == "solve" else RECORD_AFTER) + 1
+        job |= {"first": first, "recorded": RECORDED}
+        if options.toy:
+            job |= {"model": "toy", "batch": 2, "seq": 16}
+        found.append(job)
+    return found
+
+
+def _trace(path: str | None) -> Any:
+    """What the report makes of a trace's file; None where there is none."""
+    from hytrain.tools.trace.analysis import analyse
+    from hytrain.tools.trace.load import load
+
+    return analyse(load([Path(path)])) if path is not None and Path(path).exists() else None
+
+
+def _busy(analysis: Any) -> float | None:
+    from hytrain.tools.trace.accounts import COMPUTE_PARTS
+
+    if analysis is None:
+        return None
+    parts, slowest = analysis.mean_parts(analysis.slowest), analysis.slowest
+    return short(sum(parts[name] for name in COMPUTE_PARTS) / analysis.step_seconds(slowest))
+
+
+def rows(result: Json) -> list[Json]:
+    """A row a run, then one for each fix that was applied."""
+    found: list[Json] = []
+    ceilings: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
+    for record in result["jobs"]:
+        label = record["label"]
+        if record["status"] != records.OK:
+            found.append({"recorded": label, **report.failure(record)})
+            continue
+        (rank,) = record["ranks"]
+        own, foreign = (_trace(rank["files"].get(k)) for k in ("recorder", "profiler"))
+        analysis = own or foreign
+        ceilings[label] = {fix.name: fix.step_seconds for fix in analysis.fixes}
+        seconds[label] = {k: statistics.median(v) for k, v in rank["seconds"].items()}
+        header = None if own is None else own.ranks[0].header
+        found.append(
+            {
+                **{"recorded": label, "step_s": short(seconds[label][""])},
+                **{"busy_recorded": _busy(own), "busy_profile_by_report": _busy(foreign)},
+                "busy_profiler": short(rank["busy"]),
+                "recording_overhead": None if header is None else short(header.recording_overhead),
+                "idle_because": [
+                    f"{c.cause} {c.seconds / analysis.step_seconds(0):.0%}"
+                    for c in analysis.causes[:3]
+                ],
+            }
+        )
+    for record in result["jobs"]:
+        for variant in record["job"]["variants"] if record["label"] in seconds else ():
+            after = seconds[record["label"]][variant["label"]] / variant.get("batch_factor", 1)
+            found.append(_pair(record["label"], variant["fix"], variant["label"], ceilings, after))
+    for recorded, fix, applied in ACROSS:
+        if recorded in ceilings and applied in seconds:
+            found.append(_pair(recorded, fix, applied, ceilings, seconds[applied][""]))
+    return found
+
+
+def _pair(
+    recorded: str, fix: str, applied: str, ceilings: dict[str, dict[str, float]], after: float
+) -> Json:
+    """A fix that was applied; `after` are seconds a step, of a larger batch for as many tokens."""
+    least = ceilings[recorded].get(fix)
+    row = {"recorded": recorded, "fix": fix, "applied": applied, "at_least_s": short(least)}
+    return {**row, "measured_s": short(after)}
+
+
+def claims(rows: Sequence[Json]) -> list[Claim]:
+    """No fix makes a run faster than its ceiling says; the busy share is torch.profiler's."""
+    found: list[Claim] = []
+    for row in rows:
+        if row.get("at_least_s") is not None:
+            text = f"{row['recorded']}, {row['applied']}: measured step over its ceiling"
+            value = row["measured_s"] / row["at_least_s"]
+            found.append(Claim(text, value, 1.0 - SLACK, at_least=True))
+        both = row.get("busy_profile_by_report"), row.get("busy_profiler")
+        if both[0] is not None and both[1] is not None:
+            text = f"{row['recorded']}: busy share, difference to torch.profiler's"
+            found.append(Claim(text, abs(both[0] - both[1]), 0.02))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    asked = parse(sys.argv[1:])
+    raise SystemExit(runner.main(asked, jobs(asked), report.of_result(rows, claims)))

@@ -16,17 +16,15 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
-
-TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
 _TEXT = (".txt", ".md", ".rst", ".py", ".txt.gz")
@@ -37,27 +35,14 @@ class DataError(ValueError):
     """``--data``, ``--tokenizer`` or the data's position cannot be used."""
 
 
-class Tokenizer(Protocol):
-    """What the cache needs of a tokenizer."""
-
-    vocab_size: int
-    """Number of different ids: every id is smaller."""
-    end_of_document: int
-    """The id that is put after each document."""
-    identity: str
-    """Changes whenever the ids of some text would; part of the cache's name."""
-
-    def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids of ``text``, without special ones; shape [num_tokens]."""
-        ...
-
-
 class ByteTokenizer:
     """One token a byte of UTF-8, and id 256 after each document; nothing to download."""
 
     vocab_size = 257
+    """Number of different ids: every id is smaller."""
     end_of_document = 256
     identity = "bytes-1"
+    """Changes whenever the ids of some text would; part of the cache's name."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the bytes of ``text``; shape [num_bytes]."""
@@ -66,28 +51,26 @@ class ByteTokenizer:
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
 
 
-class HFTokenizer:
+class HFTokenizer(ByteTokenizer):
     """A tokenizer of transformers from a local folder; its end-of-text id ends documents."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
 
-        if not path.is_dir():
-            raise DataError(
-                f"--tokenizer {path} is not a folder: give the folder that holds a "
-                "tokenizer.json, or leave the option out for one token a byte"
-            )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise DataError(f"--tokenizer {path} cannot be loaded: {error}") from error
+            raise DataError(
+                f"--tokenizer {path} cannot be loaded: {error}; give the folder that holds a "
+                "tokenizer.json, or leave the option out for one token a byte"
+            ) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 f'--tokenizer {path} has no end-of-text token: set "eos_token" in its '
                 "tokenizer_config.json"
             )
-        self.vocab_size: int = len(self._tokenizer)
-        self.end_of_document: int = self._tokenizer.eos_token_id
+        self.vocab_size = len(self._tokenizer)
+        self.end_of_document = self._tokenizer.eos_token_id
         digest = hashlib.sha256()
         for file in sorted(path.iterdir()):
             if file.suffix in {".json", ".txt", ".model"}:
@@ -100,7 +83,7 @@ class HFTokenizer:
         return np.asarray(ids, dtype=np.int64)
 
 
-def make_tokenizer(path: Path | None) -> Tokenizer:
+def make_tokenizer(path: Path | None) -> ByteTokenizer:
     """Load the tokenizer of a folder; None is one token a byte."""
     return ByteTokenizer() if path is None else HFTokenizer(path)
 
@@ -109,21 +92,18 @@ def make_tokenizer(path: Path | None) -> Tokenizer:
 class Corpus:
     """The tokens of all documents, one after the other."""
 
-    tokens: TokenArray
-    """Shape [num_tokens], mapped from the cache's file, read only."""
+    tokens: npt.NDArray[Any]
+    """uint16 or uint32, shape [num_tokens], mapped from the cache's file, read only."""
     digest: str
     """SHA-256 of the tokens: two corpora with the same digest are the same."""
 
 
-def standard_library() -> list[Path]:
-    """List the source files of this Python's standard library, its own tests left out."""
+def _standard_library() -> list[Path]:
+    """The source files of this Python's standard library, its own tests left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    return [
-        file
-        for file in sorted(root.rglob("*.py"))
-        if skipped.isdisjoint(file.relative_to(root).parts)
-    ]
+    files = sorted(root.rglob("*.py"))
+    return [file for file in files if skipped.isdisjoint(file.relative_to(root).parts)]
 
 
 def find_sources(data: Sequence[Path]) -> list[Path]:
@@ -134,31 +114,23 @@ def find_sources(data: Sequence[Path]) -> list[Path]:
             standard library's own source files.
 
     Raises:
-        DataError: a path that is not there, or a folder without a usable file.
+        DataError: a path that is not there, or no usable file.
     """
-    if not data:
-        files = standard_library()
-        if not files:
-            raise DataError(
-                f"no source files in {sysconfig.get_paths()['stdlib']}, the standard library's "
-                "folder: give text files with --data"
-            )
-        return files
-    files = []
+    known = (*_TEXT, *_JSON_LINES)
+    files = [] if data else _standard_library()
     for path in data:
-        if path.is_dir():
-            known = (*_TEXT, *_JSON_LINES)
-            found = sorted(f for f in path.rglob("*") if f.is_file() and f.name.endswith(known))
-            if not found:
-                raise DataError(
-                    f"--data {path} holds no file that ends in {', '.join(known)}: name the "
-                    "files themselves, any other name is read as text"
-                )
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
+        if not path.exists():
             raise DataError(f"--data {path} does not exist")
+        inside = sorted(path.rglob("*")) if path.is_dir() else []
+        found = [f for f in inside if f.is_file() and f.name.endswith(known)]
+        if path.is_dir() and not found:
+            raise DataError(
+                f"--data {path} holds no file that ends in {', '.join(known)}: name the "
+                "files themselves, any other name is read as text"
+            )
+        files += found or [path]
+    if not files:
+        raise DataError("Python's standard library has no source files here: give --data")
     return files
 
 
@@ -169,118 +141,73 @@ def read_documents(path: Path, text_field: str = "text") -> Iterator[str]:
         DataError: a line that is not a JSON object with a string in ``text_field``, or a
             broken gzip file.
     """
+    opened = gzip.open if path.name.endswith(".gz") else open
     try:
-        with _open_text(path) as file:
-            if path.name.endswith(_JSON_LINES):
-                yield from _json_lines(file, path, text_field)
-            else:
+        # A stray byte in gigabytes of crawled text must not end a job, so it becomes U+FFFD.
+        with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+            if not path.name.endswith(_JSON_LINES):
                 yield file.read()
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_of(line, f"{path}, line {number}", text_field)
     except (gzip.BadGzipFile, EOFError) as error:
         raise DataError(f"{path} is not a whole gzip file: {error}") from error
 
 
-def _open_text(path: Path) -> IO[str]:
-    # A stray byte in gigabytes of crawled text must not end a job, so it becomes U+FFFD.
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
-
-
-def _json_lines(file: IO[str], path: Path, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number} is not JSON ({error}): each line must be one object"
-            ) from error
-        if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-            seen = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(
-                f'{path}, line {number} has no string in its field "{text_field}" (seen: '
-                f"{seen}): name the field with --text-field"
-            )
-        yield record[text_field]
+def _text_of(line: str, where: str, text_field: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON ({error}): each line must be one object") from error
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        seen = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(
+            f'{where} has no string in its field "{text_field}" (seen: {seen}): name the field '
+            "with --text-field"
+        )
+    return text
 
 
 def load_corpus(
-    sources: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path, *, text_field: str = "text"
+    sources: Sequence[Path],
+    tokenizer: ByteTokenizer,
+    cache_dir: Path | None,
+    *,
+    text_field: str = "text",
 ) -> Corpus:
     """Map the tokens of ``sources`` from the cache, filling it first if it lacks them.
 
     The cache's entry is named by each file's path, size and time of change, the tokenizer and
     the field. Two processes may fill the same entry at once: the first to finish is kept.
+
+    Args:
+        sources: files.
+        tokenizer: of their text.
+        cache_dir: None is the user's cache folder, which ``XDG_CACHE_HOME`` moves.
+        text_field: of a JSON line.
+
+    Raises:
+        DataError: a file that cannot be read, or no document.
     """
-    entry = cache_dir / _cache_key(sources, tokenizer, text_field)
+    if cache_dir is None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache_dir = Path(base) / "hytrain" / "train_lm"
+    key = hashlib.sha256(f"{_FORMAT_VERSION}\0{tokenizer.identity}\0{text_field}".encode())
+    for path in sources:
+        stat = path.stat()
+        key.update(f"\0{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    entry = cache_dir / key.hexdigest()[:32]
     if not entry.is_dir():
         _fill_cache(entry, sources, tokenizer, text_field)
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-    tokens: TokenArray = np.memmap(entry / "tokens.bin", dtype=meta["dtype"], mode="r")
+    tokens = np.memmap(entry / "tokens.bin", dtype=meta["dtype"], mode="r")
     return Corpus(tokens=tokens, digest=meta["sha256"])
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a rank tells the others of its corpus: its digest, or what went wrong."""
-
-    digest: str | None = None
-    failure: str | None = None
-
-
-def load_together(
-    load: Callable[[], Corpus],
-    ask_all: Callable[[LoadReport], Sequence[LoadReport]],
-    *,
-    is_first: bool,
-) -> Corpus:
-    """Load on all ranks: first those that fill a cache, then the others.
-
-    Args:
-        load: this rank's corpus.
-        ask_all: gives every rank's report, in rank order; a collective.
-        is_first: whether this rank is one of those that fill a cache.
-
-    Raises:
-        DataError: some rank could not load, or the ranks' texts differ; raised on all.
-    """
-    found: Corpus | None = None
-    for turn in (True, False):
-        report = LoadReport(found.digest if found else None)
-        if is_first is turn:
-            try:
-                found = load()
-                report = LoadReport(found.digest)
-            except DataError as error:
-                # The others wait to hear of it.
-                report = LoadReport(failure=str(error))
-        reports = ask_all(report)
-        for rank, one in enumerate(reports):
-            if one.failure is not None:
-                raise DataError(f"{f'rank {rank}: ' if rank else ''}{one.failure}")
-    digests = [one.digest for one in reports]
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise DataError(
-            f"ranks 0 and {other} have different texts or tokenizers, although --data is the same: "
-            "hosts must have the same files (the default, Python's library, differs between "
-            "versions); give --data on a folder that they share"
-        )
-    assert found is not None
-    return found
-
-
-def _cache_key(sources: Sequence[Path], tokenizer: Tokenizer, text_field: str) -> str:
-    digest = hashlib.sha256(f"{_FORMAT_VERSION}\0{tokenizer.identity}\0{text_field}".encode())
-    for path in sources:
-        stat = path.stat()
-        digest.update(f"\0{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
 def _fill_cache(
-    entry: Path, sources: Sequence[Path], tokenizer: Tokenizer, text_field: str
+    entry: Path, sources: Sequence[Path], tokenizer: ByteTokenizer, text_field: str
 ) -> None:
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end = np.asarray([tokenizer.end_of_document], dtype=dtype).tobytes()
@@ -307,9 +234,3 @@ def _fill_cache(
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def default_cache_dir() -> Path:
-    """Return the user's cache folder for tokenised corpora; ``XDG_CACHE_HOME`` moves it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hytrain" / "train_lm"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from pathlib import Path
 from typing import Any
 
 import hjson
 from data import BatchPlan
-from options import OptionError, Options
+from options import OptionError
+
+from hytrain.formats.plan_file import read_plan
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "ds_configs"
 _MICRO, _ACCUMULATION, _TOTAL = (
@@ -41,15 +44,16 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
         raise OptionError(f"the DeepSpeed JSON has {', '.join(twice)} twice: keep one of them")
-    return result
+    return dict(pairs)
 
 
-def find_plan(config: dict[str, Any], config_path: Path, options: Options) -> Path | None:
+def find_plan(
+    config: dict[str, Any], config_path: Path, options: argparse.Namespace
+) -> Path | None:
     """Return the file of `hytrain plan` to train by: the option's, else the JSON's, else None.
 
     Raises:
@@ -69,15 +73,12 @@ def find_plan(config: dict[str, Any], config_path: Path, options: Options) -> Pa
     raise OptionError(f"no plan {tried}: `hytrain plan --out` makes one, --plan names it")
 
 
-def planned_batches(path: Path, options: Options) -> BatchPlan:
+def planned_batches(path: Path, options: argparse.Namespace) -> BatchPlan:
     """Read from a plan who computes how much; whether it fits the job is hytrain's to say.
 
     Raises:
         OptionError: an option says what the plan decides, or sequences are of another length.
     """
-    # Here, because hytrain need not be installed for --engine deepspeed.
-    from hytrain.formats.plan_file import read_plan
-
     for name in ("micro_batch", "global_batch"):
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')}: the plan {path} decides that")
@@ -99,7 +100,7 @@ def planned_batches(path: Path, options: Options) -> BatchPlan:
     )
 
 
-def plan_batches(config: dict[str, Any], options: Options, world_size: int) -> BatchPlan:
+def plan_batches(config: dict[str, Any], options: argparse.Namespace, world_size: int) -> BatchPlan:
     """Settle micro-batch and accumulation from the options, else from the JSON.
 
     Raises:
@@ -127,7 +128,10 @@ def plan_batches(config: dict[str, Any], options: Options, world_size: int) -> B
 
 
 def apply_options(
-    config: dict[str, Any], options: Options, plan: BatchPlan, plan_path: Path | None = None
+    config: dict[str, Any],
+    options: argparse.Namespace,
+    plan: BatchPlan,
+    plan_path: Path | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the options into a copy of the JSON; with a plan's path, the plan has the batches.
 
@@ -191,29 +195,22 @@ def _drop_batches(
     Raises:
         OptionError: the JSON asks for another global batch, or contradicts its own plan.
     """
-    pieces = [len(plan.pieces(0, rank)) for rank in range(plan.world_size)]
-    planned = {
-        _TOTAL: [plan.global_batch],
-        _MICRO: [size for size in plan.micro_sizes or () if size],
-        _ACCUMULATION: [number for number in pieces if number],
-    }
     lines: list[str] = []
-    for key, values in planned.items():
+    for key in (_TOTAL, _MICRO, _ACCUMULATION):
         given = config.pop(key, None)
         # DeepSpeed must find a micro-batch even where another batch is used: 1 says nothing.
-        if given is None or set(values) == {given} or (key != _TOTAL and given == 1):
+        if given is None or (given == plan.global_batch if key == _TOTAL else given == 1):
             continue
-        words = " ".join(map(str, values)) + ("" if key == _TOTAL else ", a rank each")
         if key == _TOTAL or in_json:
             raise OptionError(
-                f"{key} is {given} in the DeepSpeed JSON, but the plan {plan_path} has {words}: "
-                "leave it out, or plan again"
+                f"{key} is {given} in the DeepSpeed JSON, but the plan {plan_path} has batches of "
+                f"its own, {plan.global_batch} sequences a step: leave it out, or plan again"
             )
-        lines.append(f"{key}: {given} -> by the plan {words}")
+        lines.append(f"{key}: {given} -> by the plan")
     return lines
 
 
-def _schedule(scheduler: dict[str, Any], options: Options) -> dict[str, int]:
+def _schedule(scheduler: dict[str, Any], options: argparse.Namespace) -> dict[str, int]:
     """Return the schedule's lengths for this run, in optimizer steps."""
     values: dict[str, int] = {}
     if scheduler.get("type") in _SCHEDULERS_WITH_TOTAL:

@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
+import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import data
 import metrics
 import torch
-from decisions import DecisionLog, DecisionsReader, gather_records, no_decisions
-from energy import StepEnergy, energy_fields
-from options import OptionError, Options
+from options import OptionError
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-# Returns the engine's statistics of the step it has just made; None without any.
+from hytrain.hardware.energy import EnergyMeter
+
 # A plan is compared with the steps after the first three.
 _LEAST_STEPS = 4
-StatisticsReader = Callable[[], metrics.UpdateStatistics | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Everything a run is made of."""
-
-    options: Options
-    engine: Any
-    """deepspeed.DeepSpeedEngine, or hytrain's subclass of it."""
-    read_statistics: StatisticsReader
-    sequences: data.PackedSequences
-    plan: data.BatchPlan
-    flops_per_token: int
-    device: torch.device
-    rank: int
-    read_decisions: DecisionsReader = no_decisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
     """A step whose loss has not been read from the device yet."""
 
-    step: int
     loss: torch.Tensor
     """Mean loss, float32, shape []."""
-    lr: float
-    grad_norm: float | torch.Tensor | None
-    step_s: float
     joules: torch.Tensor
-    """(GPUs, processors) of all ranks, float64 [2]."""
-    updates: dict[str, Any]
+    """(GPUs, processors) of all ranks, float64 [2]; NaN for what is not known."""
+    record: metrics.Record
+    """All else."""
 
 
 def forward_backward_seconds(
@@ -82,28 +65,70 @@ def forward_backward_seconds(
     return seconds[warmup:]
 
 
+class DecisionLog:
+    """An engine's decisions about k: each once it is made, and again once its step is measured."""
+
+    def __init__(self, engine: Any) -> None:
+        self._read = getattr(engine, "placement_decisions", lambda since: [])
+        self._num_taken = 0
+        self._is_measured = False  # the last one taken
+
+    def skip_history(self) -> None:
+        """Leave out what the resumed run decided; its last one is this run's own first."""
+        self._num_taken = max(0, len(self._read(0)) - 1)
+        self._is_measured = True
+
+    def take(self) -> list[metrics.Record]:
+        """Return the records that are new since the last call."""
+        first = max(0, self._num_taken - 1)
+        records: list[metrics.Record] = []
+        for number, decision in enumerate(self._read(first), start=first + 1):
+            # Only the newest can still be measured.
+            is_measured = decision.measured_seconds is not None
+            if number > self._num_taken or (is_measured and not self._is_measured):
+                records.append(decision.metrics_record())
+            self._num_taken = max(self._num_taken, number)
+            self._is_measured = is_measured
+        return records
+
+
 class Trainer:
     """Runs a job from its first or resumed step to its last."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._step = 0
-        self._steps_made = 0
-        self._consumed = 0
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        engine: Any,
+        sequences: data.PackedSequences,
+        plan: data.BatchPlan,
+        *,
+        flops_per_token: int,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        """
+        Args:
+            options: of the command line.
+            engine: DeepSpeed's, hytrain's, or torch_engine's.
+            sequences: the data.
+            plan: how it is shared out.
+            flops_per_token: useful operations of a step.
+            device: this rank's.
+            rank: this one.
+        """
+        self._options, self._engine = options, engine
+        self._sequences, self._plan = sequences, plan
+        self._flops_per_token = flops_per_token
+        self._device, self._rank = device, rank
+        self._step = self._steps_made = self._consumed = 0
         self._pending: _Pending | None = None
-        self._is_main = job.rank == 0
-        self._decisions = DecisionLog(job.read_decisions)
-        self._energy = StepEnergy(job.device, job.plan.world_size)
-
-    @property
-    def metrics_path(self) -> Path:
-        """The metrics file."""
-        return self._job.options.out / "metrics.jsonl"
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """The folder of checkpoints."""
-        return self._job.options.out / "checkpoints"
+        self._file: metrics.MetricsFile | None = None
+        self._bar: Any = None
+        self._decisions = DecisionLog(engine)
+        self._energy = EnergyMeter(device)
+        self._last_energy = self._energy.read()
+        self.metrics_path = options.out / "metrics.jsonl"
+        self.checkpoint_dir = options.out / "checkpoints"
 
     def run(self) -> None:
         """Train to the last step; rank 0 writes metrics and the loss curve.
@@ -112,81 +137,70 @@ class Trainer:
             OptionError: nothing to resume, or a checkpoint already at the last step.
             data.DataError: the checkpoint belongs to other data.
         """
-        options = self._job.options
+        options = self._options
         if options.resume is not None:
             self._resume(options.resume)
-        if not self._is_main:
-            self._train(None, None)
+        if self._rank != 0:
+            self._train()
             return
-        with metrics.MetricsFile(self.metrics_path, keep_steps=self._step) as file:
-            bar = metrics.progress_bar(first=self._step, steps=options.steps, disable=False)
-            try:
-                with logging_redirect_tqdm():  # a decision is a line above the bar, not in it
-                    self._train(file, bar)
-            finally:
-                bar.close()
+        bar = {"total": options.steps, "initial": self._step, "unit": "step"}
+        with (
+            metrics.MetricsFile(self.metrics_path, keep_steps=self._step) as self._file,
+            tqdm(**bar, dynamic_ncols=True, smoothing=0.1) as self._bar,
+            logging_redirect_tqdm(),  # a decision is a line above the bar, not in it
+        ):
+            self._train()
         metrics.plot_loss(self.metrics_path, options.out / "loss.png")
 
-    def _train(self, file: metrics.MetricsFile | None, bar: Any) -> None:
-        options = self._job.options
+    def _train(self) -> None:
+        options = self._options
         if self._step == 0:
-            self._evaluate(file)
+            self._evaluate()
         while self._step < options.steps:
             started = time.perf_counter()
             loss, lr = self._train_step()
             previous, self._pending = self._pending, None
             # Reading a loss waits for its forward pass. The previous step's is read only now
             # that this step is launched, so that the device never idles for it.
-            self._record(previous, file, bar)
-            self._record_decisions(file)
+            self._record(previous)
+            self._write(self._decisions.take() if self._rank == 0 else [])
             self._pending = self._measure(loss, lr, time.perf_counter() - started)
-            if (
-                options.eval_every
-                and self._step % options.eval_every == 0 < options.steps - self._step
-            ):
-                self._drain(file, bar)
-                self._evaluate(file)
+            is_last = self._step == options.steps
+            if options.eval_every and self._step % options.eval_every == 0 and not is_last:
+                self._drain()
+                self._evaluate()
             if options.save_every and self._step % options.save_every == 0:
-                self._drain(file, bar)
-                self._gather_decisions(file)
+                self._drain()
+                self._gather_decisions()
                 self._save()
-        self._drain(file, bar)
-        self._gather_decisions(file)
-        self._compare_with_plan(file)
-        self._evaluate(file)
+        self._drain()
+        self._gather_decisions()
+        self._compare_with_plan()
+        self._evaluate()
 
-    def _compare_with_plan(self, file: metrics.MetricsFile | None) -> None:
-        """Record what a plan predicted beside what the last steps took; a collective."""
-        if self._job.plan.sizes is None or self._steps_made < _LEAST_STEPS:
-            return
-        report = self._job.engine.plan_report()
-        if file is not None:
-            file.plan(self._step, report.to_json())
-            print(f"\n{report.table()}", flush=True)
+    def _write(self, records: Sequence[metrics.Record]) -> None:
+        if self._file is not None:
+            self._file.write(records)
 
     def _train_step(self) -> tuple[torch.Tensor, float]:
         """Make one optimizer step; return the mean loss, shape [], and the rate used.
 
         The mean is this rank's, or, by a plan, that of the global batch.
         """
-        job, plan = self._job, self._job.plan
+        plan, engine = self._plan, self._engine
         # Dropout depends on seed, step and rank alone: a resumed run draws the same numbers.
-        step_seed = (job.options.seed * 1_000_003 + self._step) * 65_537 + job.rank
+        step_seed = (self._options.seed * 1_000_003 + self._step) * 65_537 + self._rank
         torch.manual_seed(step_seed % (1 << 63))
-        total = torch.zeros((), dtype=torch.float32, device=job.device)
-        lr = 0.0
-        pieces = plan.pieces(self._consumed, job.rank)
+        batches = self._batches(plan.pieces(self._consumed, self._rank))
+        lr = float(engine.get_lr()[0])  # before the step, which sets the next one's
         if plan.sizes is not None:
-            lr = float(job.engine.get_lr()[0])  # before the step, which sets the next one's
-            total = job.engine.train_batch(
-                {"input_ids": ids, "labels": ids} for ids in self._ids(pieces)
-            )
+            total = engine.train_batch({"input_ids": ids, "labels": ids} for ids in batches)
         else:
-            for ids in self._ids(pieces):
-                loss = job.engine(input_ids=ids, labels=ids).loss
-                job.engine.backward(loss)
-                lr = float(job.engine.get_lr()[0])
-                job.engine.step()
+            total = torch.zeros((), dtype=torch.float32, device=self._device)
+            for ids in batches:
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                engine.step()
                 total += loss.detach().float()
             total /= plan.accumulation
         self._step += 1
@@ -194,108 +208,135 @@ class Trainer:
         self._consumed += plan.global_batch
         return total, lr
 
-    def _ids(self, pieces: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    def _batches(self, pieces: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Give training sequences [B, T] on the device, a micro-batch at a time."""
         for first, count in pieces:
-            yield data.to_device(self._job.sequences.train_batch(first, count), self._job.device)
+            yield data.to_device(self._sequences.train_batch(first, count), self._device)
 
     def _measure(self, loss: torch.Tensor, lr: float, step_s: float) -> _Pending:
-        statistics = self._job.read_statistics()
-        if statistics is None:
-            grad_norm = self._job.engine.get_global_grad_norm()
+        record: metrics.Record = {"step": self._step, "lr": lr, "step_s": step_s}
+        if hasattr(self._engine, "step_statistics"):
+            statistics = self._engine.step_statistics()
+            record |= {
+                # None where the step did not wait for its norm: what the engine would return then
+                # is a buffer that the next step overwrites before it is read here.
+                "grad_norm": statistics.grad_norm,
+                "k": statistics.gpu_fraction,
+                "update_s": statistics.update_seconds,
+                "exposed_s": statistics.exposed_seconds,
+                "hidden_share": statistics.hidden_share,
+                "clip_coefficient": statistics.clip_coefficient,
+                "skipped": statistics.skipped,
+            }
         else:
-            # None where the step did not wait for its norm: what the engine would return then
-            # is a buffer that the next step overwrites before it is read here.
-            grad_norm = statistics.grad_norm
-        return _Pending(
-            step=self._step,
-            loss=self._mean_over_ranks(loss),
-            lr=lr,
-            grad_norm=grad_norm,
-            step_s=step_s,
-            joules=self._energy.of_step(),
-            updates=metrics.update_fields(statistics),
-        )
+            record["grad_norm"] = self._engine.get_global_grad_norm()
+        return _Pending(loss=self._mean_over_ranks(loss), joules=self._joules(), record=record)
 
-    def _record(self, pending: _Pending | None, file: metrics.MetricsFile | None, bar: Any) -> None:
+    def _joules(self) -> torch.Tensor:
+        """(GPUs, processors) since the last call, all ranks; a collective that is not waited for.
+
+        A host's processors are counted by its first rank.
+        """
+        now = self._energy.read()
+        used, self._last_energy = now.since(self._last_energy), now
+        cpu = used.cpu_joules if os.environ.get("LOCAL_RANK", "0") == "0" else 0.0
+        known = [math.nan if joules is None else joules for joules in (used.gpu_joules, cpu)]
+        totals = torch.tensor(known, dtype=torch.float64)
+        if self._plan.world_size > 1:
+            totals = totals.to(self._device)
+            torch.distributed.all_reduce(totals)
+        return totals
+
+    def _record(self, pending: _Pending | None) -> None:
         if pending is None:
             return
         loss = float(pending.loss)  # on every rank: the wait keeps them at the same step
-        if file is None:
+        if self._file is None:
             return
-        job = self._job
-        tokens_per_s = job.plan.global_batch * job.sequences.seq_len / pending.step_s
-        on_gpu = job.device.type == "cuda"
-        record = metrics.StepRecord(
-            step=pending.step,
-            loss=loss,
-            lr=pending.lr,
-            grad_norm=None if pending.grad_norm is None else float(pending.grad_norm),
-            step_s=pending.step_s,
-            tokens_per_s=tokens_per_s,
-            tflops=tokens_per_s * job.flops_per_token / job.plan.world_size / 1e12,
-            host_memory_gib=metrics.host_memory_gib(),
-            gpu_memory_gib=torch.cuda.max_memory_allocated() / (1 << 30) if on_gpu else None,
-            **energy_fields(pending.joules, job.plan.global_batch * job.sequences.seq_len),
-            **pending.updates,
-        )
-        file.step(record)
-        bar.set_postfix(metrics.bar_fields(record), refresh=False)
-        bar.update()
+        norm = pending.record["grad_norm"]
+        seconds = pending.record["step_s"]
+        tokens = self._plan.global_batch * self._sequences.seq_len
+        flops = tokens / seconds * self._flops_per_token / self._plan.world_size
+        joules = [None if math.isnan(value) else value for value in pending.joules.tolist()]
+        known = sum(value for value in joules if value is not None)
+        on_gpu = self._device.type == "cuda"
+        record = {
+            **pending.record,
+            "loss": loss,
+            "grad_norm": None if norm is None else float(norm),
+            "tokens_per_s": tokens / seconds,
+            "tflops": flops / 1e12,
+            "host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / (1 << 30) if on_gpu else None,
+            **dict(zip(("gpu_energy_j", "cpu_energy_j"), joules, strict=True)),
+            "tokens_per_j": tokens / known if known > 0.0 else None,
+        }
+        self._write([record])
+        shown = {"loss": f"{loss:.3f}", "tok/s": f"{tokens / seconds:,.0f}"}
+        shown["TFLOP/s"] = f"{flops / 1e12:.3g}"
+        if "k" in record:
+            shown["k"] = f"{record['k']:.2f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
 
-    def _drain(self, file: metrics.MetricsFile | None, bar: Any) -> None:
+    def _drain(self) -> None:
         """Record the last step, so that a pause after it is not counted as the next one's."""
         pending, self._pending = self._pending, None
-        self._record(pending, file, bar)
+        self._record(pending)
 
-    def _record_decisions(self, file: metrics.MetricsFile | None) -> None:
-        if file is not None:
-            file.decisions(self._decisions.take())
-
-    def _gather_decisions(self, file: metrics.MetricsFile | None) -> None:
+    def _gather_decisions(self) -> None:
         """Record those of all ranks; a collective, for moments when the ranks meet anyway."""
-        self._record_decisions(file)
-        if self._job.plan.world_size == 1:
-            return
-        records = gather_records([] if self._is_main else self._decisions.take(), self._job.rank)
-        if file is not None:
-            file.decisions(records)
+        own = self._decisions.take()
+        if self._rank:
+            own = [{"rank": self._rank, **record} for record in own]
+        every: list[Any] = [own] * self._plan.world_size
+        if self._plan.world_size > 1:
+            torch.distributed.all_gather_object(every, own)
+        self._write([record for records in every for record in records])
 
-    def _evaluate(self, file: metrics.MetricsFile | None) -> None:
-        job, plan = self._job, self._job.plan
-        if job.options.eval_sequences == 0:
+    def _compare_with_plan(self) -> None:
+        """Record what a plan predicted beside what the last steps took; a collective."""
+        if self._plan.sizes is None or self._steps_made < _LEAST_STEPS:
             return
-        rounds = data.evaluation_rounds(job.options.eval_sequences, plan)
-        job.engine.eval()
-        total = torch.zeros((), dtype=torch.float32, device=job.device)
+        report = self._engine.plan_report()
+        if self._file is not None:
+            self._write([{"step": self._step, "plan": report.to_json()}])
+            print(f"\n{report.table()}", flush=True)
+
+    def _evaluate(self) -> None:
+        """The mean loss of about so many held-out sequences; at least a micro-batch, and the same
+        number on each rank: a forward pass may contain collectives."""
+        plan, sequences = self._plan, self._options.eval_sequences
+        if sequences == 0:
+            return
+        rounds = max(1, sequences // (plan.micro_batch * plan.world_size))
+        self._engine.eval()
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         with torch.no_grad():
             for index in range(rounds):
-                first = (index * plan.world_size + job.rank) * plan.micro_batch
-                batch = job.sequences.held_out_batch(first, plan.micro_batch)  # [B, T]
-                ids = data.to_device(batch, job.device)
-                total += job.engine(input_ids=ids, labels=ids).loss.float()
-        job.engine.train()
+                first = (index * plan.world_size + self._rank) * plan.micro_batch
+                batch = self._sequences.held_out_batch(first, plan.micro_batch)  # [B, T]
+                ids = data.to_device(batch, self._device)
+                total += self._engine(input_ids=ids, labels=ids).loss.float()
+        self._engine.train()
         loss = float(self._mean_over_ranks(total / rounds))
-        if file is not None:
-            file.evaluation(self._step, loss)
+        self._write([{"step": self._step, "eval_loss": loss}])
 
     def _mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Average a scalar over the ranks, in place where there are several."""
-        world_size = self._job.plan.world_size
-        if world_size > 1:
+        if self._plan.world_size > 1:
             torch.distributed.all_reduce(value)
-            value /= world_size
+            value /= self._plan.world_size
         return value
 
     def _save(self) -> None:
-        state = {"step": self._step, "data": self._job.sequences.position(self._consumed).state()}
-        self._job.engine.save_checkpoint(
+        state = {"step": self._step, "data": self._sequences.position(self._consumed)}
+        self._engine.save_checkpoint(
             str(self.checkpoint_dir), tag=f"step{self._step}", client_state={"train_lm": state}
         )
 
     def _resume(self, tag: str) -> None:
-        options = self._job.options
-        path, client_state = self._job.engine.load_checkpoint(
+        path, client_state = self._engine.load_checkpoint(
             str(self.checkpoint_dir), tag=None if tag == "latest" else tag
         )
         if path is None:
@@ -306,11 +347,11 @@ class Trainer:
         state = client_state.get("train_lm")
         if state is None:
             raise OptionError(f"{path} was not saved by this script: its data has no position")
-        if state["step"] >= options.steps:
+        if state["step"] >= self._options.steps:
             raise OptionError(
-                f"--resume {tag} is already at step {state['step']} of --steps {options.steps}: "
-                "give more --steps, or the tag of an earlier checkpoint"
+                f"--resume {tag} is already at step {state['step']} of --steps "
+                f"{self._options.steps}: give more --steps, or the tag of an earlier checkpoint"
             )
         self._step = state["step"]
-        self._consumed = self._job.sequences.consumed_at(state["data"])
+        self._consumed = self._sequences.consumed_at(state["data"])
         self._decisions.skip_history()

@@ -168,12 +168,8 @@ def flops_per_token(num_parameters: int) -> int:
     """Useful floating-point operations that training spends on a token: 6 a parameter.
 
     Kaplan et al., "Scaling Laws for Neural Language Models" (arXiv 2001.08361), section 2.1:
-    2 operations a parameter forward and 4 backward. Every parameter is counted here, tied ones
-    once, so the figure is 6 times the size that names the model. Left out is attention's
-    12 * layers * hidden * seq_len (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B; half
-    of it where attention is causal): 5 % more for llama-3b at 1024 tokens. Counted although it
-    costs nothing is the lookup in an untied input embedding: 3 % of llama-3b. What activation
-    checkpointing computes twice is not useful work and not counted.
+    2 operations a parameter forward and 4 backward. Left out are attention's own products and
+    what activation checkpointing computes twice.
     """
     return 6 * num_parameters
 

@@ -36,6 +36,7 @@ class TorchEngine:
         if optimizer.get("type") != "AdamW" or config.get("fp16", {}).get("enabled"):
             raise OptionError('--engine torch has AdamW in bf16 or fp32: set "optimizer" to AdamW')
         self._model = model
+        self.eval, self.train = model.eval, model.train
         self._clip = float(config.get("gradient_clipping", 0.0))
         self._accumulation = int(config.get("gradient_accumulation_steps", 1))
         self._micro_steps = 0
@@ -50,14 +51,6 @@ class TorchEngine:
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """The model's forward."""
         return self._model(**inputs)
-
-    def eval(self) -> None:
-        """Put the model in evaluation mode."""
-        self._model.eval()
-
-    def train(self) -> None:
-        """Put the model in training mode."""
-        self._model.train()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's share of the gradient, summed in the model's dtype."""

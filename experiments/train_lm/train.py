@@ -8,14 +8,15 @@ See README.md beside this file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
 import shutil
 import socket
+import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ import data
 import ds_config
 import metrics
 import models
-from decisions import DecisionsReader, no_decisions
-from loop import Job, StatisticsReader, Trainer, forward_backward_seconds
-from options import OptionError, Options, build_parser, parse_options
+from loop import Trainer, forward_backward_seconds
+from options import OptionError, build_parser, parse_options
+
+from hytrain.checkpoint.commit import saved_tags
+from hytrain.errors import HyTrainError
 
 # What --overwrite takes away beside the checkpoints; the last is `hytrain explain`'s picture.
 _WRITTEN = ("metrics.jsonl", "loss.png", "summary.json", "metrics.placement.png")
-_USER_ERRORS = (OptionError, corpus.DataError, models.ModelError)
+_USER_ERRORS = (OptionError, corpus.DataError, models.ModelError, HyTrainError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,21 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(argv)
     except ValueError as error:
-        if not _is_user_error(error):
+        # Of what the user can mend the message says all; a traceback would only hide it.
+        if not isinstance(error, _USER_ERRORS):
             raise
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _is_user_error(error: ValueError) -> bool:
-    """Whether the message alone says what to change; a traceback would only hide it."""
-    # Not imported, because hytrain need not be installed for --engine deepspeed; what it raises
-    # is a ValueError where the user can mend it, whichever of its modules the class is from.
-    errors = sys.modules.get("hytrain.errors")
-    return isinstance(error, _USER_ERRORS) or (
-        errors is not None and isinstance(error, errors.HyTrainError)
-    )
 
 
 def run(argv: Sequence[str] | None = None) -> None:
@@ -68,13 +62,12 @@ def run(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         OptionError, corpus.DataError, models.ModelError: the user's input cannot be used.
-        hytrain.errors.HyTrainError: hytrain refuses the model or the DeepSpeed JSON.
+        HyTrainError: hytrain refuses the model or the DeepSpeed JSON.
     """
     import deepspeed
 
     on_gpu = torch.cuda.is_available()
-    parser = deepspeed.add_config_arguments(build_parser())
-    options = parse_options(parser, argv, on_gpu=on_gpu)
+    options = parse_options(deepspeed.add_config_arguments(build_parser()), argv, on_gpu=on_gpu)
     if options.demo:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     _check_output(options)
@@ -82,20 +75,19 @@ def run(argv: Sequence[str] | None = None) -> None:
     if rank != 0:
         logging.getLogger().setLevel(logging.WARNING)
     _prepare_output(options, rank)
-    job = _make_job(options, rank=rank, world_size=world_size, device=device)
-    trainer = Trainer(job)
+    trainer, engine = _make_trainer(options, rank, world_size, device)
     trainer.run()
-    job.engine.destroy()
+    engine.destroy()
     if rank == 0:
         summary = metrics.summarize(metrics.read_metrics(trainer.metrics_path))
-        (options.out / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(f"\n{metrics.format_table(summary)}\n\nmetrics and loss curve: {options.out}")
-        if summary.k is not None:
+        if summary["k"] is not None:
             print(f"why that k: hytrain explain {trainer.metrics_path}")
     torch.distributed.destroy_process_group()
 
 
-def _start_distributed(options: Options, on_gpu: bool) -> tuple[int, int, torch.device]:
+def _start_distributed(options: argparse.Namespace, on_gpu: bool) -> tuple[int, int, torch.device]:
     """Join the launcher's process group, or make one of this process alone.
 
     Returns:
@@ -122,18 +114,11 @@ def _start_distributed(options: Options, on_gpu: bool) -> tuple[int, int, torch.
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
 
-def _saved_tags(folder: Path) -> list[str]:
-    """As ``hytrain.checkpoint.commit.saved_tags``, for hytrain need not be installed."""
-    folders = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    whole = [name for name in folders if not name.startswith("hytrain-saving-")]
-    return sorted(name.removeprefix("hytrain-replaced-") for name in whole)
-
-
-def _check_output(options: Options) -> None:
+def _check_output(options: argparse.Namespace) -> None:
     """Refuse to write over a run, or to resume what is not there, before any work is done."""
     if options.resume is not None:
         folder = options.out / "checkpoints"
-        tags = _saved_tags(folder)
+        tags = saved_tags(folder)
         if not tags:
             raise OptionError(
                 f"--resume {options.resume}: no checkpoint in {folder}; give the --out of the "
@@ -151,7 +136,7 @@ def _check_output(options: Options) -> None:
         )
 
 
-def _prepare_output(options: Options, rank: int) -> None:
+def _prepare_output(options: argparse.Namespace, rank: int) -> None:
     # Every rank has looked for an old run before rank 0 writes a new one.
     torch.distributed.barrier()
     if rank != 0:
@@ -163,7 +148,10 @@ def _prepare_output(options: Options, rank: int) -> None:
         shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
 
 
-def _make_job(options: Options, *, rank: int, world_size: int, device: torch.device) -> Job:
+def _make_trainer(
+    options: argparse.Namespace, rank: int, world_size: int, device: torch.device
+) -> tuple[Trainer, Any]:
+    """The trainer and its engine."""
     tokenizer = corpus.make_tokenizer(options.tokenizer)
     model_config = models.model_config(
         options.model,
@@ -171,9 +159,7 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
         min_vocab=tokenizer.vocab_size,
         vocab_size=options.vocab_size,
     )
-    config_path = options.deepspeed_config
-    if config_path is None:
-        config_path = ds_config.choose_config(on_gpu=device.type == "cuda")
+    config_path = options.deepspeed_config or ds_config.choose_config(on_gpu=device.type == "cuda")
     config = ds_config.read_config(config_path)
     plan_path = ds_config.find_plan(config, config_path, options)
     if plan_path is None:
@@ -197,56 +183,63 @@ def _make_job(options: Options, *, rank: int, world_size: int, device: torch.dev
     num_parameters = models.count_parameters(model)
     if rank == 0:
         _write_run(options, config)
-        _describe(options, config_path, changes, plan, sequences, num_parameters)
+        about = f"model     {options.model}, {num_parameters / 1e6:,.1f} M parameters"
+        _describe(options, config_path, changes, about, plan, sequences)
     if options.reference_steps:
         batch = data.to_device(sequences.train_batch(0, plan.micro_batch), device)
         seconds = forward_backward_seconds(model, batch, options.reference_steps)
         if rank == 0:
-            metrics.write_reference(options.out, seconds)
-    engine, read_statistics, read_decisions = _initialize(options, model, config)
-    return Job(
-        options=options,
-        engine=engine,
-        read_statistics=read_statistics,
-        sequences=sequences,
-        plan=plan,
-        flops_per_token=models.flops_per_token(num_parameters),
-        device=device,
-        rank=rank,
-        read_decisions=read_decisions,
-    )
+            _write_reference(options.out, seconds)
+    engine = _make_engine(options, model, config)
+    flops_per_token = models.flops_per_token(num_parameters)
+    trainer = Trainer(
+        options, engine, sequences, plan,
+        flops_per_token=flops_per_token, device=device, rank=rank,
+    )  # fmt: skip
+    return trainer, engine
 
 
 def _training_dtype(config: dict[str, Any]) -> torch.dtype:
-    if config.get("bf16", {}).get("enabled"):
-        return torch.bfloat16
-    if config.get("fp16", {}).get("enabled"):
-        return torch.float16
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(name, {}).get("enabled"):
+            return dtype
     return torch.float32
 
 
-def _load_data(options: Options, tokenizer: corpus.Tokenizer) -> data.PackedSequences:
-    cache_dir = options.cache_dir or corpus.default_cache_dir()
+def _load_data(
+    options: argparse.Namespace, tokenizer: corpus.ByteTokenizer
+) -> data.PackedSequences:
+    """The same text on all ranks; one process of each host tokenises, the others find its cache.
 
-    def load() -> corpus.Corpus:
-        sources = corpus.find_sources(options.data)
-        return corpus.load_corpus(sources, tokenizer, cache_dir, text_field=options.text_field)
-
-    def ask_all(mine: corpus.LoadReport) -> list[corpus.LoadReport]:
-        reports = [mine] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(reports, mine)
-        return reports
-
-    # One process of each launcher tokenises, the others then find its cache.
+    Raises:
+        corpus.DataError: this rank cannot load it, or the ranks' texts differ.
+    """
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    tokens = corpus.load_together(load, ask_all, is_first=is_first)
-    return data.PackedSequences(tokens, seq_len=options.seq_len, seed=options.seed)
+    if not is_first:
+        torch.distributed.barrier()
+    found = corpus.load_corpus(
+        corpus.find_sources(options.data),
+        tokenizer,
+        options.cache_dir,
+        text_field=options.text_field,
+    )
+    if is_first:
+        torch.distributed.barrier()
+    digests: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(digests, found.digest)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise corpus.DataError(
+                f"ranks 0 and {rank} have different texts or tokenizers, although --data is the "
+                "same: hosts must have the same files (the default, Python's library, differs "
+                "between versions); give --data on a folder that they share"
+            )
+    return data.PackedSequences(found, seq_len=options.seq_len, seed=options.seed)
 
 
-def _initialize(
-    options: Options, model: torch.nn.Module, config: dict[str, Any]
-) -> tuple[Any, StatisticsReader, DecisionsReader]:
-    """Make the engine, and the functions that read its update statistics and decisions."""
+def _make_engine(
+    options: argparse.Namespace, model: torch.nn.Module, config: dict[str, Any]
+) -> Any:
     arguments: dict[str, Any] = {
         "model": model,
         "model_parameters": models.parameter_groups(model),
@@ -255,46 +248,47 @@ def _initialize(
     if options.engine == "torch":
         from torch_engine import TorchEngine
 
-        return TorchEngine(**arguments), lambda: None, no_decisions
+        return TorchEngine(**arguments)
     if options.engine == "deepspeed":
         import deepspeed
 
-        return deepspeed.initialize(**arguments)[0], lambda: None, no_decisions
+        return deepspeed.initialize(**arguments)[0]
     import hytrain
 
-    engine = hytrain.initialize(**arguments)[0]
-    if not isinstance(engine, hytrain.HyTrainEngine):
-        # A JSON without the section is plain DeepSpeed, which measures no updates.
-        return engine, lambda: None, no_decisions
-    read: Callable[[], metrics.UpdateStatistics | None] = engine.step_statistics
-    return engine, read, engine.placement_decisions
+    return hytrain.initialize(**arguments)[0]
 
 
-def _write_run(options: Options, config: dict[str, Any]) -> None:
+def _write_run(options: argparse.Namespace, config: dict[str, Any]) -> None:
     (options.out / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
-    plain["data"] = [str(path) for path in options.data]
-    (options.out / "options.json").write_text(json.dumps(plain, indent=2) + "\n")
+    plain = json.dumps(vars(options), indent=2, default=str)
+    (options.out / "options.json").write_text(plain + "\n")
+
+
+def _write_reference(out: Path, seconds: Sequence[float]) -> None:
+    """What passes without an update took."""
+    reference = {"seconds": list(seconds), "median": statistics.median(seconds)}
+    (out / "reference.json").write_text(json.dumps(reference) + "\n")
+    print(f"reference {reference['median']:.3f} s: forward and backward without an update")
 
 
 def _describe(
-    options: Options,
+    options: argparse.Namespace,
     config_path: Path,
     changes: list[str],
+    about: str,
     plan: data.BatchPlan,
     sequences: data.PackedSequences,
-    num_parameters: int,
 ) -> None:
     print(f"engine    {options.engine}, {config_path}")
     for change in changes:
         print(f"          {change}")
-    print(f"model     {options.model}, {num_parameters / 1e6:,.1f} M parameters")
+    print(about)
     print(
-        f"data      {sequences.num_train:,} sequences of {options.seq_len} tokens, "
-        f"{sequences.num_held_out:,} held out"
+        f"data      {len(sequences.train):,} sequences of {options.seq_len} tokens, "
+        f"{len(sequences.held_out):,} held out"
     )
     words = f"{plan.world_size} ranks x {plan.accumulation} micro-batches x {plan.micro_batch}"
-    if plan.sizes is not None and plan.micro_sizes is not None:
+    if plan.sizes is not None:
         shares = zip(plan.sizes, plan.micro_sizes, strict=True)
         words = "ranks with " + ", ".join(f"{size} by {micro}" for size, micro in shares)
     print(f"step      {plan.global_batch} sequences: {words}", flush=True)

@@ -35,11 +35,6 @@ class Limits:
     least_reserve: int = GIB
 
 
-def file_of(ranks: Sequence[Json]) -> ProfileFile:
-    """What `hytrain profile` measured; the same on all ranks."""
-    return ProfileFile.model_validate(ranks[0]["file"])
-
-
 def device_of(profile: ProfileFile, rank: int) -> DeviceProfile:
     """A rank's device. All ranks are on one host here."""
     (host,) = profile.hosts
@@ -86,6 +81,22 @@ def best_passes(passes: Sequence[Passes]) -> Passes:
     return max(passes, key=lambda each: each.rate)
 
 
+def passes_rate(profile: ProfileFile) -> float:
+    """Samples a second that all ranks reach with forward and backward alone, each at its best."""
+    ranks = range(len(profile.hosts[0].ranks))
+    return sum(best_passes(passes_of(profile, rank)).rate for rank in ranks)
+
+
+def speeds_of(profile: ProfileFile) -> list[list[float]]:
+    """Of each rank the speed of forward and of backward, the first rank's being 1; at the largest
+    micro-batch that all ranks have measured."""
+    ranks = range(len(profile.hosts[0].ranks))
+    passes = [{p.samples: p for p in passes_of(profile, rank)} for rank in ranks]
+    size = max(set.intersection(*map(set, passes)))
+    first = passes[0][size]
+    return [[first.forward / p[size].forward, first.backward / p[size].backward] for p in passes]
+
+
 def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
     """A batch for all ranks of the profile, with whatever activations suit them, as by default.
 
@@ -128,16 +139,8 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
     }
 
 
-def predicted_seconds(planned: Json, clipped_share: float | None) -> float:
-    """A plan's step with this share of clipped ones.
-
-    Args:
-        planned: a plan as data.
-        clipped_share: None where that was not recorded; then, and where the plan has but one
-            prediction, that is it.
-    """
-    if clipped_share is None or "clipped_seconds" not in planned:
-        return planned["predicted_seconds"]
+def predicted_seconds(planned: Json, clipped_share: float) -> float:
+    """A plan's step with this share of clipped ones."""
     unclipped, clipped = planned["unclipped_seconds"], planned["clipped_seconds"]
     return unclipped + clipped_share * (clipped - unclipped)
 
@@ -180,14 +183,11 @@ def naive_even(profile: ProfileFile, batch: int) -> Json:
     }
 
 
-def alone_of(profile: ProfileFile, rank: int, share: int) -> Json:
-    """A rank by itself: its planned share of the batch, in whole micro-batches of its best size."""
+def alone_of(profile: ProfileFile, rank: int, share: int) -> tuple[int, int]:
+    """A rank by itself: micro-batch and accumulation for its planned share of the batch, in whole
+    micro-batches of its best size."""
     size = best_passes(passes_of(profile, rank)).samples
-    return {
-        "micro_batch": size,
-        "accumulation": max(1, round(share / size)),
-        "gpu_fraction": 1.0,
-    }
+    return size, max(1, round(share / size))
 
 
 def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: int) -> Json:

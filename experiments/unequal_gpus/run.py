@@ -1,282 +1,188 @@
 """Measure unequal GPUs: profile, plan, train, beside each GPU alone and the even split.
 
-    python experiments/unequal_gpus/run.py --part four --out DIR
+    python experiments/unequal_gpus/run.py --part slowdown --out DIR
     python experiments/unequal_gpus/run.py --part two,memory --gpus 4 --out DIR
     python experiments/unequal_gpus/run.py --part two --out DIR --device cpu --model toy
 
-DIR/result.json is rewritten after every stage, so that an interrupted run keeps what it has. Cases
-run side by side where there are GPUs for it (`--gpus`). The table comes last.
+Each run has processes of its own, one a GPU: the profile, from which the plan is made, then what is
+trained. Without a GPU all ranks are equal, and there is nothing to run out of.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shlex
+import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 # Run as a script, Python puts this folder on the path, and the package lies two levels above it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common import records
-from experiments.common.group import Place, Work, describe_beside, divide_cores, run_all
-from experiments.common.options import counts
+from experiments.common import records, report, runner
 from experiments.common.records import Json
-from experiments.common.sizes import MODELS
-from experiments.unequal_gpus.cases import (
-    PARTS,
-    RUNS,
-    Case,
-    cases_of,
-    comparing_waits,
-    stages_of,
-    waves,
-)
-from experiments.unequal_gpus.checks import best_counts, counted_slowdowns
-from experiments.unequal_gpus.report import text_of
+from experiments.common.report import Claim, ratio, short, worst
+from experiments.unequal_gpus.cases import PARTS, Case, jobs_of
+from experiments.unequal_gpus.planning import predicted_seconds
 
-SETTINGS = (
-    *("model", "layers", "seq", "sms", "counts", "profile_seconds"),
-    *("warmup", "steps", "even_steps"),
-)
-"""Options that the processes are given."""
-
-CLOSING_SECONDS = 5.0
-"""Kept free at the end of the time."""
+SUM_OF_SPEEDS, TIMES_EVEN, PREDICTION, SLOWDOWN = 0.93, 2.2, 0.07, 0.10
+DID_NOT_FIT = (records.OUT_OF_MEMORY, records.REFUSED)
 
 
 def _sms(text: str) -> dict[str, int]:
     """`1=128,0.5=48` as a table from speed to multiprocessors; speeds as Python writes them."""
     pairs = (word.split("=") for word in text.split(","))
-    return {str(float(speed)): int(count) for speed, count in pairs}
+    return {f"{float(speed):g}": int(count) for speed, count in pairs}
 
 
-def _limits(text: str) -> tuple[str, list[float]]:
-    """`offload=0.11,0.275,15.6`: a label with its numbers."""
-    label, _, numbers = text.partition("=")
-    return label, [float(number) for number in numbers.split(",")]
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = runner.parser(__doc__, seq=512)
     add = parser.add_argument
     add("--part", required=True, metavar="PART,...", help=f"of {', '.join(PARTS)}")
-    add("--only", default=None, metavar="LABEL,...", help="these cases of the parts")
-    add(
-        "--runs",
-        default={},
-        type=_runs,
-        metavar="[LABEL=]RUN[+RUN],...",
-        help="only these runs after the plan, of all cases or of one (planned+alone,half=planned)",
-    )
-    add(
-        "--compare-waits",
-        default=0,
-        type=int,
-        metavar="ROUNDS",
-        help="planned runs in turns, ranks waiting in a stream and in NCCL's kernels",
-    )
-    add("--out", required=True, type=Path, help="folder for result.json and the logs")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--gpus", default=None, type=int, help="GPUs to use; default: the largest case's")
-    add("--model", default="llama-3b", choices=MODELS)
-    add("--layers", default=None, type=int, metavar="N", help="so many blocks")
-    add("--seq", default=512, type=int, help="tokens a sample")
+    add("--gpus", type=int, help="by which the cores are divided; default: the case's")
+    add("--compare-waits", default=0, type=int, metavar="ROUNDS",
+        help="planned runs in turns, ranks waiting in a stream and in NCCL's kernels")  # fmt: skip
     add("--batch-scale", default=1.0, type=float, help="times the cases' batches")
-    add(
-        "--sms",
-        default={"1.0": 128, "0.5": 48, "0.25": 24},
-        type=_sms,
-        metavar="SPEED=N,...",
-        help="multiprocessors that stand for a speed (1=128,0.5=48,0.25=24)",
-    )
-    add(
-        "--sms-from",
-        default=None,
-        type=Path,
-        metavar="RESULT.json",
-        help="part slowdown's result: the multiprocessors that it found",
-    )
-    add(
-        "--counts",
-        default=(128, 120, 112, 104, 96, 64, 56, 48, 40, 32, 24),
-        type=counts,
-        metavar="N,N,...",
-        help="multiprocessors that part slowdown tries",
-    )
-    add(
-        "--limits",
-        default=[],
-        action="append",
-        type=_limits,
-        metavar="LABEL=F,...[,GIB]",
-        help="a case's shares of GPU memory, one a rank, and GiB of host memory for all",
-    )
+    add("--sms", default={"1": 128, "0.5": 48, "0.25": 24}, type=_sms, metavar="SPEED=N,...",
+        help="multiprocessors that stand for a speed (1=128,0.5=48,0.25=24)")  # fmt: skip
     add("--profile-seconds", default=12.0, type=float, help="for the layers, about")
     add("--warmup", default=3, type=int, help="steps before a run is timed")
     add("--steps", default=4, type=int, help="timed steps of a run")
-    add("--even-steps", default=2, type=int, help="timed steps of the even split, which is slow")
-    add("--budget-seconds", default=550.0, type=float, help="time for everything")
-    add("--list", action="store_true", help="show the cases and stop")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if unknown := set(options.part.split(",")) - set(PARTS):
+        parser.error(f"--part {sorted(unknown)} is unknown: choose of {', '.join(PARTS)}")
+    return options
 
 
-def _runs(text: str) -> dict[str, tuple[str, ...]]:
-    """`planned,half=alone+planned` as a table from label to runs; "" is of all other cases."""
-    found: dict[str, tuple[str, ...]] = {}
-    for word in text.split(","):
-        label, _, runs = word.rpartition("=")
-        found[label] = (*found.get(label, ()), *runs.split("+"))
+def _as_asked(case: Case, options: argparse.Namespace) -> Case:
+    batch = max(2, round(case.batch * options.batch_scale))
+    turns = [f"{run}#{n}" for n in range(1, options.compare_waits + 1)
+             for run in ("planned", "in_kernels")][1:]  # fmt: skip
+    runs = [run for run in case.runs]
+    if turns and "planned" in runs:
+        at = runs.index("planned") + 1
+        runs[at:at] = turns
+    return dataclasses.replace(case, batch=batch, runs=tuple(runs))
+
+
+def jobs(options: argparse.Namespace) -> list[Json]:
+    """All runs of all cases."""
+    names = ("sms", "profile_seconds", "warmup", "steps")
+    settings = runner.workload(options) | {name: getattr(options, name) for name in names}
+    cases = [case for part in options.part.split(",") for case in PARTS[part]]
+    return [job for case in cases for job in jobs_of(_as_asked(case, options), settings)]
+
+
+def rows(result: Json) -> list[Json]:
+    """A row a case, with its plan and each of its runs."""
+    cases: dict[str, list[Json]] = {}
+    for record in result["jobs"]:
+        cases.setdefault(record["job"]["case"]["label"], []).append(record)
+    found: list[Json] = []
+    for label, some in cases.items():
+        case = some[0]["job"]["case"]
+        row: Json = {"case": label}
+        row |= {name: case[name] for name in ("speeds", "memory", "batch")}
+        for record in some:
+            run = record["label"].removeprefix(f"{label} ")
+            ranks = record["ranks"]
+            if record["status"] != records.OK:
+                row[run] = record["status"]
+            elif run == "profile":
+                row |= _plan(ranks[0])
+            elif run == "slowdown":
+                row |= {key: value for key, value in ranks[0].items() if key.startswith("multi")}
+            else:
+                row[run] = _trained(run, ranks)
+                if run.startswith("planned"):
+                    plan, share = some[0]["ranks"][0]["planned"], row[run]["clipped_share"]
+                    row[run]["predicted_s"] = short(predicted_seconds(plan, share or 0.0), 5)
+        found.append(row)
     return found
 
 
-def with_runs(case: Case, runs: dict[str, tuple[str, ...]]) -> Case:
-    """The case with those of its runs that were asked for, in its own order.
-
-    Raises:
-        ValueError: a run that this case, or no case, has.
-    """
-    wanted = runs.get(case.label, runs.get(""))
-    if wanted is None:
-        return case
-    unknown = set(wanted) - set(case.runs if case.label in runs else RUNS)
-    if unknown:
-        raise ValueError(f"--runs {case.label}: no {sorted(unknown)}, it has {list(case.runs)}")
-    return dataclasses.replace(case, runs=tuple(run for run in case.runs if run in wanted))
+def _plan(rank: Json) -> Json:
+    keys = ("batch_sizes", "micro_batch_sizes", "activations", "shard_fractions", "gpu_fractions")
+    plan = {key: rank["planned"][key] for key in keys}
+    for key in ("shard_fractions", "gpu_fractions"):
+        plan[key] = [short(value) for value in plan[key]]
+    return {
+        "speeds_of_passes": [[short(own) for own in both] for both in rank["speeds"]],
+        "passes_samples_per_s": short(rank["passes_samples_per_s"]),
+        "plan": plan,
+        **{"no_even_split": rank["even_split"], "none_without_offload": rank["without_host"]},
+    }
 
 
-def limited(case: Case, limits: Sequence[tuple[str, list[float]]]) -> Case:
-    """The case with the limits that are given for it.
-
-    Raises:
-        ValueError: not as many as ranks, or one more.
-    """
-    for label, numbers in limits:
-        if label != case.label:
-            continue
-        memory, host = tuple(numbers[: case.num_ranks]), numbers[case.num_ranks :]
-        if len(memory) < case.num_ranks or len(host) > 1:
-            raise ValueError(f"--limits {label}: {case.num_ranks} shares, then the host's GiB")
-        case = dataclasses.replace(case, memory=memory, host_gib=host[0] if host else case.host_gib)
-    return case
+def _trained(run: str, ranks: Sequence[Json]) -> Json:
+    rates = [rank["samples_per_s"] for rank in ranks]
+    return {
+        "samples_per_s": short(sum(rates) if run == "alone" else min(rates), 5),
+        "step_s": [short(rank["step_seconds"], 5) for rank in ranks],
+        "gpu_gib": [report.peak_gib([rank]) for rank in ranks],
+        "clipped_share": ranks[0]["clipped_share"],
+        "allocator_retries": [rank["allocator_retries"] for rank in ranks],
+    }
 
 
-def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases of --part, of which --only leaves some."""
-    cases = [c for part in options.part.split(",") for c in cases_of(part, options.batch_scale)]
-    unknown = set(options.runs) - {"", *(case.label for case in cases)}
-    if unknown:
-        raise ValueError(f"--runs names {sorted(unknown)}, which are no cases of the parts")
-    cases = [with_runs(limited(case, options.limits), options.runs) for case in cases]
-    if options.compare_waits:
-        cases = [comparing_waits(case, options.compare_waits) for case in cases]
-    if options.only is None:
-        return cases
-    wanted = set(options.only.split(","))
-    unknown = wanted - {case.label for case in cases}
-    if unknown:
-        known = ", ".join(case.label for case in cases)
-        raise ValueError(f"--only names {sorted(unknown)}, but the parts have: {known}")
-    return [case for case in cases if case.label in wanted]
-
-
-def sms_from_result(path: Path) -> dict[str, int]:
-    """The table that --sms would have, from a result of part slowdown.
-
-    Raises:
-        ValueError: it has none.
-    """
-    for case in records.read_json(path)["cases"]:
-        counted = counted_slowdowns(case)
-        if counted is not None:
-            return {str(speed): n for speed, n in best_counts(counted).by_speed.items()}
-    raise ValueError(f"--sms-from {path}: there is no result of part slowdown in it")
-
-
-def places(works: Sequence[Work], device: str, gpus: int) -> list[Place]:
-    """GPUs, and the cores that belong to each, for works that run side by side."""
-    cores = divide_cores(sorted(os.sched_getaffinity(0)), gpus)
-    found: list[Place] = []
-    first = 0
-    for work in works:
-        own = tuple(range(first, first + work.size))
-        first += work.size
-        found.append(Place(device=device, gpus=own, cores=tuple(cores[gpu] for gpu in own)))
+def claims(rows: Sequence[Json]) -> list[Claim]:
+    """Of every case of every run."""
+    found: list[Claim] = []
+    for row in rows:
+        name = " ".join(str(row[key]) for key in ("run", "part", "case") if key in row)
+        if "planned" in row:
+            found += [dataclasses.replace(c, text=f"{name}: {c.text}") for c in _of_case(row)]
     return found
 
 
-def measure(options: argparse.Namespace, cases: list[Case], command: str) -> Json:
-    """Runs the cases in waves; the file is written after every stage."""
-    begin = time.monotonic()
-    until = begin + options.budget_seconds - CLOSING_SECONDS
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    gpus = options.gpus or max(case.num_ranks for case in cases)
-    works = {
-        case.label: Work(case.label, stages_of(case, settings), case.num_ranks) for case in cases
+def _of_case(row: Json) -> list[Claim]:
+    def rate(run: str) -> float | None:
+        return row[run]["samples_per_s"] if isinstance(row.get(run), dict) else None
+
+    def fits_not(run: str) -> float | None:
+        status = row.get(run)
+        return float(status in DID_NOT_FIT) if status is not None else None
+
+    found: list[Claim] = []
+    if "speeds_of_passes" in row:
+        pairs = zip(row["speeds"], row["speeds_of_passes"], strict=True)
+        off = worst(abs(own / stated - 1.0) for stated, both in pairs for own in both)
+        found.append(Claim("forward and backward from the stated speed, most", off, SLOWDOWN))
+    if min(row["memory"]) == 1.0:
+        quarter = TIMES_EVEN if row["speeds"] == [1.0, 0.25] else None
+        passes = ratio(rate("planned"), row.get("passes_samples_per_s"))
+        found += [
+            Claim("planned over the sum of the GPUs alone", ratio(rate("planned"), rate("alone")),
+                  SUM_OF_SPEEDS, at_least=True),
+            Claim("planned over the sum of forward and backward alone", passes, at_least=True),
+            Claim("planned over the even split", ratio(rate("planned"), rate("even")), quarter,
+                  at_least=True),
+        ]  # fmt: skip
+    else:
+        found += [
+            Claim(f"{run} does not fit", fits_not(run), 1.0, at_least=True)
+            for run in ("even", "even_offload", "no_offload")
+            if run in row
+        ]
+    if isinstance(row["planned"], dict):
+        step = max(row["planned"]["step_s"])
+        error = abs(step / row["planned"]["predicted_s"] - 1.0)
+        found.append(Claim("step predicted, error", error, PREDICTION))
+    steps = {
+        kind: [max(v["step_s"]) for k, v in row.items() if k.split("#")[0] == kind]
+        for kind in ("in_kernels", "planned")
+        if isinstance(row.get(kind), dict)
     }
-    result: Json = {
-        "schema": records.SCHEMA,
-        "command": command,
-        "settings": settings,
-        "cases": [
-            {"case": dataclasses.asdict(case), "results": works[case.label].results}
-            for case in cases
-        ],
-    }
-
-    hardware = describe_beside(result, options.device, gpus)
-
-    def save() -> None:
-        result["seconds"] = time.monotonic() - begin
-        records.write_json(options.out / "result.json", result)
-        done = {label: list(work.results) for label, work in works.items() if work.results}
-        print(f"{result['seconds']:.0f} s: {done}", flush=True)
-
-    save()
-    for wave in waves(cases, gpus):
-        if time.monotonic() > until:
-            break
-        run_all(
-            [works[case.label] for case in wave],
-            "experiments.unequal_gpus.worker",
-            lambda them: places(them, options.device, gpus),
-            options.out,
-            until,
-            save,
-        )
-    hardware.join()
-    save()
-    return result
-
-
-def main(arguments: list[str]) -> int:
-    """Exit status 0 also where a case failed: that is a result, and the file says so."""
-    options = parse(arguments)
-    try:
-        cases = chosen(options)
-        if options.sms_from is not None:
-            options.sms = sms_from_result(options.sms_from)
-        gpus = options.gpus or max(case.num_ranks for case in cases)
-        planned = waves(cases, gpus)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.list:
-        for number, wave in enumerate(planned, 1):
-            for case in wave:
-                print(f"wave {number}: {case.label:8s} about {case.seconds:.0f} s, {case.runs}")
-        return 0
-    command = shlex.join(["experiments/unequal_gpus/run.py", *arguments])
-    print(text_of(measure(options, cases, command)["cases"]))
-    return 0
+    if len(steps) == 2:
+        in_kernels, in_stream = (statistics.median(each) for each in steps.values())
+        text = "step, ranks waiting in NCCL's kernels over waiting in a stream"
+        found.append(Claim(text, in_kernels / in_stream, at_least=True))
+    return found
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    asked = parse(sys.argv[1:])
+    text = report.of_result(rows, claims)
+    raise SystemExit(runner.main(asked, jobs(asked), text, shares=asked.gpus))

@@ -1,20 +1,22 @@
-"""The command line, and what it changes in the DeepSpeed JSON."""
+"""The command line, what it changes in the DeepSpeed JSON, and the models that it names."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import ds_config
+import models
 import pytest
 import torch
 from data import BatchPlan
-from options import DEMO_CPU, DEMO_GPU, OptionError, Options, build_parser, parse_options
+from options import DEMO_CPU, DEMO_GPU, OptionError, build_parser, parse_options
 from support.plans import a_plan, write_a_plan
 
 
-def _parse(*argv: str, on_gpu: bool = False) -> Options:
+def _parse(*argv: str, on_gpu: bool = False) -> argparse.Namespace:
     parser = deepspeed.add_config_arguments(build_parser())
     return parse_options(parser, argv, on_gpu=on_gpu)
 
@@ -185,8 +187,8 @@ def test_a_plan_takes_the_place_of_the_batch_keys(tmp_path: Path) -> None:
     config, changes = ds_config.apply_options(_config(), options, _unequal(), path)
     assert config["hytrain"]["plan"] == str(path)
     assert not {key for key in config if "batch" in key or "accumulation" in key}
-    assert "train_micro_batch_size_per_gpu: 8 -> by the plan 2 1, a rank each" in changes
-    assert "gradient_accumulation_steps: 2 -> by the plan 2 1, a rank each" in changes
+    assert "train_micro_batch_size_per_gpu: 8 -> by the plan" in changes
+    assert "gradient_accumulation_steps: 2 -> by the plan" in changes
     bare = {key: value for key, value in _config().items() if key != "hytrain"}
     with pytest.raises(OptionError, match='needs a "hytrain" section'):
         ds_config.apply_options(bare, options, _unequal(), path)
@@ -205,7 +207,7 @@ def test_a_json_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
     _, changes = ds_config.apply_options({**own, "train_batch_size": 4}, _parse(), _unequal(), path)
     assert not any("batch" in change or "accumulation" in change for change in changes)
     for argv in ([], ["--plan", str(path)]):
-        with pytest.raises(OptionError, match=r"train_batch_size is 32 in .* has 4: leave it out"):
+        with pytest.raises(OptionError, match=r"train_batch_size is 32 in .* 4 sequences a step"):
             ds_config.apply_options(
                 {**own, "train_batch_size": 32}, _parse(*argv), _unequal(), path
             )
@@ -240,3 +242,50 @@ def test_a_plan_is_the_options_or_lies_beside_the_json(tmp_path: Path) -> None:
         ds_config.planned_batches(tmp_path / "plan.json", _parse("--global-batch", "8"))
     with pytest.raises(OptionError, match="--plan is hytrain's"):
         _parse("--plan", "plan.json", "--engine", "deepspeed")
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-3m", 3_426_560),
+        ("llama-3b", 2_914_667_520),
+        ("llama-10b", 9_843_819_520),
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_presets_have_the_sizes_that_name_them(name: str, expected: int, tmp_path: Path) -> None:
+    models.model_config(name, seq_len=64).save_pretrained(tmp_path)
+    for source in (name, str(tmp_path), str(tmp_path / "config.json")):
+        config = models.model_config(source, seq_len=64)
+        meta: Any = {"device": torch.device("meta"), "dtype": torch.bfloat16, "seed": 0}
+        model = models.build_model(config, activation_checkpointing=False, **meta)
+        assert models.count_parameters(model) == expected
+        assert config.use_cache is False
+
+
+def test_models_that_cannot_be_built(tmp_path: Path) -> None:
+    with pytest.raises(models.ModelError, match="llama-3b"):
+        models.model_config("llama-4711b", seq_len=64)
+    path = tmp_path / "config.json"
+    for text in ("{", '{"hidden_size": 8}', '{"model_type": "nope"}'):
+        path.write_text(text)
+        with pytest.raises(models.ModelError, match="model_type"):
+            models.model_config(str(path), seq_len=64)
+    with pytest.raises(models.ModelError, match="--vocab-size 1024"):
+        models.model_config("llama-3m", seq_len=64, min_vocab=1000)
+    with pytest.raises(models.ModelError, match="1024 positions"):
+        models.model_config("gpt2", seq_len=2048)
+    assert models.model_config("llama-3m", seq_len=9000).max_position_embeddings == 9000
+
+
+def test_vectors_are_not_decayed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    decayed, undecayed = models.parameter_groups(model)
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert "weight_decay" not in decayed
+    assert [p.dim() for p in undecayed["params"]] == [1, 1, 1]
+    assert undecayed["weight_decay"] == 0.0

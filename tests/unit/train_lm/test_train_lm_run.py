@@ -19,7 +19,6 @@ from support.processes import fresh_environment
 from support.scripts import run_script
 
 import hytrain.tools.cli
-from hytrain.checkpoint.commit import saved_tags
 from hytrain.errors import ConfigError, EngineClosedError, MemoryBudgetError, PlanError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "train_lm" / "train.py"
@@ -162,12 +161,3 @@ def test_resumed_run_equals_the_uninterrupted_one(
     result = _run(second, *arguments, "--resume", "step3")
     assert result.returncode == 0, result.stderr
     assert _values(second) == _values(first)
-
-
-def test_tags_to_resume_are_those_that_load(tmp_path: Path) -> None:
-    names = ("step2", "hytrain-replaced-step4", "hytrain-saving-step6-1a2b3c4d")
-    for name in names:
-        (tmp_path / name).mkdir()
-    (tmp_path / "latest").write_text("step4")
-    assert train._saved_tags(tmp_path) == saved_tags(tmp_path) == ["step2", "step4"]
-    assert train._saved_tags(tmp_path / "none") == saved_tags(tmp_path / "none") == []

@@ -1,20 +1,19 @@
-"""Which cases run where, and what the ranks are given."""
+"""What is run, what is planned from a profile, and what the ranks are given."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from unequal_cases import case, device, profiled
+from unequal_cases import device, profiled
 
-from experiments.common.group import divide_cores
 from experiments.common.records import GIB, Json
-from experiments.unequal_gpus.cases import PARTS, RUNS, cases_of, comparing_waits, stages_of, waves
+from experiments.unequal_gpus import run
+from experiments.unequal_gpus.cases import PARTS, RUNS
 from experiments.unequal_gpus.planning import (
     Limits,
     alone_of,
     best_passes,
-    file_of,
     naive_even,
     passes_of,
     predicted_seconds,
@@ -28,53 +27,21 @@ from hytrain.formats.profile_file import ProfileFile
 UNLIMITED = Limits(host_bytes=None)
 
 
-def test_every_part_has_cases_whose_runs_are_known() -> None:
-    for part in PARTS:
-        for each in cases_of(part):
-            assert set(each.runs) <= set(RUNS)
-            assert len(each.memory) == each.num_ranks
-            assert max(each.speeds) == 1.0
-    with pytest.raises(ValueError, match="unknown"):
-        cases_of("five")
-
-
-def test_cases_that_fit_run_side_by_side() -> None:
-    two = [*cases_of("two"), *cases_of("memory")]
-    assert [[c.label for c in wave] for wave in waves(two, 4)] == [
-        ["half", "quarter"],
-        ["memory", "offload"],
-    ]
-    assert [len(wave) for wave in waves(two, 2)] == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="needs 4 GPUs"):
-        waves(cases_of("four"), 2)
-
-
-def test_a_run_needs_the_plan_and_the_plan_the_profile() -> None:
-    stages = stages_of(case(), {"model": "toy"})
-    assert [stage["name"] for stage in stages] == ["profile", "plan", "alone", "planned", "even"]
-    assert [stage.get("needs") for stage in stages[1:3]] == [["profile"], ["profile"]]
-
-
-def test_planned_runs_take_turns_with_those_that_wait_in_kernels() -> None:
-    turns = comparing_waits(case(), 2)
-    runs = ("alone", "planned", "in_kernels", "planned#2", "in_kernels#2", "even")
-    assert turns.runs == runs
-    stages = stages_of(turns, {"model": "toy"})[2:]
-    assert [stage["name"] for stage in stages] == list(runs)
-    kinds = ["alone", "planned", "in_kernels", "planned", "in_kernels", "even"]
-    assert [stage["kind"] for stage in stages] == kinds
-    assert comparing_waits(cases_of("slowdown")[0], 2).runs == ("slowdown",)
-
-
-def test_cores_are_divided_and_none_is_given_twice() -> None:
-    found = divide_cores(range(10, 20), 3)
-    assert found == ((10, 11, 12), (13, 14, 15), (16, 17, 18))
-    assert divide_cores([4, 7], 3) == ((4, 7),) * 3
+def test_runs_come_after_the_profile_and_take_turns() -> None:
+    options = run.parse(["--part", "two,memory", "--compare-waits", "2"])
+    labels = [job["label"] for job in run.jobs(options)]
+    turns = ["planned", "in_kernels#1", "planned#2", "in_kernels#2"]
+    assert labels[:7] == [f"half {each}" for each in ("profile", "alone", *turns, "even")]
+    assert labels[-2:] == ["offload even_offload", "offload no_offload"]
+    alone = next(job for job in run.jobs(options) if job["label"] == "half alone")
+    assert alone["separate"]
+    kinds = {job["run"] for job in run.jobs(options)}
+    assert kinds <= {"profile", *RUNS}
 
 
 def file_with(*gpus: tuple[float, float]) -> ProfileFile:
     """Ranks of (speed, GiB)."""
-    return file_of([{"file": profiled(*(device(*gpu) for gpu in gpus))}])
+    return ProfileFile.model_validate(profiled(*(device(*gpu) for gpu in gpus)))
 
 
 def test_the_batch_is_split_by_speed() -> None:
@@ -96,10 +63,7 @@ def test_a_plan_predicts_steps_that_are_clipped_and_others() -> None:
     planned = slow["planned"]
     low, high = planned["unclipped_seconds"], planned["clipped_seconds"]
     assert planned["predicted_seconds"] == high >= low > 0.0
-    assert predicted_seconds(planned, None) == high
     assert predicted_seconds(planned, 0.25) == pytest.approx(0.75 * low + 0.25 * high)
-    del planned["unclipped_seconds"], planned["clipped_seconds"]
-    assert predicted_seconds(planned, 0.25) == high
 
 
 def test_passes_are_those_of_all_layers_and_what_is_outside() -> None:
@@ -154,10 +118,11 @@ def test_passes_that_compute_again_take_longer() -> None:
 
 
 def test_a_gpu_alone_has_its_share_in_its_best_micro_batches() -> None:
-    profile = file_of([{"file": profiled(device(1.0, 130.0), device(0.5, 130.0, best=4))}])
-    assert alone_of(profile, 1, 33) == {"micro_batch": 4, "accumulation": 8, "gpu_fraction": 1.0}
-    assert alone_of(profile, 1, 1)["accumulation"] == 1
-    assert alone_of(profile, 0, 33)["micro_batch"] == 8
+    gpus = device(1.0, 130.0), device(0.5, 130.0, best=4)
+    profile = ProfileFile.model_validate(profiled(*gpus))
+    assert alone_of(profile, 1, 33) == (4, 8)
+    assert alone_of(profile, 1, 1) == (4, 1)
+    assert alone_of(profile, 0, 33) == (8, 4)
 
 
 def test_sections_are_what_the_run_says() -> None:
@@ -181,7 +146,7 @@ def test_sections_are_what_the_run_says() -> None:
 
 def test_the_memory_cases_are_what_they_claim_to_be() -> None:
     # As an H200 would measure it: no bandwidth or speed enters, only sizes.
-    for each in cases_of("memory"):
+    for each in PARTS["memory"]:
         gpus = [(speed, 139.8 * s) for speed, s in zip(each.speeds, each.memory, strict=True)]
         assert each.host_gib is not None
         limits = Limits(host_bytes=int(each.host_gib * GIB))

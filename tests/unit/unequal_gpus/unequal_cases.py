@@ -1,14 +1,8 @@
-"""Measured ranks and cases as the processes write them, made up."""
+"""Profiles of GPUs, made up."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
-from experiments.common import records
 from experiments.common.records import GIB, Json
-from experiments.unequal_gpus.cases import Case
 
 PARAMETERS = 2_900_000_000
 
@@ -92,52 +86,3 @@ def profiled(*devices: Json) -> Json:
         "hosts": [host],
         "collectives": [collectives] if len(devices) > 1 else [],
     }
-
-
-def profile_stage(*devices: Json) -> Json:
-    """The profile's stage: the same file on all ranks."""
-    file = profiled(*devices)
-    ranks = [
-        {
-            "status": records.OK,
-            "file": file,
-            "made_unequal": {"granted_sms": one["multiprocessors"]},
-        }
-        for one in devices
-    ]
-    return stage(*ranks)
-
-
-def trained(step: float, samples: float) -> Json:
-    """A rank's result of a run."""
-    return {
-        "step_seconds": step,
-        "samples_per_second": samples,
-        "gpu": {"peak_allocated_bytes": 10 * GIB},
-    }
-
-
-def stage(*ranks: Json | None, status: str = records.OK, **more: Any) -> Json:
-    """A stage's result."""
-    return {"status": status, "ranks": list(ranks), **more}
-
-
-def case(
-    speeds: Sequence[float] = (1.0, 0.5), runs: Sequence[str] = ("alone", "planned", "even")
-) -> Case:
-    """A case of so many ranks."""
-    return Case(
-        label="case",
-        speeds=tuple(speeds),
-        memory=(1.0,) * len(speeds),
-        host_gib=None,
-        batch=96,
-        sizes=(1, 2, 4, 8),
-        runs=tuple(runs),
-        seconds=1.0,
-    )
-
-
-def record(made: Case, results: Json) -> Json:
-    """A case as result.json has it."""
-    return {"case": dataclasses.asdict(made), "results": results}

@@ -1,1 +1,0 @@
-"""What the experiments share: models, measured systems, processes, timing, reports."""

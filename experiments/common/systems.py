@@ -1,0 +1,292 @@
+"""The measured systems: a model with its optimizer, ready to train, the same way for each of them.
+
+What a job says of its system: "system", "clip" (gradient clipping norm; None: no clipping) and
+"accumulation" (micro-batches a step);
+- forward and backward only: "drops" (each gradient is freed as soon as it is final: a model too
+  large would keep them all);
+- DeepSpeed and FSDP2: "threads" (CPU thread counts to try for the update); FSDP2 also
+  "reshard_after_forward";
+- hytrain: "gpu_fraction", "stage" (2), "streamed" (ZeRO-3, weights in host memory), "direct" (no
+  overflow check, so that without clipping the update is committed at once, with nothing to
+  preview), "section" (further keys of its section) and "train_batch" (steps are the engine's
+  train_batch).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from experiments.common.model import Batch
+from experiments.common.records import Json
+
+ADAMW: Json = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+OFFLOAD: Json = {"device": "cpu", "pin_memory": True}
+_OVERLAPPED: Json = {"overlap_comm": True, "contiguous_gradients": True}
+ZERO: dict[str, Json] = {
+    # Gradients move to the host during backward, Adam runs after it.
+    "deepspeed_zero2_offload": {"stage": 2, **_OVERLAPPED, "offload_optimizer": OFFLOAD},
+    "deepspeed_zero3_offload": {"stage": 3, **_OVERLAPPED, "offload_optimizer": OFFLOAD},
+    "deepspeed_zero3_streamed": {
+        "stage": 3,
+        "offload_optimizer": OFFLOAD,
+        "offload_param": OFFLOAD,
+    },
+    # A part of the update stays on the GPU. DeepSpeed splits by whole sub-groups: its default of
+    # 1e9 elements gives a 3 B model three of them, and a ratio of 0.5 would be two thirds.
+    "deepspeed_twin_flow": {
+        "stage": 3,
+        **_OVERLAPPED,
+        "sub_group_size": 100_000_000,
+        "offload_optimizer": {**OFFLOAD, "ratio": 0.5},
+    },
+}
+"""DeepSpeed's systems: their "zero_optimization" section."""
+
+MakeModel = Callable[[torch.dtype], Any]
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss, computed by the model itself, in the same way for every system."""
+    return model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False).loss
+
+
+def fused_adamw(parameters: Iterable[Any]) -> torch.optim.AdamW:
+    """torch's fused AdamW, on whatever device the parameters are."""
+    return torch.optim.AdamW(parameters, **ADAMW, fused=True)
+
+
+class System:
+    """Forward and backward only: the limit that the others are compared with, and their protocol.
+
+    Gradients are computed and dropped.
+    """
+
+    thread_candidates: tuple[int, ...] = ()
+    """CPU thread counts to try for the update; the fastest is kept. Empty: the system decides."""
+
+    def __init__(self, model: Any, *, drops: bool = False) -> None:
+        self.model = model
+        self._hooks: list[Any] = []
+        if drops:
+            hooked = (p.register_post_accumulate_grad_hook for p in model.parameters())
+            self._hooks = [register(_drop) for register in hooked]
+
+    def step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Forward and backward of each micro-batch, and the update; waits for nothing.
+
+        Returns:
+            The last micro-batch's loss, detached.
+        """
+        loss = self._add_gradients(batches)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return loss
+
+    def _add_gradients(self, batches: Sequence[Batch]) -> torch.Tensor:
+        for batch in batches:
+            loss = loss_of(self.model, batch)
+            (loss / len(batches)).backward()
+        return loss.detach()
+
+    def observe(self) -> Json | None:
+        """The numbers of the newest step, with its number under "step"; must not wait."""
+        return None
+
+    def drain(self) -> None:
+        """Finish whatever the last step left in flight; most systems leave nothing."""
+
+    def close(self) -> None:
+        """Give everything back; what belongs to the process alone needs no closing."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class AllGpu(System):
+    """Mixed precision where the memory is there: bf16 weights, fp32 masters, fused AdamW."""
+
+    def __init__(self, model: Any, clip: float | None) -> None:
+        super().__init__(model)
+        self._clip = clip
+        self._weights = list(model.parameters())
+        self._masters = [w.detach().float().requires_grad_() for w in self._weights]
+        self._optimizer = fused_adamw(self._masters)
+
+    def step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        loss = self._add_gradients(batches)
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            # The fused kernel refuses bf16 gradients beside fp32 state, and the norm is taken in
+            # fp32. Every weight of this model has a gradient.
+            master.grad = weight.grad.float()
+            weight.grad = None
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._masters, self._clip, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+        return loss
+
+
+class Fsdp2(System):
+    """PyTorch FSDP2 with CPUOffloadPolicy: fp32 weights, gradients and moments live on the host.
+
+    One rank; every decoder layer is a unit of its own, the rest belongs to the root. Measured
+    without clipping: a norm of gradients on the host would be one more pass over all of them before
+    the update, so leaving it out is in this system's favour.
+    """
+
+    def __init__(self, model: Any, job: Json) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        super().__init__(model)
+        device = job["device"]
+        self.thread_candidates = tuple(job.get("threads", ()))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        shard = functools.partial(
+            fully_shard,
+            mesh=init_device_mesh(device, (1,)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+            # Page-locked memory needs a driver.
+            offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda"),
+            reshard_after_forward=job.get("reshard_after_forward", True),
+        )
+        for layer in model.get_submodule("model.layers").children():
+            shard(layer)
+        shard(model)
+        self._optimizer = fused_adamw(model.parameters())
+
+    def step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        loss = self._add_gradients(batches)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def ds_config(job: Json) -> Json:
+    """The DeepSpeed JSON of a job, with hytrain's section where it is hytrain's."""
+    config: Json = {
+        "train_micro_batch_size_per_gpu": job["batch"],
+        "gradient_accumulation_steps": job.get("accumulation", 1),
+        "gradient_clipping": job.get("clip") or 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if job["system"] in ZERO:
+        config["zero_optimization"] = ZERO[job["system"]]
+        return copy.deepcopy(config)  # the engine writes into it
+    zero: Json = {"stage": job.get("stage", 2), "offload_optimizer": OFFLOAD}
+    if job.get("streamed", False):
+        zero |= {"stage": 3, "offload_param": OFFLOAD}
+    if job.get("direct", False):
+        config["bf16"]["check_grad_overflow"] = False
+    section = {"gpu_fraction": job.get("gpu_fraction", "solve"), **job.get("section", {})}
+    return copy.deepcopy({**config, "zero_optimization": zero, "hytrain": section})
+
+
+class DeepSpeed(System):
+    """A DeepSpeedEngine, used as its documentation says."""
+
+    def __init__(self, model: Any, job: Json) -> None:
+        super().__init__(model)
+        self.thread_candidates = tuple(job.get("threads", ()))
+        self._uses_train_batch = job.get("train_batch", False)
+        self.engine: Any = self._initialize(model, ds_config(job))
+
+    def _initialize(self, model: Any, config: Json) -> Any:
+        import deepspeed
+
+        return deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+
+    def step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        if self._uses_train_batch:
+            return self.engine.train_batch(iter(batches))
+        for batch in batches:
+            loss = loss_of(self.engine, batch)
+            self.engine.backward(loss)
+            self.engine.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+class HyTrain(DeepSpeed):
+    """A HyTrainEngine, with what it says about k."""
+
+    def _initialize(self, model: Any, config: Json) -> Any:
+        import hytrain
+
+        return hytrain.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+
+    def observe(self) -> Json | None:
+        statistics = self.engine.step_statistics()
+        return None if statistics is None else dataclasses.asdict(statistics)
+
+    def drain(self) -> None:
+        self.engine.synchronize()
+
+    def decisions(self) -> list[Any]:
+        """About k, oldest first."""
+        return list(self.engine.placement_decisions())
+
+    @property
+    def num_layers(self) -> int:
+        """That k counts."""
+        return self.decisions()[0].num_layers
+
+    def gpu_layers(self) -> int:
+        """Of the last step."""
+        return round(self.engine.step_statistics().gpu_fraction * self.num_layers)
+
+    def place(self, gpu_layers: int) -> None:
+        """From the next step on."""
+        self.engine.set_gpu_fraction(gpu_layers / self.num_layers)
+
+    def costs(self) -> Any:
+        """What the solver has measured; None before that."""
+        return self.engine.optimizer.placement.costs()
+
+
+REFERENCE = "forward_backward"
+NAMES = (REFERENCE, "all_gpu", "fsdp2", "hytrain", *ZERO)
+
+
+def build(job: Json, make_model: MakeModel) -> Any:
+    """The job's system, of a model that is made in the dtype that it wants.
+
+    Raises:
+        ValueError: there is no such system.
+    """
+    name = job["system"]
+    if name not in NAMES:
+        raise ValueError(f"system {name!r} is unknown: choose one of {', '.join(NAMES)}")
+    if name == "fsdp2":
+        return Fsdp2(make_model(torch.float32), job)
+    model = make_model(torch.bfloat16)
+    if name == REFERENCE:
+        return System(model, drops=job.get("drops", False))
+    if name == "all_gpu":
+        return AllGpu(model, job.get("clip"))
+    return HyTrain(model, job) if name == "hytrain" else DeepSpeed(model, job)

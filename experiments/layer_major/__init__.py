@@ -1,1 +1,0 @@
-"""What layer-major accumulation costs and gains: see README.md."""

@@ -1,1 +1,0 @@
-"""Moments of each kind on one GPU and its host."""

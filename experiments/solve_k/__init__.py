@@ -1,1 +1,0 @@
-"""k solved at run time, beside every fixed k."""

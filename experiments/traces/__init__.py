@@ -1,1 +1,0 @@
-"""What traces of real runs say, held against what the runs then do."""

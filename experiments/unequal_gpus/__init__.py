@@ -1,1 +1,0 @@
-"""Claims about GPUs made unequal; see README.md."""

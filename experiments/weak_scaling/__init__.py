@@ -1,1 +1,0 @@
-"""The claim about equal GPUs; see README.md."""

@@ -1,1 +1,0 @@
-"""ZeRO-3: sharded weights, and weights that stay in host memory."""
