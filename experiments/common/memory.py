@@ -27,7 +27,6 @@ class HostMemory:
     """Host bytes in use now."""
 
     rss_bytes: int
-    rss_peak_bytes: int
     machine_used_bytes: int
     """Of the whole machine: page-locked memory counts here even where a driver's mapping
     keeps it out of the process's resident set."""
@@ -39,7 +38,6 @@ def host_memory() -> HostMemory:
     machine = _kilobyte_fields("/proc/meminfo")
     return HostMemory(
         rss_bytes=status["VmRSS"],
-        rss_peak_bytes=status["VmHWM"],
         machine_used_bytes=machine["MemTotal"] - machine["MemAvailable"],
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.records import Json, read_json
+from experiments.common.report import markdown
 from experiments.convergence.cases import (
     ADAMW,
     HYTRAIN,
@@ -48,65 +49,53 @@ def by_case(result: Json) -> Trainings:
     return {case: t for case, t in found.items() if len(t["losses"]) >= WINDOW}
 
 
-def pair_table(trainings: Trainings) -> list[str]:
-    """Markdown: how far two trainings of one seed are apart, seed by seed."""
-    lines = [
-        "| of one seed and data | seed | steps | largest difference | mean | held-out losses |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def pair_rows(trainings: Trainings) -> list[Json]:
+    """How far two trainings of one seed are apart, seed by seed."""
+    found: list[Json] = []
     for one, other in PAIRS:
         for seed in SYSTEM_SEEDS:
             first, second = trainings.get((one, seed)), trainings.get((other, seed))
             if first is None or second is None:
                 continue
             largest, mean = largest_difference(first["losses"], second["losses"])
-            steps = min(len(first["losses"]), len(second["losses"]))
+            row: Json = {"of one seed and data": f"{one} / {other}", "seed": seed}
+            row["steps"] = min(len(first["losses"]), len(second["losses"]))
+            row |= {"largest difference": f"{largest:.4f}", "mean": f"{mean:.4f}"}
             step = last_common_step([first["held_out"], second["held_out"]])
-            ends = "" if step is None else _ends(first, second, step)
-            lines.append(
-                f"| {one} / {other} | {seed} | {steps} | {largest:.4f} | {mean:.4f} | {ends} |"
-            )
-    return lines
+            if step is not None:
+                ends = [each["held_out"][str(step)] for each in (first, second)]
+                row["held-out losses"] = f"{ends[0] - ends[1]:+.4f} after {step}"
+            found.append(row)
+    return found
 
 
-def _ends(first: Json, second: Json, step: int) -> str:
-    one, other = first["held_out"][str(step)], second["held_out"][str(step)]
-    return f"{one:.4f} / {other:.4f} ({one - other:+.4f}) after {step}"
-
-
-def seeds_table(trainings: Trainings) -> list[str]:
-    """Markdown: held-out losses of all seeds, differences of kinds beside those of seeds.
+def seeds_rows(trainings: Trainings) -> list[Json]:
+    """Held-out losses of all seeds, differences of kinds beside those of seeds.
 
     A kind's difference is of trainings with the same seed: they see the same data in the same
     order from the same weights.
     """
-    seeds = sorted({seed for kind, seed in trainings if kind in KINDS})
     used = {case: t for case, t in trainings.items() if case[0] in KINDS and t["status"] == "ok"}
     used = used or {case: t for case, t in trainings.items() if case[0] in KINDS}
     step = last_common_step([t["held_out"] for t in used.values()]) if used else None
     if step is None:
-        return ["(no step after which all were evaluated)"]
+        return []
     loss = {case: t["held_out"][str(step)] for case, t in used.items()}
-    lines = [
-        f"| held-out loss after {step} steps | {' | '.join(f'seed {s}' for s in seeds)} | mean "
-        "| largest - least of seeds | mean difference to fp32 moments | largest, same seed |",
-        "| --- |" + " --- |" * (len(seeds) + 4),
-    ]
+    found: list[Json] = []
     for kind in KINDS:
-        own = {seed: loss[kind, seed] for seed in seeds if (kind, seed) in loss}
+        own = {seed: value for (name, seed), value in loss.items() if name == kind}
         if not own:
             continue
-        base = {s: loss[HYTRAIN, s] for s in own if (HYTRAIN, s) in loss}
-        gaps = [own[s] - base[s] for s in base]
-        far = "" if kind == HYTRAIN or not gaps else f"{max(map(abs, gaps)):.4f}"
-        mean = "" if kind == HYTRAIN or not gaps else f"{statistics.fmean(gaps):+.4f}"
-        cells = [f"{own[s]:.4f}" if s in own else "" for s in seeds]
-        spread = max(own.values()) - min(own.values())
-        lines.append(
-            f"| {kind} | {' | '.join(cells)} | {statistics.fmean(own.values()):.4f} "
-            f"| {spread:.4f} | {mean} | {far} |"
-        )
-    return lines
+        row: Json = {f"held-out loss after {step} steps": kind}
+        row |= {f"seed {seed}": f"{value:.4f}" for seed, value in sorted(own.items())}
+        row["mean"] = f"{statistics.fmean(own.values()):.4f}"
+        row["largest - least of seeds"] = f"{max(own.values()) - min(own.values()):.4f}"
+        gaps = [own[seed] - loss[HYTRAIN, seed] for seed in own if (HYTRAIN, seed) in loss]
+        if gaps and kind != HYTRAIN:
+            row["mean difference to fp32 moments"] = f"{statistics.fmean(gaps):+.4f}"
+            row["largest, same seed"] = f"{max(map(abs, gaps)):.4f}"
+        found.append(row)
+    return found
 
 
 def draw(trainings: Trainings, image: Path) -> None:
@@ -166,15 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainings = by_case(result)
     ended = [f"{t['kind']}, seed {t['seed']}: {t['status']} after {len(t['losses'])}"
              for t in result["trainings"] if t["status"] != "ok"]  # fmt: skip
-    print(
-        result["hardware"],
-        result["options"],
-        "",
-        *pair_table(trainings),
-        "",
-        *seeds_table(trainings),
-        sep="\n",
-    )
+    tables = [markdown(rows(trainings)) for rows in (pair_rows, seeds_rows)]
+    print(result["hardware"], result["options"], "", *tables, sep="\n")
     if ended:
         print("", *ended, sep="\n")
     draw(trainings, options.png or options.result.parent / "convergence.png")

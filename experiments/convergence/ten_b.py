@@ -66,10 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{until - time.monotonic():4.0f} s left: {len(losses)} steps", flush=True)
         finally:
             runner.stop(process)
+        print(*runner.tail(folder / "log"), sep="\n")  # the closing table, or why there is none
         if not result.get("losses"):
-            print(*runner.tail(folder / "log"), sep="\n")
             return 1
-    print("", *table(result), sep="\n")
     draw(result, options.out / "ten_b.png")
     return 0
 
@@ -108,24 +107,6 @@ def _reached(folder: Path) -> Json:
         "gpu_memory_gib": steps[-1].get("gpu_memory_gib") if steps else None,
         "host_memory_gib": steps[-1]["host_memory_gib"] if steps else None,
     }
-
-
-def table(result: Json) -> list[str]:
-    """Markdown: the result in short."""
-    losses, reference = result["losses"], result["reference_seconds"]
-    median, held_out = result["last_median_seconds"], result["held_out"]
-    last = statistics.fmean(losses[-WINDOW:])
-    share = f" ({reference / median:.1%} of the speed of {reference:.3f} s)" if reference else ""
-    gpu = result["gpu_memory_gib"]
-    rows = {
-        "steps; of these clipped": f"{len(losses)}; {result['clipped']}",
-        "loss of the first step; mean of the last": f"{losses[0]:.3f}; {last:.3f}",
-        "held-out losses": "; ".join(f"{v:.3f} after {step}" for step, v in held_out.items()),
-        f"step, median of the last {LAST_STEPS}": f"{median:.3f} s{share}",
-        "k": f"{result['k'][-1]}",
-        "GPU; host memory": f"{gpu or 0.0:.1f}; {result['host_memory_gib']:.1f} GiB",
-    }
-    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())]
 
 
 def draw(result: Json, image: Path) -> None:

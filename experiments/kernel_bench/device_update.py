@@ -9,7 +9,6 @@ layer; "single" is a launch for each parameter group of each layer (``device_ada
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from contextlib import nullcontext
@@ -21,7 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from hytrain.formats.text_table import align
+from experiments.common.records import write_json
+from experiments.common.report import markdown, short
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.model.discovery import LayerParameters
 from hytrain.model.layer_state import LayerState
@@ -43,7 +43,6 @@ KINDS = {
     "by layer": replace(LIMITS, most_layers=1),
     "single": replace(LIMITS, most_layers=1),
 }
-HEADING = ("layers", "groups", "update", "host us", "least", "GPU ms", "least", "G elements/s")
 
 
 def make_layers(count: int, size: int, groups: int, device: torch.device) -> list[LayerState]:
@@ -112,18 +111,14 @@ def rows_of(
     """What is written and printed of a model."""
     rows: list[dict[str, Any]] = []
     for kind, times in found.items():
-        host, gpu = ([pair[which] for pair in times] for which in (0, 1))
+        host, gpu = zip(*times, strict=True)
+        medians = statistics.median(host), statistics.median(gpu)
         rows.append(
             {
-                "layers": name,
-                "groups": groups,
-                "update": kind,
-                "host_us": 1e6 * statistics.median(host),
-                "least_host_us": 1e6 * min(host),
-                "gpu_ms": 1e3 * statistics.median(gpu),
-                "least_gpu_ms": 1e3 * min(gpu),
-                "elements_per_s": elements / statistics.median(gpu),
-                "rounds": len(times),
+                **{"layers": name, "groups": groups, "update": kind, "rounds": len(times)},
+                **{"host_us": short(1e6 * medians[0]), "least_host_us": short(1e6 * min(host))},
+                **{"gpu_ms": short(1e3 * medians[1]), "least_gpu_ms": short(1e3 * min(gpu))},
+                "g_elements_per_s": short(elements / medians[1] / 1e9),
             }
         )
     return rows
@@ -131,7 +126,7 @@ def rows_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON, rewritten after each model")
+    parser.add_argument("--out", type=Path, required=True, help="JSON")
     parser.add_argument("--seconds", type=float, default=14.0, help="for all of it; default 14")
     parser.add_argument("--rounds", type=int, default=60, help="at most, of each model")
     options = parser.parse_args()
@@ -140,23 +135,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
     for number, (name, groups) in enumerate(cases, 1):
-        count, size = MODELS[name]
-        states = make_layers(count, size, groups, device)
+        states = make_layers(*MODELS[name], groups, device)
         deadline = began + options.seconds * number / len(cases)
         found = measure(states, groups, options.rounds, deadline)
         rows += rows_of(name, groups, sum(state.shard_size for state in states), found)
-        options.out.write_text(json.dumps(rows, indent=1))
         del states
-    cells = [
-        [
-            row["layers"], str(row["groups"]), row["update"],
-            f"{row['host_us']:.0f}", f"{row['least_host_us']:.0f}",
-            f"{row['gpu_ms']:.3f}", f"{row['least_gpu_ms']:.3f}",
-            f"{row['elements_per_s'] / 1e9:.1f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    print("\n".join(align([HEADING, *cells], left=(0, 2))))
+    write_json(options.out, {"rows": rows})
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

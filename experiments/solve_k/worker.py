@@ -13,6 +13,7 @@ import torch
 
 from experiments.common.bench import Bench, empty_cache, limit_memory, make_model
 from experiments.common.records import Json
+from experiments.common.sizes import size_of
 from experiments.common.systems import REFERENCE
 from experiments.common.worker import Recorder
 from hytrain.placement.closed_form import closed_form
@@ -164,4 +165,5 @@ def follow(job: Json, recorder: Recorder) -> None:
 def run(job: Json, recorder: Recorder) -> None:
     """The job's plan."""
     limit_memory(job)
+    recorder.put(num_parameters=size_of(job["model"], job.get("layers")).num_parameters)
     {"sweep": sweep, "lowered": lowered, "follow": follow}[job["plan"]](job, recorder)

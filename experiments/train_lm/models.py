@@ -6,7 +6,6 @@ A model is created directly on its device and in its training dtype, so a 13 B m
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,21 +108,17 @@ def _named_config(name: str, seq_len: int) -> PretrainedConfig:
 def _config_from_disk(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not Path(name).exists():
         raise ModelError(
-            f"--model {name} is neither a preset nor a transformers config on this machine "
-            f"({path} does not exist): give one of {', '.join(PRESETS)}, a config.json, or the "
-            "folder that holds it"
+            f"--model {name} is neither a preset nor a transformers config on this machine: give "
+            f"one of {', '.join(PRESETS)}, a config.json, or the folder that holds it"
         )
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{path} is not a transformers config ({type(error).__name__}: {error}): it must be "
-            'a JSON object with a "model_type" that transformers knows'
+            f"{name} is no transformers config ({type(error).__name__}: {error}): it must be a "
+            'JSON object with a "model_type" that transformers knows'
         ) from error
     config.use_cache = False
     return config

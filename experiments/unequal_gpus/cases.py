@@ -75,12 +75,7 @@ OFFLOAD = Case(
     sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16),
     runs=("planned", "even_offload", "no_offload"),
 )
-SLOWDOWN = Case(
-    label="slowdown", speeds=(1.0,), memory=(1.0,), batch=8, sizes=(8,), runs=("slowdown",)
-)
-
 PARTS: dict[str, list[Case]] = {
-    "slowdown": [SLOWDOWN],
     "four": [_speed_case("four", (1.0, 0.5, 0.5, 0.25), 192)],
     "two": [_speed_case("half", (1.0, 0.5), 96), _speed_case("quarter", (1.0, 0.25), 96)],
     "memory": [MEMORY, OFFLOAD],
@@ -89,7 +84,6 @@ PARTS: dict[str, list[Case]] = {
 
 def jobs_of(case: Case, settings: Json) -> list[Json]:
     """The profile with the plan, then each run; "alone" is a world of its own for each GPU."""
-    runs = case.runs if "slowdown" in case.runs else ("profile", *case.runs)
     return [
         {
             "label": f"{case.label} {run}",
@@ -98,5 +92,5 @@ def jobs_of(case: Case, settings: Json) -> list[Json]:
             **{"ranks": len(case.speeds), "separate": run == "alone", "seconds": 60.0},
             **settings,
         }
-        for run in runs
+        for run in ("profile", *case.runs)
     ]

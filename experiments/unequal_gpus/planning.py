@@ -131,11 +131,8 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
         "predicted_seconds": plan.predicted_seconds,
         "unclipped_seconds": plan.unclipped_seconds,
         "clipped_seconds": plan.clipped_seconds,
-        "rank_seconds": [rank.step_seconds for rank in plan.ranks],
         "gpu_gib": [rank.gpu_bytes / GIB for rank in plan.ranks],
         "host_gib": [rank.host_bytes / GIB for rank in plan.ranks],
-        "limits": [rank.limit for rank in plan.ranks],
-        "gap": plan.limits_gap if plan.lower_bound > 0.0 else None,
     }
 
 

@@ -1,6 +1,5 @@
 """Measure unequal GPUs: profile, plan, train, beside each GPU alone and the even split.
 
-    python experiments/unequal_gpus/run.py --part slowdown --out DIR
     python experiments/unequal_gpus/run.py --part two,memory --gpus 4 --out DIR
     python experiments/unequal_gpus/run.py --part two --out DIR --device cpu --model toy
 
@@ -92,8 +91,6 @@ def rows(result: Json) -> list[Json]:
                 row[run] = record["status"]
             elif run == "profile":
                 row |= _plan(ranks[0])
-            elif run == "slowdown":
-                row |= {key: value for key, value in ranks[0].items() if key.startswith("multi")}
             else:
                 row[run] = _trained(run, ranks)
                 if run.startswith("planned"):

@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hytrain
-from experiments.common.bench import empty_cache
 from experiments.common.memory import gpu_memory, reset_gpu_peak
 from experiments.common.model import Batch, build_model, checkpoint, model_config
 from experiments.common.records import GIB, Json
 from experiments.common.sizes import size_of
-from experiments.common.systems import ADAMW, OFFLOAD, loss_of
+from experiments.common.systems import ADAMW, OFFLOAD
 from experiments.common.timing import clipped_share, synchronize
 from experiments.common.worker import Recorder
 from experiments.unequal_gpus import planning
@@ -43,8 +41,6 @@ COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
 """Sizes of a layer's collectives; a block of the 3 B model has 216 MiB."""
 NUM_BATCHES = 4
 """Of different tokens, which take turns."""
-COUNTS = (128, 120, 112, 104, 96, 64, 56, 48, 40, 32, 24)
-"""Multiprocessors that part slowdown tries."""
 
 
 class Bench:
@@ -151,22 +147,6 @@ class Bench:
 
         return MeasuredModel(name=self.job["model"], build=build, seq_len=self.job["seq"])
 
-    def slowdown(self) -> Json:
-        """Speeds of forward and backward with fewer and fewer multiprocessors; the first is 1."""
-        batch, model = self.batch(self.case["batch"]), build_model(self.job, torch.bfloat16)
-        rows: list[tuple[int, float, float]] = []
-        for asked in COUNTS if self.is_cuda else COUNTS[:1]:
-            limited = limited_stream(asked, self.rank) if self.is_cuda else None
-            stream = None if limited is None else limited.stream
-            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                forward, backward = _passes(model, batch, self.job["device"])
-            rows.append((asked if limited is None else limited.granted, forward, backward))
-            # Each stream has memory of its own in torch's cache.
-            empty_cache()
-        _, *first = rows[0]
-        speeds = [[n, *(a / b for a, b in zip(first, own, strict=True))] for n, *own in rows]
-        return {"multiprocessors_forward_backward": speeds}
-
     # -- training ------------------------------------------------------------------------------
 
     def alone(self, profile: ProfileFile, share: int) -> Json:
@@ -252,32 +232,11 @@ def vars_of(row: Any) -> Json:
     return {"clip_coefficient": 1.0 if coefficient is None else coefficient}
 
 
-def _passes(model: Any, batch: Batch, device: str) -> tuple[float, float]:
-    """Median seconds of forward and of backward, after one of each for warming up."""
-    seconds: list[tuple[float, float]] = []
-    for _ in range(3):
-        synchronize(device)
-        marks = [time.perf_counter()]
-        loss = loss_of(model, batch)
-        synchronize(device)
-        marks.append(time.perf_counter())
-        loss.backward()
-        synchronize(device)
-        marks.append(time.perf_counter())
-        model.zero_grad(set_to_none=True)
-        seconds.append((marks[1] - marks[0], marks[2] - marks[1]))
-    forward, backward = zip(*seconds[1:], strict=True)
-    return statistics.median(forward), statistics.median(backward)
-
-
 def run(job: Json, recorder: Recorder) -> None:
     """The job's run; later ones read what the profile's rank 0 has written."""
     bench, kind = Bench(job), job["run"]
     case_folder = Path(job["folder"]).parent / f"{job['case']['label']}_profile"
     with bench.slowed():
-        if kind == "slowdown":
-            recorder.put(**bench.slowdown())
-            return
         if kind == "profile":
             recorder.put(**bench.profile(case_folder))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,19 @@ def test_what_is_kept_is_printed(experiment: str, capsys: pytest.CaptureFixture[
     assert command.main([experiment, str(ROOT / experiment / "results.json")]) == 0
     text = capsys.readouterr().out
     assert text.count("\n| ") >= len(read_json(ROOT / experiment / "results.json")["rows"])
+
+
+def test_the_published_ten_b_setting() -> None:
+    found = read_json(ROOT / "convergence" / "ten_b.json")
+    text = " ".join((ROOT / "convergence" / "README.md").read_text().split())
+    losses, held_out = found["losses"], found["held_out"]
+    last = statistics.fmean(losses[-20:])
+    assert f"Loss {losses[0]:.3f} at the first step, {last:.3f} in the mean of the last 20" in text
+    assert f"held out {held_out['0']:.3f} before, {held_out['300']:.3f} after" in text
+    share = found["reference_seconds"] / found["last_median_seconds"]
+    assert f"**{found['last_median_seconds']:.3f} s a step**" in text
+    assert f"{share:.0%}".replace("%", " %") + " of the speed" in text
+    assert len(losses) == len(found["step_seconds"]) == len(found["k"]) == 300
 
 
 def test_verdicts() -> None:
