@@ -3,9 +3,8 @@
     {"traceEvents": [...], "displayTimeUnit": "ms", "hytrain": {"format": 1, "rank": 0, ...}}
 
 vizviewer and ui.perfetto.dev open it. ``pid`` is the rank; a lane is a ``tid`` with a thread_name.
-Times are microseconds of CLOCK_MONOTONIC of the rank's host. In a file of several ranks "hytrain"
-is a list with each rank's header. A file without "hytrain" is foreign (torch.profiler's, say):
-it can be read as well, and has no header.
+Times are microseconds of CLOCK_MONOTONIC of the rank's host. A file without "hytrain" is foreign
+(torch.profiler's, say): it can be read as well, and has no header.
 
 Here are the names that the recorder writes and the report reads, and the checks of a file. What an
 event of a foreign trace means is the report's business (tools/trace/).
@@ -16,7 +15,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
@@ -111,6 +110,9 @@ ARG_THREADS: Final = "threads"
 """Of CPU Adam: how many threads worked on it, where one lane stands for all."""
 ARG_LAUNCHED: Final = "launched"
 """Of GPU spans: when the host had launched it, in the microseconds of "ts": it begins no sooner."""
+ARG_GPU_ENERGY: Final = "gpu_energy_j"
+ARG_CPU_ENERGY: Final = "cpu_energy_j"
+"""Of a step: joules of the rank's GPU, and of all processors of the host."""
 ARG_SLOT: Final = "slot"
 """Of a gradient D2H: number of the pinned slot that it goes to, free when its last one was used."""
 
@@ -187,13 +189,13 @@ class TraceHeader(_Part):
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A file's events, checked by :func:`read_trace`, and the headers of its ranks."""
+    """A file's events, checked by :func:`read_trace`."""
 
     path: Path
     events: list[dict[str, Any]]
     """Of ph "X" (with finite "ts" and "dur" at or above 0) and of every other kind."""
-    headers: tuple[TraceHeader, ...]
-    """By rank; empty for a foreign trace."""
+    header: TraceHeader | None
+    """None for a foreign trace."""
     top: Mapping[str, Any]
     """What else the file has beside "traceEvents" and "hytrain"."""
 
@@ -218,11 +220,11 @@ def read_trace(path: Path) -> TraceFile:
         )
     events = values.pop("traceEvents")
     found = values.pop(HEADER_KEY, None)
-    headers = () if found is None else tuple(_headers(path, found))
+    header = None if found is None else _header(path, found)
     for number, event in enumerate(events):
         if problem := _event_problem(event):
             raise TraceError(f"the trace {path}, event {number}: {problem}")
-    return TraceFile(path=path, events=events, headers=headers, top=values)
+    return TraceFile(path=path, events=events, header=header, top=values)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -242,21 +244,14 @@ def _some_keys(values: Mapping[str, Any]) -> str:
     return ", ".join(keys) + (", ..." if len(values) > 4 else "") if keys else "no keys"
 
 
-def _headers(path: Path, found: Any) -> Iterator[TraceHeader]:
-    entries = found if isinstance(found, list) else [found]
-    ranks: set[int] = set()
-    for entry in entries:
-        version = entry.get("format") if isinstance(entry, dict) else None
-        if version != FORMAT:
-            raise TraceError(
-                f"the trace {path} has format {_short(version)}, this hytrain reads {FORMAT}: "
-                "record again, or use the hytrain that recorded it"
-            )
-        header = checked(TraceHeader, entry, f"the trace {path}, {HEADER_KEY}", TraceError)
-        if header.rank in ranks:
-            raise TraceError(f"the trace {path} has rank {header.rank} twice")
-        ranks.add(header.rank)
-        yield header
+def _header(path: Path, found: Any) -> TraceHeader:
+    version = found.get("format") if isinstance(found, dict) else None
+    if version != FORMAT:
+        raise TraceError(
+            f"the trace {path} has format {_short(version)}, this hytrain reads {FORMAT}: "
+            "record again, or use the hytrain that recorded it"
+        )
+    return checked(TraceHeader, found, f"the trace {path}, {HEADER_KEY}", TraceError)
 
 
 def _event_problem(event: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""A file a rank: collectives of each layer, one clock, and the files as one."""
+"""A file a rank: collectives of each layer, and one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from harness import RankPools
 from support.traces import Trace
 
 from hytrain.formats import trace_file as names
-from hytrain.tools.cli import main
 
 LAYERS = range(6)
 
@@ -20,7 +19,7 @@ def test_collectives_of_each_layer(ranks: RankPools, tmp_path: Path, stage: int)
     ranks(2).run(cases.record, str(tmp_path), stage)
     for rank in range(2):
         trace = Trace.read(tmp_path / f"trace_rank{rank}.json")
-        (header,) = trace.file.headers
+        header = trace.header
         assert (header.rank, header.world_size) == (rank, 2)
         assert header.steps == (3, 4)
         for step, (begin, end) in trace.steps(rank).items():
@@ -44,20 +43,17 @@ def test_training_is_the_same(ranks: RankPools, tmp_path: Path) -> None:
     assert ranks(2).run(cases.results_with_and_without, str(tmp_path)) == [True, True]
 
 
-def test_the_files_become_one(ranks: RankPools, tmp_path: Path) -> None:
+def test_ranks_of_one_host_are_on_one_clock(ranks: RankPools, tmp_path: Path) -> None:
+    """They meet in their collectives at the same time."""
     ranks(2).run(cases.record, str(tmp_path), 2)
-    files = [str(tmp_path / f"trace_rank{rank}.json") for rank in range(2)]
-    out = tmp_path / "all.json"
-    assert main(["trace", "merge", *files, "--out", str(out)]) == 0
-    merged = Trace.read(out)
-    assert [header.rank for header in merged.file.headers] == [0, 1]
-    for rank in range(2):
-        alone = Trace.read(Path(files[rank]))
-        for lane in (names.STEPS, names.CPU_ADAM, names.GPU_COMMUNICATION):
-            assert len(merged.spans(lane, rank)) == len(alone.spans(lane, rank)) > 0
-    # Ranks of one host meet in their collectives at the same time.
     first, second = (
-        [e for e in merged.spans(names.GPU_COMMUNICATION, rank) if "reduce" in e["name"]]
+        [
+            e
+            for e in Trace.read(tmp_path / f"trace_rank{rank}.json").spans(
+                names.GPU_COMMUNICATION, rank
+            )
+            if "reduce" in e["name"]
+        ]
         for rank in range(2)
     )
     assert len(first) == len(second) > 0

@@ -54,7 +54,8 @@ class Schedule:
     slots: int = 0
     """Pinned memory for so many gradients, each kept until the layer's next update; 0: enough."""
     peaks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    power: float | None = None
+    gpu_joules: float | None = None
+    """Of each step."""
 
     def fault(
         self, what: str, more: int, rank: int = -1, step: int = -1, layer: int = -1
@@ -179,7 +180,8 @@ def simulate(schedule: Schedule) -> list[Rank]:
         _backward(schedule, ranks, step)
         for rank, begin in zip(ranks, begins, strict=True):
             _finish(rank, step)
-            rank.span(names.STEPS, f"step {step}", begin, rank.host, step=step)
+            args = {names.ARG_STEP: step, names.ARG_GPU_ENERGY: schedule.gpu_joules}
+            rank.span(names.STEPS, f"step {step}", begin, rank.host, **args)
     return ranks
 
 
@@ -262,8 +264,6 @@ def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> li
         begin = next(one["ts"] for one in rank.events if one["name"] == f"step {first}")
         events = [one for one in rank.events if one["ts"] >= begin]
         events = [*_metadata(rank.rank), *events]
-        if schedule.power is not None:
-            events += [_power(rank.rank, time, schedule.power) for time in (START, rank.host)]
         path = folder / f"trace_rank{rank.rank}.json"
         text = {"traceEvents": events, "displayTimeUnit": "ms", "hytrain": values | header}
         path.write_text(json.dumps(text), encoding="utf-8")
@@ -280,8 +280,3 @@ def _metadata(rank: int) -> list[dict[str, Any]]:
         events.append(common | {"name": "thread_name", "args": {"name": lane}})
         events.append(common | {"name": "thread_sort_index", "args": {"sort_index": number}})
     return events
-
-
-def _power(rank: int, time: int, watts: float) -> dict[str, Any]:
-    common = {"ph": "C", "name": names.COUNTER_GPU_POWER, "pid": rank, "tid": 0}
-    return common | {"ts": float(time), "args": {"value": watts}}

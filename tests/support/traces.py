@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hytrain.formats import trace_file as names
-from hytrain.formats.trace_file import TraceFile, read_trace
+from hytrain.formats.trace_file import TraceFile, TraceHeader, read_trace
 from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 
@@ -57,6 +57,12 @@ class Trace:
     def read(cls, path: Path) -> Trace:
         """With the format's checks."""
         return cls(read_trace(path))
+
+    @property
+    def header(self) -> TraceHeader:
+        """Of the rank that has recorded it."""
+        assert self.file.header is not None
+        return self.file.header
 
     @property
     def lane_of(self) -> dict[tuple[Any, Any], str]:

@@ -1,13 +1,14 @@
-"""`hytrain trace`: report, compare and merge."""
+"""`hytrain trace`: report and compare."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from hytrain.formats.text_table import fold
-from hytrain.tools.cli.arguments import check_outputs, check_picture
+from hytrain.tools.cli.arguments import check_outputs
 
 _REPORT = (
     "How well GPU, copies and CPU overlap, what the GPU waits for and why, and what a change would "
@@ -27,33 +28,9 @@ def add(trace: argparse.ArgumentParser) -> None:
     for name, words in (("A", "before"), ("B", "after")):
         compare.add_argument(f"file_{name.lower()}", type=Path, metavar=name, help=words)
     compare.set_defaults(run=_compare)
-    _add_merge(commands.add_parser("merge", help="the traces of several ranks as one file"))
     for command in (report, compare):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--html", type=Path, metavar="OUT", help="the picture, to zoom into")
-        command.add_argument("--png", type=Path, metavar="OUT", help="the picture of one step")
-        command.add_argument("--dark", action="store_true", help="a PNG with a dark background")
-
-
-def _check_outputs(arguments: argparse.Namespace, files: list[tuple[str, Path | None]]) -> None:
-    check_picture("--png", arguments.png)
-    check_outputs({"--html": arguments.html, "--png": arguments.png}, files)
-
-
-def _add_merge(merge: argparse.ArgumentParser) -> None:
-    merge.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a rank's trace each")
-    merge.add_argument("--out", required=True, type=Path, help="file to write (.json or .json.gz)")
-    merge.set_defaults(run=_merge)
-
-
-def _merge(arguments: argparse.Namespace) -> int:
-    # Imported here: `hytrain --help` should not wait for pydantic.
-    from hytrain.tools.trace.merge import merge_files
-
-    inputs = [("FILE", path) for path in arguments.files]
-    check_outputs({"--out": arguments.out}, inputs)
-    print(merge_files(arguments.files, arguments.out))
-    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -62,16 +39,12 @@ def _report(arguments: argparse.Namespace) -> int:
     from hytrain.tools.trace.load import load
     from hytrain.tools.trace.words import report, sentences
 
-    _check_outputs(arguments, [("FILE", path) for path in arguments.files])
+    check_outputs({"--html": arguments.html}, [("FILE", path) for path in arguments.files])
     analysis = analyse(load(arguments.files))
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 
         write_page(arguments.html, [("", analysis)], sentences(analysis))
-    if arguments.png is not None:
-        from hytrain.tools.trace.chart import draw_steps
-
-        draw_steps(arguments.png, [("", analysis)], sentences(analysis), dark=arguments.dark)
     if arguments.json:
         words = dict(zip(("overlap", "waits", "change"), sentences(analysis), strict=True))
         print(json.dumps({"sentences": words} | as_json(analysis), indent=1))
@@ -82,27 +55,23 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from hytrain.tools.trace.analysis import analyse
-    from hytrain.tools.trace.compare import compare, compare_json, compare_text
+    from hytrain.tools.trace.compare import compare, compare_text
     from hytrain.tools.trace.load import load
 
     paths: list[Path] = [arguments.file_a, arguments.file_b]
-    _check_outputs(arguments, [("A", paths[0]), ("B", paths[1])])
-    runs = [(name, analyse(load([path]))) for name, path in zip("AB", paths, strict=True)]
-    comparison = compare(runs[0][1], runs[1][1])
-    # Files of two runs are mostly called the same: their folders tell them apart.
-    is_same = paths[0].name == paths[1].name
-    shown = [path.absolute().parent.name if is_same else path.name for path in paths]
-    titled = [(f"{name}: {title}", run) for (name, run), title in zip(runs, shown, strict=True)]
+    check_outputs({"--html": arguments.html}, [("A", paths[0]), ("B", paths[1])])
+    before, after = (analyse(load([path])) for path in paths)
+    comparison = compare(before, after)
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 
+        # Files of two runs are mostly called the same: their folders tell them apart.
+        is_same = paths[0].name == paths[1].name
+        shown = [path.absolute().parent.name if is_same else path.name for path in paths]
+        titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]
         write_page(arguments.html, titled, comparison.sentences)
-    if arguments.png is not None:
-        from hytrain.tools.trace.chart import draw_steps
-
-        draw_steps(arguments.png, titled, comparison.sentences, dark=arguments.dark)
     if arguments.json:
-        print(json.dumps(compare_json(comparison), indent=1))
+        print(json.dumps(asdict(comparison), indent=1))
     else:
         print(fold(compare_text(comparison)))
     return 0

@@ -3,5 +3,5 @@
 ``load`` makes :class:`~hytrain.tools.trace.spans.RankTrace` of files, ours (``ours``) and foreign
 ones (``kineto``); ``graph`` has the dependencies between spans, ``blockers`` the cause of every
 idle interval, ``accounts`` what is hidden, exposed and blocking, ``replay`` the ceilings of fixes;
-``analysis`` puts it together, ``words`` tells it, ``viewer`` and ``chart`` draw it.
+``analysis`` puts it together, ``words`` tells it, ``viewer`` draws it.
 """

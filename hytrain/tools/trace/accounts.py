@@ -11,25 +11,26 @@ Everything is a union of intervals. Of an activity's time (any of its spans runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.blockers import Blame, Blockers
 from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs
-from hytrain.tools.trace.spans import NONE, RankTrace, Spans, Step
+from hytrain.tools.trace.spans import BACKWARD, FORWARD, NONE, RECOMPUTE, RankTrace, Spans, Step
 
-FORWARD: Final = "forward"
-BACKWARD: Final = "backward"
 GPU_UPDATE: Final = "update on the GPU"
 CPU_UPDATE: Final = "update on the CPU"
 D2H: Final = "gradient D2H"
 H2D: Final = "weights H2D"
 COMMUNICATION: Final = "communication"
 OTHER: Final = "other compute"
-RECOMPUTE: Final = "recompute"
 ACTIVITIES: Final = (FORWARD, BACKWARD, GPU_UPDATE, CPU_UPDATE, D2H, H2D, COMMUNICATION)
 """Backward has what is computed again for it."""
 
@@ -43,18 +44,19 @@ _BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
     H2D: (causes.WEIGHT_COPY,),
     COMMUNICATION: (causes.COMMUNICATION, causes.SLOW_RANK),
 }
-_COMPUTE: Final = (FORWARD, BACKWARD, GPU_UPDATE)
-_OF_RESOURCE: Final = {
-    GPU_UPDATE: kinds.GPU_UPDATE,
-    CPU_UPDATE: kinds.CPU_UPDATE,
-    D2H: kinds.D2H,
-    H2D: kinds.H2D,
-    COMMUNICATION: kinds.COMMUNICATION,
+_SPANS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    FORWARD: (kinds.COMPUTE, (FORWARD,)),
+    BACKWARD: (kinds.COMPUTE, (BACKWARD, RECOMPUTE)),
+    GPU_UPDATE: (kinds.GPU_UPDATE, ()),
+    CPU_UPDATE: (kinds.CPU_UPDATE, ()),
+    D2H: (kinds.D2H, ()),
+    H2D: (kinds.H2D, ()),
+    COMMUNICATION: (kinds.COMMUNICATION, ()),
 }
+"""Activity -> resource, and of which passes of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """Nanoseconds of an activity; total is hidden + exposed, blocking a part of exposed."""
 
     total: int
@@ -84,20 +86,17 @@ class StepAccount:
         return sum(self.parts[part] for part in COMPUTE_PARTS)
 
 
-def activity_spans(rank: RankTrace, activity: str) -> Spans:
-    """The spans of one of ACTIVITIES."""
-    if activity in _OF_RESOURCE:
-        return rank[_OF_RESOURCE[activity]]
-    compute = rank[kinds.COMPUTE]
-    if activity == FORWARD:
-        return compute.select(compute.detail == kinds.FORWARD)
-    return compute.select((compute.detail == kinds.BACKWARD) | (compute.detail == kinds.RECOMPUTE))
+def overlap(steps: Sequence[StepAccount], activity: str, layer: int | None = None) -> Overlap:
+    """An activity's in all of the steps together, of one layer or of all."""
+    found = [one.activities if layer is None else one.layers.get(layer, {}) for one in steps]
+    rows = [activities[activity] for activities in found if activity in activities]
+    return Overlap(*(sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True)))
 
 
 def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
     """All steps of a rank."""
     computes = _compute_parts(rank)
-    spans = {activity: activity_spans(rank, activity) for activity in ACTIVITIES}
+    spans = {activity: _activity_spans(rank, activity) for activity in ACTIVITIES}
     layers = sorted({n for rows in spans.values() for n in set(rows.layer.tolist())} - {NONE})
     covered = {activity: rows.covered() for activity, rows in spans.items()}
     by_layer = {
@@ -106,10 +105,10 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
         }
         for layer in layers
     }
-    whole = rank.busy()
     # What hides an activity: other compute than its own.
+    own = {name: (*passes, name) for name, (_, passes) in _SPANS.items()}
     others = {
-        activity: _except(computes, activity) if activity in _COMPUTE else whole
+        activity: _union(computes[part] for part in COMPUTE_PARTS if part not in own[activity])
         for activity in ACTIVITIES
     }
     accounts: list[StepAccount] = []
@@ -129,27 +128,28 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
     return tuple(accounts)
 
 
+def _activity_spans(rank: RankTrace, activity: str) -> Spans:
+    resource, passes = _SPANS[activity]
+    spans = rank[resource]
+    return spans.select(np.isin(spans.detail, passes)) if passes else spans
+
+
 def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
     """Of all compute what belongs to each part, disjoint."""
-    names = {FORWARD: kinds.FORWARD, BACKWARD: kinds.BACKWARD, RECOMPUTE: kinds.RECOMPUTE}
-    parts = {part: rank.compute_by_pass(name).covered() for part, name in names.items()}
-    parts[OTHER] = rank[kinds.COMPUTE].covered()
-    parts[GPU_UPDATE] = rank[kinds.GPU_UPDATE].covered()
+    compute = rank[kinds.COMPUTE]
+    parts = {
+        part: compute.select(compute.detail == part).covered()
+        for part in (FORWARD, BACKWARD, RECOMPUTE)
+    }
+    parts |= {OTHER: compute.covered(), GPU_UPDATE: rank[kinds.GPU_UPDATE].covered()}
     taken = EMPTY
     for part in COMPUTE_PARTS:
-        mine = parts[part]
-        parts[part] = mine - taken
-        taken = taken | mine
+        parts[part], taken = parts[part] - taken, taken | parts[part]
     return parts
 
 
-def _except(computes: Mapping[str, Intervals], activity: str) -> Intervals:
-    own = (BACKWARD, RECOMPUTE) if activity == BACKWARD else (activity,)
-    rest = EMPTY
-    for part, intervals in computes.items():
-        if part not in own:
-            rest = rest | intervals
-    return rest
+def _union(sets: Iterable[Intervals]) -> Intervals:
+    return functools.reduce(operator.or_, sets, EMPTY)
 
 
 def _parts(computes: Mapping[str, Intervals], idle: Sequence[Blame], step: Step) -> dict[str, int]:

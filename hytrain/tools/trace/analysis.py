@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from hytrain.tools.trace.rates import Energy, Rate, energy, rates
 from hytrain.tools.trace.replay import Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 
+_Key = TypeVar("_Key")
 _SLOW: Final = 1.5
 """A layer is slow that takes so many times the median of all."""
 _SLOW_LEAST: Final = 0.01
@@ -74,6 +76,11 @@ class Analysis:
         """The mean of a rank's steps."""
         return float(np.mean([one.step.length for one in self.steps[rank]])) * 1e-9
 
+    def busy_share(self, rank: int) -> float:
+        """Of a rank's mean step, in which its GPU computes."""
+        steps = self.steps[rank]
+        return sum(one.busy for one in steps) / sum(one.step.length for one in steps)
+
     @property
     def slowest(self) -> int:
         """The rank that computes longest a step: the others wait for it."""
@@ -108,12 +115,11 @@ def analyse(ranks: Sequence[RankTrace]) -> Analysis:
 
 
 def _critical(rank: RankTrace, walker: Blockers) -> dict[str, float]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for step in rank.steps:
         for blame in walker.critical_path(step.begin, step.end):
-            found[blame.cause] = found.get(blame.cause, 0) + blame.length
-    ordered = sorted(found.items(), key=lambda item: -item[1])
-    return {cause: length / len(rank.steps) * 1e-9 for cause, length in ordered}
+            found[blame.cause] += blame.length
+    return {cause: length / len(rank.steps) * 1e-9 for cause, length in found.most_common()}
 
 
 def _causes(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[Cause, ...]:
@@ -123,26 +129,25 @@ def _causes(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[Cause, ...]:
             blames = [b for one in of_rank for b in one.idle if b.cause == cause]
             if not (total := sum(blame.length for blame in blames)):
                 continue
-            by_layer = _sums((b.layer, b.length) for b in blames if b.layer != NONE)
-            by_detail = _sums((b.detail, b.length) for b in blames if b.detail)
-            by_rank = _sums((b.rank, b.length) for b in blames if b.rank != NONE)
-            layer = _largest(by_layer, NONE)
-            share = by_layer.get(layer, 0) / total
+            layer, of_layer = _most((b.layer, b.length) for b in blames if b.layer != NONE)
+            detail, _ = _most((b.detail, b.length) for b in blames if b.detail)
+            late, _ = _most((b.rank, b.length) for b in blames if b.rank != NONE)
             seconds = total / len(of_rank) * 1e-9
-            detail, late = _largest(by_detail, ""), _largest(by_rank, NONE)
-            found.append(Cause(rank, cause, seconds, layer, share, detail, late))
+            found.append(
+                Cause(
+                    *(rank, cause, seconds, NONE if layer is None else layer, of_layer / total),
+                    *(detail or "", NONE if late is None else late),
+                )
+            )
     return tuple(sorted(found, key=lambda one: -one.seconds))
 
 
-def _sums(pairs: Any) -> dict[Any, int]:
-    found: dict[Any, int] = {}
+def _most(pairs: Iterable[tuple[_Key, int]]) -> tuple[_Key | None, int]:
+    """The key with most of the time, and its time."""
+    sums: Counter[_Key] = Counter()
     for key, length in pairs:
-        found[key] = found.get(key, 0) + length
-    return found
-
-
-def _largest(sums: Mapping[Any, int], otherwise: Any) -> Any:
-    return max(sums, key=lambda key: sums[key], default=otherwise)
+        sums[key] += length
+    return max(sums.items(), key=lambda item: item[1], default=(None, 0))
 
 
 def _slow_layers(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[SlowLayer, ...]:
@@ -181,87 +186,51 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     return {
         "ranks": [_rank_json(analysis, rank) for rank in analysis.ranks],
         "slowest_rank": analysis.slowest,
-        "causes": [
-            _without_none(
-                **{"rank": c.rank, "cause": c.cause, "seconds_per_step": c.seconds},
-                **{"layer": _known(c.layer), "layer_share": c.layer_share or None},
-                **{"detail": c.detail or None, "late_rank": _known(c.late_rank)},
-            )
-            for c in analysis.causes
-        ],
-        "slow_layers": [
-            {
-                **{"rank": s.rank, "layer": s.layer, "activity": s.activity, "seconds": s.seconds},
-                **{"usual_seconds": s.usual, "beside": "ranks" if s.is_beside_ranks else "layers"},
-            }
-            for s in analysis.slow_layers
-        ],
-        "fixes": [
-            {"fix": f.name, "step_seconds": f.step_seconds, "gain_at_most": f.gain, "if": f.words}
-            for f in analysis.fixes
-        ],
+        "causes": [_known(asdict(cause)) for cause in analysis.causes],
+        "slow_layers": [asdict(layer) for layer in analysis.slow_layers],
+        "fixes": [asdict(fix) for fix in analysis.fixes],
     }
 
 
-def _known(number: int) -> int | None:
-    return None if number == NONE else number
-
-
-def _without_none(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what names nothing."""
+    return {key: value for key, value in values.items() if value not in (NONE, "")}
 
 
 def _rank_json(analysis: Analysis, rank: RankTrace) -> dict[str, Any]:
-    header, power = rank.header, analysis.energy[rank.rank]
+    energy = analysis.energy[rank.rank]
     return {
         "rank": rank.rank,
         "file": str(rank.path),
-        "recorder": "hytrain" if header is not None else "foreign",
+        "header": None if rank.header is None else rank.header.model_dump(mode="json"),
         "compute": "kernels" if rank.are_kernels else "layers",
         "unknown": list(rank.unknown),
         "step_seconds": analysis.step_seconds(rank.rank),
-        "predicted_step_seconds": header.predicted_step_s if header else None,
-        "unprofiled_step_seconds": header.unprofiled_step_s if header else None,
-        "recording_overhead": header.recording_overhead if header else None,
-        "overwritten": bool(header and header.overwritten),
-        "dropped_spans": header.dropped_spans if header else 0,
         "critical_path_seconds": dict(analysis.critical[rank.rank]),
         "rates": [
-            {
-                **{"name": r.name, "unit": r.unit, "achieved": r.achieved, "peak": r.peak},
-                **{"share_of_peak": r.share, "busy_share": r.busy_share},
-            }
-            for r in analysis.rates[rank.rank]
+            asdict(rate) | {"share_of_peak": rate.share} for rate in analysis.rates[rank.rank]
         ],
-        "energy": None
-        if power is None
-        else {
-            **{"gpu_joules_per_step": power.gpu, "cpu_joules_per_step": power.cpu},
-            "tokens_per_joule": power.tokens_per_joule,
-        },
+        "energy": None if energy is None else asdict(energy),
         "steps": [_step_json(one) for one in analysis.steps[rank.rank]],
     }
 
 
 def _step_json(one: StepAccount) -> dict[str, Any]:
+    idle = [
+        {"begin_ns": b.begin - one.step.begin, "length_ns": b.length, "cause": b.cause}
+        | _known({"evidence": b.evidence, "layer": b.layer, "rank": b.rank, "detail": b.detail})
+        for b in one.idle
+    ]
     return {
         "step": one.step.number,
         "begin_ns": one.step.begin,
         "length_ns": one.step.length,
         "gpu_busy_ns": one.busy,
         "parts_ns": {part: length for part, length in one.parts.items() if length},
-        "activities_ns": {name: asdict(o) for name, o in one.activities.items()},
-        "layers": [
-            {"layer": layer, **{name: asdict(o) for name, o in activities.items()}}
+        "activities_ns": {name: o._asdict() for name, o in one.activities.items()},
+        "layers_ns": {
+            layer: {name: o._asdict() for name, o in activities.items()}
             for layer, activities in one.layers.items()
-            if activities
-        ],
-        "idle": [
-            _without_none(
-                **{"begin_ns": b.begin - one.step.begin, "length_ns": b.length, "cause": b.cause},
-                **{"evidence": b.evidence or None, "layer": _known(b.layer)},
-                **{"rank": _known(b.rank), "detail": b.detail or None},
-            )
-            for b in one.idle
-        ],
+        },
+        "idle": idle,
     }

@@ -8,7 +8,6 @@ where there is nothing that proves a cause it is unresolved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -50,14 +49,11 @@ CAUSES: Final = (
 
 _BY_RESOURCE: Final = {
     kinds.COMPUTE: COMPUTE,
-    kinds.GPU_UPDATE: COMPUTE,
+    kinds.GPU_UPDATE: "update on the GPU",
     kinds.COMMUNICATION: COMMUNICATION,
     kinds.D2H: GRADIENT_COPY,
     kinds.H2D: WEIGHT_COPY,
     kinds.CPU_UPDATE: CPU_ADAM,
-}
-_COMPUTE_CAUSE: Final = {kinds.FORWARD: "forward", kinds.BACKWARD: "backward"} | {
-    kinds.RECOMPUTE: "recompute"
 }
 _LATE: Final = {
     kinds.D2H: LATE_GRADIENT_COPY,
@@ -80,8 +76,7 @@ _TIMING: Final = 20_000
 _LONGEST_CHAIN: Final = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(NamedTuple):
     """What the chain leads to in [begin, end)."""
 
     begin: int
@@ -89,8 +84,6 @@ class Blame:
     cause: str
     evidence: str
     """What proves it: "dependency", "launch" (its time), "host" (its state), "timing" or ""."""
-    node: int = NONE
-    """Of the graph."""
     layer: int = NONE
     rank: int = NONE
     """Where the chain is at that time, if not on the rank that waits."""
@@ -105,13 +98,7 @@ class Blame:
     def cut(self, begin: int, end: int) -> Blame | None:
         """The part in [begin, end)."""
         low, high = max(self.begin, begin), min(self.end, end)
-        if low >= high:
-            return None
-        if (low, high) == (self.begin, self.end):
-            return self
-        return Blame(
-            *(low, high, self.cause, self.evidence, self.node, self.layer, self.rank, self.detail)
-        )
+        return self._replace(begin=low, end=high) if low < high else None
 
 
 class _Cursor(NamedTuple):
@@ -227,7 +214,7 @@ class Blockers:
             if beside is not None and (before is None or beside.end > finished):
                 end = max(min(beside.end, cursor.time), cursor.limit)
                 if end < cursor.time:
-                    found.append(Blame(end, cursor.time, UNRESOLVED, "", node.number, node.layer))
+                    found.append(Blame(end, cursor.time, UNRESOLVED, "", node.layer))
                 return self._through(beside, _Cursor(end, cursor.limit), found, "timing")
             found += self._slack(node, before, finished, cursor.time)
         if before is None or finished <= cursor.limit:
@@ -246,33 +233,25 @@ class Blockers:
         return (late if start > node.begin else node), _Cursor(low, cursor.limit), found
 
     def _blame(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
-        cause = _BY_RESOURCE[node.resource]
-        if cause == COMPUTE:
-            cause = _COMPUTE_CAUSE.get(node.detail, COMPUTE)
-            cause = "update on the GPU" if node.resource == kinds.GPU_UPDATE else cause
-        if node.is_barred and node.resource == kinds.CPU_UPDATE:
+        cause, detail = _BY_RESOURCE[node.resource], ""
+        if cause == COMPUTE and node.detail in (kinds.FORWARD, kinds.BACKWARD, kinds.RECOMPUTE):
+            cause = node.detail
+        elif cause == COMMUNICATION:
+            detail = node.detail
+        elif cause == CPU_ADAM and node.is_barred:
             cause = CLIPPING
-        blame = Blame(
-            *(begin, end, cause, evidence, node.number, node.layer),
-            detail=node.detail if cause == COMMUNICATION else "",
-        )
-        return self._of_rank(node, blame)
+        return self._of_rank(node, Blame(begin, end, cause, evidence, node.layer, detail=detail))
 
     def _hand_over(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
-        blame = Blame(begin, end, HAND_OVER, evidence, node.number, node.layer)
-        return self._of_rank(node, blame)
+        return self._of_rank(node, Blame(begin, end, HAND_OVER, evidence, node.layer))
 
     def _of_rank(self, node: Node, blame: Blame) -> Blame:
         """What another rank did is a slow rank to this one."""
         if node.rank == self.rank:
             return blame
-        did = blame.cause
-        words = f"{did} layer {blame.layer}" if blame.layer != NONE else did
-        return Blame(
-            *(blame.begin, blame.end, SLOW_RANK, blame.evidence, blame.node, blame.layer),
-            rank=node.rank,
-            detail=f"{words}, {blame.detail}" if blame.detail else words,
-        )
+        words = blame.cause if blame.layer == NONE else f"{blame.cause} layer {blame.layer}"
+        detail = f"{words}, {blame.detail}" if blame.detail else words
+        return blame._replace(cause=SLOW_RANK, rank=node.rank, detail=detail)
 
     # -- time between a dependency's end and the begin of what waited for it ---------------------
 
@@ -285,12 +264,10 @@ class Blockers:
             # Began late, although all that it needs was there.
             has_data = any(edge.is_data for edge in node.edges)
             cause, evidence = (_LATE[node.resource], "dependency") if has_data else (UNRESOLVED, "")
-            blame = Blame(begin, end, cause, evidence, node.number, node.layer)
-            return [self._of_rank(node, blame)]
+            return [self._of_rank(node, Blame(begin, end, cause, evidence, node.layer))]
         if node.launched != NONE and node.launched <= begin:
             cause = KERNEL_GAPS if end - begin <= CLOSE else UNRESOLVED
-            blame = Blame(begin, end, cause, "", node.number, node.layer)
-            return [self._of_rank(node, blame)]
+            return [self._of_rank(node, Blame(begin, end, cause, "", node.layer))]
         blames = self._host_blames(node, node.rank, begin, end)
         return [self._of_rank(node, blame) for blame in reversed(blames)]
 
@@ -350,7 +327,7 @@ class Blockers:
                 evidence = "launch"
             if cause in (LAUNCH, HOST_CODE) and not (proved or detail):
                 cause, evidence, detail = UNRESOLVED, "", unresolved
-            found.append(Blame(state.begin, state.end, cause, evidence, NONE, layer, detail=detail))
+            found.append(Blame(state.begin, state.end, cause, evidence, layer, detail=detail))
         return found
 
     def _waited(self, rank: int, state: HostState) -> list[Blame]:
@@ -361,7 +338,7 @@ class Blockers:
         if last is None or last.end < state.begin:
             what = waits.detail[state.row] or "weights of which no copy was recorded"
             words = f"forward waited for {what}"
-            return [Blame(state.begin, state.end, UNRESOLVED, "", NONE, layer, detail=words)]
+            return [Blame(state.begin, state.end, UNRESOLVED, "", layer, detail=words)]
         cursor, blames = _Cursor(state.end, state.begin), list[Blame]()
         if last.begin < state.end:
             # Else the wait ended when the copy was issued, by its update.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from hytrain.formats.text_table import align
 from hytrain.tools.trace import accounts
@@ -35,8 +36,8 @@ class Comparison:
     step: Row
     parts: tuple[Row, ...]
     """Of the step: their differences sum to its."""
-    activities: tuple[tuple[str, float, float], ...]
-    """Activity, hidden share in A and in B; -1 where it has none."""
+    hidden: Mapping[str, tuple[float | None, float | None]]
+    """Activity -> its hidden share in A and in B; None where it has none."""
 
 
 def compare(before: Analysis, after: Analysis) -> Comparison:
@@ -46,25 +47,18 @@ def compare(before: Analysis, after: Analysis) -> Comparison:
         Row(part, one[part], other[part]) for part in accounts.PARTS if one[part] or other[part]
     )
     step = Row("step", before.step_seconds(before.slowest), after.step_seconds(after.slowest))
-    activities = tuple(
-        (activity, _hidden(before, activity), _hidden(after, activity))
+    shares = {
+        activity: (_hidden(before, activity), _hidden(after, activity))
         for activity in accounts.ACTIVITIES[2:]
-        if max(_hidden(before, activity), _hidden(after, activity)) >= 0.0
-    )
+    }
+    hidden = {activity: pair for activity, pair in shares.items() if pair != (None, None)}
     words = (_step_words(step, before, after), _part_words(step, parts))
-    return Comparison(words, step, parts, activities)
+    return Comparison(words, step, parts, hidden)
 
 
-def _hidden(analysis: Analysis, activity: str) -> float:
-    rows = [one.activities.get(activity) for one in analysis.steps[analysis.slowest]]
-    total = sum(row.total for row in rows if row is not None)
-    return sum(row.hidden for row in rows if row is not None) / total if total else -1.0
-
-
-def _busy(analysis: Analysis) -> float:
-    parts = analysis.mean_parts(analysis.slowest)
-    busy = sum(parts[part] for part in accounts.COMPUTE_PARTS)
-    return busy / analysis.step_seconds(analysis.slowest)
+def _hidden(analysis: Analysis, activity: str) -> float | None:
+    found = accounts.overlap(analysis.steps[analysis.slowest], activity)
+    return found.hidden / found.total if found.total else None
 
 
 def _step_words(step: Row, before: Analysis, after: Analysis) -> str:
@@ -72,7 +66,8 @@ def _step_words(step: Row, before: Analysis, after: Analysis) -> str:
     change = "as long as" if abs(share) < _WORTH else None
     change = change or f"{percent(abs(share))} {'longer' if share > 0 else 'shorter'} than"
     times = f"{step.after * 1e3:.2f} beside {step.before * 1e3:.2f} ms"
-    busy = f"its GPU computes {percent(_busy(after))} of it, A's {percent(_busy(before))}"
+    shares = [percent(run.busy_share(run.slowest)) for run in (after, before)]
+    busy = f"its GPU computes {shares[0]} of it, A's {shares[1]}"
     return f"A step of B is {change} one of A ({times}); {busy}."
 
 
@@ -94,28 +89,7 @@ def compare_text(comparison: Comparison) -> str:
         one, other = f"{row.before * 1e3:.2f}", f"{row.after * 1e3:.2f}"
         rows.append((row.name, one, other, f"{row.difference * 1e3:+.2f}"))
     hidden = [("hidden under the GPU's compute", "A", "B")]
-    for name, one, other in comparison.activities:
-        hidden.append((name, _share(one), _share(other)))
+    for name, pair in comparison.hidden.items():
+        hidden.append((name, *("none" if share is None else percent(share) for share in pair)))
     blocks = ["\n".join(comparison.sentences), "\n".join(align(rows)), "\n".join(align(hidden))]
     return "\n\n".join(blocks)
-
-
-def _share(share: float) -> str:
-    return "none" if share < 0.0 else percent(share)
-
-
-def compare_json(comparison: Comparison) -> dict[str, Any]:
-    """The same as JSON, in seconds a step."""
-
-    def row(one: Row) -> dict[str, float]:
-        return {"a": one.before, "b": one.after, "difference": one.difference}
-
-    return {
-        "sentences": list(comparison.sentences),
-        "step": row(comparison.step),
-        "parts": {one.name: row(one) for one in comparison.parts},
-        "hidden_share": {
-            name: {"a": None if a < 0.0 else a, "b": None if b < 0.0 else b}
-            for name, a, b in comparison.activities
-        },
-    }

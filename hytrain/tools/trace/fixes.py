@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +16,7 @@ from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.accounts import StepAccount
 from hytrain.tools.trace.graph import FUSED, Graph
 from hytrain.tools.trace.nodes import Node
-from hytrain.tools.trace.replay import HOST_CAUSES, UNCHANGED, Change, Replay
+from hytrain.tools.trace.replay import HOST_CAUSES, Change, Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 
 GPU_LAYERS: Final = "more GPU layers"
@@ -29,6 +31,7 @@ USER_CODE: Final = "less host code"
 NETWORK: Final = "faster network"
 RANKS: Final = "equal ranks"
 _MOST_COUNTS: Final = 12
+_CHAIN: Final = frozenset((causes.SLOW_RANK, causes.COMMUNICATION, causes.LATE_COLLECTIVE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +57,34 @@ def fixes(
         replay: of it.
         steps: rank -> its steps.
     """
-    base = replay.seconds_per_step(UNCHANGED)
-    made: list[Fix] = []
+    base = replay.seconds_per_step()
     if base <= 0.0:
         return ()
-
-    def add(name: str, seconds: float, words: str) -> None:
-        gain = min(max(0.0, 1.0 - seconds / base), 1.0)
-        made.append(Fix(name, min(seconds, base), gain, words))
-
+    ranks = graph.ranks.values()
+    found: list[tuple[str, float, str]] = []
     if any(node.resource == kinds.CPU_UPDATE and node.layer != NONE for node in graph.nodes):
-        add(GPU_LAYERS, *_gpu_layers(graph, replay))
-    if any(len(rank[kinds.CPU_UPDATE]) for rank in graph.ranks.values()):
-        add(CORES, *_cores(graph, replay))
-    add(PCIE, replay.seconds_per_step(_faster(kinds.D2H, kinds.H2D)), "copies take no time")
-    add(BATCH, *_batch(steps))
+        found.append((GPU_LAYERS, *_gpu_layers(graph, replay)))
+    if any(len(rank[kinds.CPU_UPDATE]) for rank in ranks):
+        found.append((CORES, *_cores(graph, replay)))
+    copies = replay.seconds_per_step(_faster(kinds.D2H, kinds.H2D))
+    found += [(PCIE, copies, "copies take no time"), (BATCH, *_batch(steps))]
     if any(graph.clips(rank) for rank in graph.ranks):
-        add(NO_CLIPPING, *_no_clipping(graph, replay))
-    if any(len(rank[kinds.COMMUNICATION]) for rank in graph.ranks.values()):
+        found.append((NO_CLIPPING, *_no_clipping(graph, replay)))
+    if any(len(rank[kinds.COMMUNICATION]) for rank in ranks):
         network = replay.seconds_per_step(_faster(kinds.COMMUNICATION))
-        add(NETWORK, network, "collectives take no time once every rank has come")
-    if len(graph.ranks) > 1:
+        found.append((NETWORK, network, "collectives take no time once every rank has come"))
+    if len(ranks) > 1:
         alone = Change(without_ranks=True, without=_CHAIN)
         fastest = min(replay.seconds_per_step(alone, rank) for rank in graph.ranks)
-        add(RANKS, fastest, "every rank is as fast as the fastest is alone")
-    for name, seconds, words in _host(graph, replay, steps, base):
-        add(name, seconds, words)
+        found.append((RANKS, fastest, "every rank is as fast as the fastest is alone"))
+    found += _host(graph, replay, steps, base)
+    made = [
+        Fix(name, min(seconds, base), min(max(0.0, 1.0 - seconds / base), 1.0), words)
+        for name, seconds, words in found
+    ]
     return tuple(sorted(made, key=lambda fix: -fix.gain))
 
 
-_CHAIN: Final = frozenset((causes.SLOW_RANK, causes.COMMUNICATION, causes.LATE_COLLECTIVE))
 _CAUSE_OF: Final = {
     kinds.D2H: (causes.GRADIENT_COPY,),
     kinds.H2D: (causes.WEIGHT_COPY,),
@@ -112,27 +113,21 @@ def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
         if peak is not None and busy > 0.0 and spans.size.sum() > 0.0:
             shares.append(min(1.0, float(spans.size.sum()) / busy / peak))
     share = min(shares, default=0.0)
-    words = (
-        f"CPU Adam at DRAM's peak, {share:.0%} of its time"
-        if share
-        else ("CPU Adam takes no time: what DRAM allows was not measured")
-    )
+    words = "CPU Adam takes no time: what DRAM allows was not measured"
+    if share:
+        words = f"CPU Adam at DRAM's peak, {share:.0%} of its time"
     return replay.seconds_per_step(_faster(kinds.CPU_UPDATE, by=share)), words
 
 
 def _batch(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[float, str]:
     """Per token only forward and backward are left of a step, on the rank that takes longest."""
     names = (accounts.FORWARD, accounts.BACKWARD, accounts.RECOMPUTE, accounts.OTHER)
+    # Of those that a replay counts: the first one's beginning was not recorded.
     computes = [
-        float(np.mean([sum(one.parts[name] for name in names) for one in _counted(of_rank)]))
+        float(np.mean([sum(one.parts[name] for name in names) for one in of_rank[1:] or of_rank]))
         for of_rank in steps.values()
     ]
     return max(computes) * 1e-9, "per token only forward and backward remain"
-
-
-def _counted(steps: Sequence[StepAccount]) -> Sequence[StepAccount]:
-    """Those that a replay counts: the first one's beginning was not recorded."""
-    return steps[1:] or steps
 
 
 def _no_clipping(graph: Graph, replay: Replay) -> tuple[float, str]:
@@ -166,16 +161,14 @@ def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
     on_cpu = sorted(
         {node.layer for node in graph.nodes if node.resource == kinds.CPU_UPDATE} - {NONE}
     )
-    cost, found = _gpu_update_cost(graph, replay), (replay.seconds_per_step(), "none is better")
-    counts = sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}) if on_cpu else []
-    for count in counts:
+    cost = _gpu_update_cost(graph, replay)
+    priced = "at the measured cost of an update" if cost else "whose update costs nothing"
+    found = replay.seconds_per_step(), "none is better"
+    for count in sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}):
         seconds = replay.seconds_per_step(_moved(replay, graph, on_cpu[:count], cost))
         if seconds < found[0]:
-            priced = "at the measured cost of an update" if cost else "whose update costs nothing"
-            found = (
-                seconds,
-                f"{count} more of {len(on_cpu)} on the CPU, {priced}; memory not checked",
-            )
+            words = f"{count} more of {len(on_cpu)} on the CPU, {priced}; memory not checked"
+            found = seconds, words
     return found
 
 
@@ -215,52 +208,38 @@ def _gpu_update_cost(graph: Graph, replay: Replay) -> int:
 
 def _host(
     graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]], base: float
-) -> list[tuple[str, float, str]]:
+) -> Iterator[tuple[str, float, str]]:
     """Fixes of the host. A host that comes earlier hides what follows, launches too: a ceiling is
     the step without any of its lateness, or the step less what the fix takes from the host."""
+    ranks = graph.ranks.values()
     prompt = replay.seconds_per_step(Change(without=HOST_CAUSES | {causes.KERNEL_GAPS}))
-    found: list[tuple[str, float, str]] = []
-    # What drained the queue lets other work of the host show.
-    has_syncs = any(len(rank[kinds.SYNC]) for rank in graph.ranks.values())
-    lost = {
-        cause: sum(one.parts[cause] for of_rank in steps.values() for one in of_rank)
-        for cause in HOST_CAUSES
-    }
-    limits: Mapping[str, tuple[str, Callable[[RankTrace], int] | None, str]] = {
-        causes.LAUNCH: (GRAPHS, None, "launching takes no time"),
-        causes.SYNCHRONIZATION: (NO_SYNC, None, "the host never waits, and keeps ahead of the GPU"),
-        causes.DATA_LOADING: (LOADING, _loading, "batches are there when they are needed"),
-        causes.HOST_CODE: (
-            USER_CODE,
-            _outside_phases,
-            "code outside of forward, backward and step()",
-        ),
-    }
-    for cause, (name, limit, words) in limits.items():
-        synchronizes = cause == causes.SYNCHRONIZATION and has_syncs and any(lost.values())
-        if not lost[cause] and not synchronizes:
-            continue
-        seconds = prompt
-        if limit is not None:
-            most = max(limit(rank) / len(rank.steps) for rank in graph.ranks.values()) * 1e-9
-            seconds = max(prompt, base - most)
-        found.append((name, seconds, words))
-    return found
+    accounted = [one for of_rank in steps.values() for one in of_rank]
+    lost = {cause for cause in HOST_CAUSES if any(one.parts[cause] for one in accounted)}
+    if lost and any(len(rank[kinds.SYNC]) for rank in ranks):
+        # What drained the queue lets other work of the host show.
+        lost.add(causes.SYNCHRONIZATION)
 
+    def without(nanoseconds: Callable[[RankTrace], int]) -> float:
+        """A step less what the host spends on something."""
+        most = max(nanoseconds(rank) / len(rank.steps) for rank in ranks) * 1e-9
+        return max(prompt, base - most)
 
-def _loading(rank: RankTrace) -> int:
-    return _within_steps(rank, kinds.DATA)
+    if causes.LAUNCH in lost:
+        yield GRAPHS, prompt, "launching takes no time"
+    if causes.SYNCHRONIZATION in lost:
+        yield NO_SYNC, prompt, "the host never waits, and keeps ahead of the GPU"
+    if causes.DATA_LOADING in lost:
+        seconds = without(lambda rank: _within_steps(rank, kinds.DATA))
+        yield LOADING, seconds, "batches are there when they are needed"
+    if causes.HOST_CODE in lost:
+        yield USER_CODE, without(_outside_phases), "code outside of forward, backward and step()"
 
 
 def _outside_phases(rank: RankTrace) -> int:
     whole = rank.steps[-1].end - rank.steps[0].begin
-    inside = (kinds.PHASE, kinds.DATA, kinds.SYNC, kinds.WAIT)
-    covered = rank[inside[0]].covered()
-    for resource in inside[1:]:
-        covered = covered | rank[resource].covered()
-    return whole - covered.within(rank.steps[0].begin, rank.steps[-1].end).length
+    return whole - _within_steps(rank, kinds.PHASE, kinds.DATA, kinds.SYNC, kinds.WAIT)
 
 
-def _within_steps(rank: RankTrace, resource: str) -> int:
-    covered = rank[resource].covered()
+def _within_steps(rank: RankTrace, *resources: str) -> int:
+    covered = functools.reduce(operator.or_, (rank[name].covered() for name in resources))
     return covered.within(rank.steps[0].begin, rank.steps[-1].end).length

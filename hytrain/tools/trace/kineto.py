@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.ours import nanoseconds, number_of, whole_of
-from hytrain.tools.trace.spans import NONE, Span
+from hytrain.tools.trace.spans import NONE, Span, Step
 
 _ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS: Final = ("cuda_runtime", "cuda_driver")
@@ -49,26 +49,22 @@ _ELEMENT_BYTES: Final[Mapping[str, int]] = {
 class KinetoEvents:
     """Gathers a rank's events; :meth:`rows` makes spans of them."""
 
-    gpu: list[tuple[Span, int]] = field(default_factory=list[tuple[Span, int]])
-    """With the correlation of each; the resource is in ``resources``."""
-    resources: list[str] = field(default_factory=list[str])
+    gpu: list[tuple[str, Span, int]] = field(default_factory=list[tuple[str, Span, int]])
+    """Resource, span and correlation of each."""
     launches: dict[int, tuple[int, int, int]] = field(
         default_factory=dict[int, tuple[int, int, int]]
     )
     """Correlation -> (begin, end, thread) of the host's call."""
-    steps: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    steps: list[Step] = field(default_factory=list[Step])
     host: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
     operators: list[Span] = field(default_factory=list[Span])
-    backward: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     updates: list[Span] = field(default_factory=list[Span])
     layers: dict[int, list[Span]] = field(default_factory=dict[int, list[Span]])
     """Thread -> spans that name a layer."""
     forward_sequence: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """(sequence number, begin, thread) of the forward's operators."""
-    backward_sequence: list[tuple[int, int, int, int]] = field(
-        default_factory=list[tuple[int, int, int, int]]
-    )
-    """(sequence number, begin, end, thread) of autograd's nodes."""
+    backward: list[tuple[int, Span]] = field(default_factory=list[tuple[int, Span]])
+    """Autograd's nodes, with the sequence number of each; NONE without one."""
 
     def add(self, event: Mapping[str, Any], thread: int, offset: int) -> None:
         """Takes an event of one of CATEGORIES."""
@@ -110,13 +106,12 @@ class KinetoEvents:
             resource, size = kinds.COMMUNICATION, _collective_bytes(args)
             plain = name.replace("_", "")
             detail = next((ours for theirs, ours in _COLLECTIVES if theirs in plain), "collective")
-        correlation = whole_of(args.get("correlation"))
-        self.gpu.append((replace(span, size=size, detail=detail), correlation))
-        self.resources.append(resource)
+        span = replace(span, size=size, detail=detail)
+        self.gpu.append((resource, span, whole_of(args.get("correlation"))))
 
     def _add_operator(self, category: str, span: Span, args: Mapping[str, Any]) -> None:
         if match := _STEP.match(span.name):
-            self.steps.append((int(match[1]), span.begin, span.end))
+            self.steps.append(Step(int(match[1]), span.begin, span.end))
         elif span.name.startswith("enumerate(DataLoader)"):
             self._add_host(kinds.DATA, span)
         elif span.name.startswith("Optimizer.step#"):
@@ -125,10 +120,7 @@ class KinetoEvents:
             self._note_layer(span)
             sequence = whole_of(args.get("Sequence number"))
             if span.name.startswith("autograd::engine::evaluate_function"):
-                self.backward.append((span.begin, span.end))
-                if sequence != NONE:
-                    row = (sequence, span.begin, span.end, span.lane)
-                    self.backward_sequence.append(row)
+                self.backward.append((sequence, span))
             elif sequence != NONE and not args.get("Fwd thread id"):
                 self.forward_sequence.append((sequence, span.begin, span.lane))
             if category == "cpu_op":
@@ -160,11 +152,11 @@ class KinetoEvents:
 
     def _gpu_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
         unknown = (NONE, NONE, NONE)
-        found = [self.launches.get(correlation, unknown) for _, correlation in self.gpu]
+        found = [self.launches.get(correlation, unknown) for *_, correlation in self.gpu]
         times, ends, threads = np.array(found, np.int64).reshape(-1, 3).T
         layers = self._layers(times, threads)
         passes = self._passes(times, steps)
-        for number, ((span, _), resource) in enumerate(zip(self.gpu, self.resources, strict=True)):
+        for number, (resource, span, _) in enumerate(self.gpu):
             # A kernel may begin before its launch has returned.
             launched = min(int(ends[number]), span.begin)
             row = replace(span, launched=launched, layer=int(layers[number]))
@@ -188,7 +180,7 @@ class KinetoEvents:
         """Of what the host launched at these times; NONE is a time that is not known."""
         if not self.backward and not self.updates:
             return [kinds.OTHER] * len(times)
-        backward = of_pairs(self.backward)
+        backward = of_pairs((span.begin, span.end) for _, span in self.backward)
         # DeepSpeed's CPU optimizer launches copies only: what is on the GPU is someone's else.
         update = of_pairs((span.begin, span.end) for span in self.updates)
         is_backward, is_update = _inside(backward, times), _inside(update, times)
@@ -213,10 +205,9 @@ class KinetoEvents:
             layers[chosen] = _enclosing(self.layers.get(thread, []), times[chosen])
         named = self._layers_of_sequences()
         by_thread: dict[int, list[Span]] = {}
-        for sequence, begin, end, thread in self.backward_sequence:
+        for sequence, span in self.backward:
             if sequence in named:
-                span = Span(begin, end, "", layer=named[sequence])
-                by_thread.setdefault(thread, []).append(span)
+                by_thread.setdefault(span.lane, []).append(replace(span, layer=named[sequence]))
         for thread, spans in by_thread.items():
             chosen = (threads == thread) & (layers == NONE)
             layers[chosen] = _enclosing(spans, times[chosen])

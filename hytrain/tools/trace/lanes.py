@@ -1,4 +1,4 @@
-"""A trace as rows of bars, in levels of detail: what the pictures draw."""
+"""A trace as rows of bars: what the page draws."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from hytrain.tools.trace.palette import LEGEND, legend_of, legend_of_cause
 from hytrain.tools.trace.spans import RankTrace, Span, Spans, table
 
 IDLE: Final = "GPU waits for"
-MOST_BARS: Final = 1_000_000
-"""Of a page; above it the shortest functions are left out."""
-_FEW: Final = 4096
-"""Bars of a row that need no levels."""
-_FIRST_BINS: Final = 2048
-_MOST_BINS: Final = 1 << 17
 _MOST_DEPTH: Final = 5
 _ROWS: Final = (
     (kinds.COMPUTE, "GPU compute"),
@@ -40,16 +34,6 @@ _HIDES: Final = (kinds.COMMUNICATION, kinds.D2H, kinds.H2D, kinds.CPU_UPDATE)
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Equal bins over a row's whole time."""
-
-    covered: NDArray[np.uint8]
-    """Of each bin the share that bars cover, of 255."""
-    colour: NDArray[np.uint8]
-    """The legend that covers most of it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """Bars that do not overlap, by begin."""
 
@@ -59,8 +43,6 @@ class Row:
     """Index into LEGEND."""
     hidden: NDArray[np.uint8]
     """Percent of each bar under GPU compute; 255 where that says nothing."""
-    levels: tuple[Level, ...] = ()
-    """Coarsest first; each has four times the bins of the one before."""
 
 
 def rows_of(rank: RankTrace, steps: Sequence[StepAccount], begin: int, end: int) -> list[Row]:
@@ -130,55 +112,3 @@ def _without_overlap(spans: Spans) -> Iterator[NDArray[np.intp]]:
     for numbers in chosen:
         if numbers:
             yield np.array(numbers)
-
-
-def with_levels(row: Row, begin: int, end: int) -> Row:
-    """The row with what is drawn where its bars are narrower than pixels."""
-    if len(row.bars) <= _FEW:
-        return row
-    levels: list[Level] = []
-    bins = _FIRST_BINS
-    while bins <= _MOST_BINS and bins < 4 * len(row.bars):
-        levels.append(_level(row, begin, end, bins))
-        bins *= 4
-    return Row(row.label, row.bars, row.colour, row.hidden, tuple(levels))
-
-
-def _level(row: Row, begin: int, end: int, bins: int) -> Level:
-    edges = np.linspace(begin, end, bins + 1)
-    width = (end - begin) / bins
-    whole = np.zeros(bins)
-    most = np.zeros(bins)
-    colour = np.zeros(bins, np.uint8)
-    for one in np.unique(row.colour):
-        bars = row.bars.select(row.colour == one)
-        covered = np.diff(_covered_before(bars.begin, bars.end, edges))
-        whole += covered
-        colour[covered > most] = one
-        most = np.maximum(most, covered)
-    shares = np.clip(np.ceil(whole / width * 255), 0, 255).astype(np.uint8)
-    return Level(shares, colour)
-
-
-def thinned(rows: Sequence[Row], most: int = MOST_BARS) -> tuple[list[Row], int]:
-    """Rows with that many bars in all at most, and how many were left out: the shortest first, of
-    the rows with the most."""
-    total = sum(len(row.bars) for row in rows)
-    if total <= most:
-        return list(rows), 0
-    share = most / total
-    kept: list[Row] = []
-    for row in rows:
-        number = len(row.bars)
-        if number <= _FEW:
-            kept.append(row)
-            continue
-        lengths = row.bars.end - row.bars.begin
-        longest = np.sort(np.argsort(-lengths, kind="stable")[: max(_FEW, int(number * share))])
-        kept.append(
-            Row(
-                *(row.label, row.bars.select(longest), row.colour[longest], row.hidden[longest]),
-                row.levels,
-            )
-        )
-    return kept, total - sum(len(row.bars) for row in kept)

@@ -13,12 +13,12 @@ import numpy as np
 
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file as names
-from hytrain.formats.trace_file import TraceFile, TraceHeader, read_trace
+from hytrain.formats.trace_file import TraceFile, read_trace
 from hytrain.tools.trace import kineto, ours
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.intervals import of_pairs, union
 from hytrain.tools.trace.kineto import KinetoEvents
-from hytrain.tools.trace.spans import NONE, Counter, RankTrace, Span, Step, table
+from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
 _VIZTRACER = "fee"  # its category of functions, "FEE"
@@ -30,10 +30,7 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
     Raises:
         TraceError: a file cannot be used, or two have the same rank.
     """
-    ranks: list[RankTrace] = []
-    for path in paths:
-        trace = read_trace(path)
-        ranks += _ranks_of(trace, next_rank=len(ranks))
+    ranks = [_rank_trace(read_trace(path), number) for number, path in enumerate(paths)]
     ranks.sort(key=lambda rank: rank.rank)
     for one, other in itertools.pairwise(ranks):
         if one.rank == other.rank:
@@ -55,105 +52,76 @@ def _with_missing_ranks(rank: RankTrace, given: int) -> RankTrace:
     return replace(rank, unknown=(*rank.unknown, words))
 
 
+# -- a file's events ---------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
-class _Rank:
-    """What is gathered of a rank while its file is gone through."""
+class _Gathered:
+    """What is gathered while a file is gone through."""
 
     rows: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
-    steps: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    counters: dict[str, list[tuple[int, float]]] = field(
-        default_factory=dict[str, list[tuple[int, float]]]
-    )
+    steps: list[Step] = field(default_factory=list[Step])
     kineto: KinetoEvents = field(default_factory=KinetoEvents)
     threads: dict[int, str] = field(default_factory=dict[int, str])
     """Lane -> name."""
 
 
-def _ranks_of(trace: TraceFile, next_rank: int) -> list[RankTrace]:
-    headers: dict[int, TraceHeader | None] = {header.rank: header for header in trace.headers}
-    if not headers:
-        headers = {_foreign_rank(trace, next_rank): None}
-    gathered = {rank: _Rank() for rank in headers}
-    _gather(trace, headers, gathered)
-    return [_finish(trace, rank, headers[rank], gathered[rank]) for rank in headers]
-
-
-def _foreign_rank(trace: TraceFile, next_rank: int) -> int:
-    """Of Kineto's own word, of the file's name, or counted."""
-    info = trace.top.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    match = _RANK_IN_NAME.search(trace.path.name)
-    return rank if isinstance(rank, int) else int(match[1]) if match else next_rank
-
-
-def _gather(
-    trace: TraceFile, headers: Mapping[int, TraceHeader | None], gathered: Mapping[int, _Rank]
-) -> None:
-    base = trace.top.get("baseTimeNanoseconds")
-    if None not in headers.values() or not isinstance(base, int):
-        base = 0
-    if not 0 <= base <= 1000 * names.MOST_MICROSECONDS:
-        raise TraceError(f'the trace {trace.path}: "baseTimeNanoseconds" is no time: {base}')
-    only = next(iter(headers)) if len(headers) == 1 else None
+def _gather(trace: TraceFile) -> _Gathered:
+    header, found = trace.header, _Gathered()
+    offset = ours.nanoseconds(header.clock_offset_us) if header else _foreign_offset(trace)
     lanes: dict[tuple[Any, Any], int] = {}
     for event in trace.events:
-        phase = event["ph"]
-        if phase not in ("X", "C", "M"):
-            continue
-        rank = event.get("pid") if only is None else only
-        if not isinstance(rank, int) or rank not in gathered:
-            continue  # of a process that is no rank
-        into = gathered[rank]
-        header = headers[rank]
-        offset = base if header is None else ours.nanoseconds(header.clock_offset_us)
-        key = (event.get("pid"), event.get("tid"))
-        lane = lanes.setdefault(key, len(lanes))
-        if phase == "M":
-            if event.get("name") == "thread_name":
-                into.threads[lane] = str(event.get("args", {}).get("name", ""))
-        elif phase == "C":
-            _add_counter(into, event, offset)
-        else:
-            _add_span(into, event, lane, offset)
+        if header is not None and event.get("pid") != header.rank:
+            continue  # another process, or another rank in a file that joins several
+        lane = lanes.setdefault((event.get("pid"), event.get("tid")), len(lanes))
+        if event["ph"] == "X":
+            _add_span(found, event, lane, offset)
+        elif event["ph"] == "M" and event.get("name") == "thread_name":
+            found.threads[lane] = str(event.get("args", {}).get("name", ""))
+    return found
 
 
-def _add_counter(into: _Rank, event: Mapping[str, Any], offset: int) -> None:
-    values = [v for v in event.get("args", {}).values() if isinstance(v, (int, float))]
-    if values and isinstance(event.get("name"), str):
-        sample = ours.nanoseconds(event["ts"]) + offset, ours.number_of(values[0])
-        into.counters.setdefault(event["name"], []).append(sample)
+def _foreign_offset(trace: TraceFile) -> int:
+    base = trace.top.get("baseTimeNanoseconds")
+    if not isinstance(base, int):
+        return 0
+    if not 0 <= base <= 1000 * names.MOST_MICROSECONDS:
+        raise TraceError(f'the trace {trace.path}: "baseTimeNanoseconds" is no time: {base}')
+    return base
 
 
-def _add_span(into: _Rank, event: dict[str, Any], lane: int, offset: int) -> None:
+def _add_span(into: _Gathered, event: dict[str, Any], lane: int, offset: int) -> None:
     category = event.get("cat")
     if not isinstance(category, str):
         return
     if category == names.CATEGORY[names.STEPS]:
-        number = ours.step_number(event)
-        begin = ours.nanoseconds(event["ts"]) + offset
-        if number is not None:
-            into.steps.append((number, begin, begin + ours.nanoseconds(event["dur"])))
+        if (step := ours.step_of(event, offset)) is not None:
+            into.steps.append(step)
     elif category in ours.CATEGORIES:
-        if (found := ours.span_of(event, lane, offset)) is not None:
-            into.rows.setdefault(found[0], []).append(found[1])
+        resource, span = ours.span_of(event, lane, offset)
+        into.rows.setdefault(resource, []).append(span)
     elif category in kineto.CATEGORIES:
         into.kineto.add(event, lane, offset)
     elif category.lower() == _VIZTRACER:
         begin = ours.nanoseconds(event["ts"]) + offset
         end = begin + ours.nanoseconds(event["dur"])
-        span = Span(begin, end, event["name"], lane=lane)
-        into.rows.setdefault(kinds.PYTHON, []).append(span)
+        into.rows.setdefault(kinds.PYTHON, []).append(Span(begin, end, event["name"], lane=lane))
 
 
 # -- what was gathered, as a rank's trace ------------------------------------------------------
 
 
-def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _Rank) -> RankTrace:
-    unknown: list[str] = []
-    marks = sorted(set(gathered.steps or gathered.kineto.steps), key=lambda mark: mark[1])
+def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
+    header, gathered, unknown = trace.header, _gather(trace), list[str]()
+    found = set(gathered.steps or gathered.kineto.steps)
+    marks = sorted(found, key=lambda step: (step.begin, step.number))
     # Without marks all of it is one step.
-    foreign = gathered.kineto.rows([mark[1:] for mark in marks] or [(0, 2**62)])
-    rows, are_kernels = _merged(gathered.rows, foreign, bool(gathered.kineto.gpu))
+    foreign = gathered.kineto.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)])
+    # What both have is the same: our spans know their layer.
+    rows = foreign | gathered.rows
+    own_compute = gathered.rows.get(kinds.COMPUTE, [])
+    are_kernels = any(not ours.is_layer_pass(span) for span in own_compute)
+    are_kernels = are_kernels or bool(gathered.kineto.gpu)
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
         unknown.append(
@@ -170,67 +138,37 @@ def _finish(trace: TraceFile, rank: int, header: TraceHeader | None, gathered: _
     spans = {resource: table(rows.get(resource, ())) for resource in kinds.RESOURCES}
     if header is None:
         unknown += _foreign_unknown(spans, gathered)
+    rank, world_size = _rank_and_world_size(trace, number)
     return RankTrace(
         rank=rank,
         path=trace.path,
         steps=_steps(trace.path, marks, spans, unknown),
         spans=spans,
         header=header,
-        world_size=_world_size(trace, header),
-        counters={name: _counter(samples) for name, samples in gathered.counters.items()},
+        world_size=world_size,
         unknown=tuple(unknown),
-        launcher=_launcher(gathered, rows),
+        launcher=_launcher(gathered),
         are_kernels=are_kernels,
     )
 
 
-def _world_size(trace: TraceFile, header: TraceHeader | None) -> int:
-    if header is not None:
-        return header.world_size
-    info = trace.top.get("distributedInfo")
-    size = info.get("world_size") if isinstance(info, dict) else None
-    return size if isinstance(size, int) else 1
+def _rank_and_world_size(trace: TraceFile, number: int) -> tuple[int, int]:
+    """Of the header; of a foreign trace by Kineto's own word, the file's name, or counted."""
+    if trace.header is not None:
+        return trace.header.rank, trace.header.world_size
+    found = trace.top.get("distributedInfo")
+    info: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    rank, world_size = info.get("rank"), info.get("world_size")
+    if not isinstance(rank, int):
+        match = _RANK_IN_NAME.search(trace.path.name)
+        rank = int(match[1]) if match else number
+    return rank, world_size if isinstance(world_size, int) else 1
 
 
-def _launcher(gathered: _Rank, rows: Mapping[str, list[Span]]) -> str:
-    phases = rows.get(kinds.PHASE, [])
-    lane = phases[0].lane if gathered.rows.get(kinds.PHASE) else gathered.kineto.launcher()
+def _launcher(gathered: _Gathered) -> str:
+    phases = gathered.rows.get(kinds.PHASE)
+    lane = phases[0].lane if phases else gathered.kineto.launcher()
     return gathered.threads.get(lane, "").removeprefix(f"{names.PYTHON}: ")
-
-
-def _merged(
-    own: dict[str, list[Span]], foreign: dict[str, list[Span]], has_kernels: bool
-) -> tuple[dict[str, list[Span]], bool]:
-    """Our spans and Kineto's of one rank, nothing twice; whether compute is kernels."""
-    own_compute = own.get(kinds.COMPUTE, [])
-    layers = [span for span in own_compute if ours.is_layer_pass(span)]
-    kernels = [span for span in own_compute if not ours.is_layer_pass(span)]
-    rows = {key: list(value) for key, value in own.items()}
-    for resource, spans in foreign.items():
-        # Copies, updates and waits that both have are the same: ours know their layer.
-        if resource in (kinds.PYTHON, kinds.COMPUTE) or not own.get(resource):
-            rows.setdefault(resource, []).extend(spans)
-    foreign_kernels = foreign.get(kinds.COMPUTE, []) if has_kernels else []
-    if not kernels and not foreign_kernels:
-        if own_compute:
-            rows[kinds.COMPUTE] = own_compute
-        return rows, has_kernels
-    rows[kinds.COMPUTE] = _labelled(kernels or foreign_kernels, layers)
-    return rows, True
-
-
-def _labelled(kernels: list[Span], layers: list[Span]) -> list[Span]:
-    """Kernels with the layer and pass of the timed layer in whose time they began."""
-    layers = sorted(layers, key=lambda span: span.begin)
-    begins = np.array([span.begin for span in layers], np.int64)
-    labelled: list[Span] = []
-    for kernel in kernels:
-        index = int(np.searchsorted(begins, kernel.begin, side="right")) - 1
-        if kernel.layer == NONE and index >= 0 and kernel.begin < layers[index].end:
-            layer = layers[index]
-            kernel = replace(kernel, layer=layer.layer, detail=layer.detail, step=layer.step)
-        labelled.append(kernel)
-    return labelled
 
 
 def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:
@@ -256,7 +194,7 @@ def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:
     return made
 
 
-def _foreign_unknown(spans: Mapping[str, kinds.Spans], gathered: _Rank) -> list[str]:
+def _foreign_unknown(spans: Mapping[str, kinds.Spans], gathered: _Gathered) -> list[str]:
     unknown = ["it is not hytrain's: the chain gradient -> CPU Adam -> weights was not recorded"]
     compute = spans[kinds.COMPUTE]
     if not (compute.layer != NONE).any():
@@ -274,10 +212,7 @@ def _foreign_unknown(spans: Mapping[str, kinds.Spans], gathered: _Rank) -> list[
 
 
 def _steps(
-    path: Path,
-    marks: Sequence[tuple[int, int, int]],
-    spans: Mapping[str, kinds.Spans],
-    unknown: list[str],
+    path: Path, marks: Sequence[Step], spans: Mapping[str, kinds.Spans], unknown: list[str]
 ) -> tuple[Step, ...]:
     if not marks:
         busy = [rows for key, rows in spans.items() if len(rows) and key != kinds.PYTHON]
@@ -286,28 +221,18 @@ def _steps(
             "it has no marks of steps (torch.profiler's step()): all of it counts as one step"
         )
         return (Step(0, begin, end),)
-    steps = [Step(*mark) for mark in marks]
-    for one, other in itertools.pairwise(steps):
+    for one, other in itertools.pairwise(marks):
         # Of several threads or files: a microsecond is rounding.
         if other.begin < one.end - 1000:
             raise TraceError(
                 f"the trace {path}: step {other.number} begins before step {one.number} ends"
             )
     whole = union(
-        np.array([s.begin for s in steps], np.int64), np.array([s.end for s in steps], np.int64)
+        np.array([s.begin for s in marks], np.int64), np.array([s.end for s in marks], np.int64)
     )
     if not len(whole & spans[kinds.COMPUTE].covered()):
         raise TraceError(f"the trace {path}: no compute lies in its steps: record whole steps")
-    ends = [other.begin for other in steps[1:]] + [steps[-1].end]
+    ends = [other.begin for other in marks[1:]] + [marks[-1].end]
     return tuple(
-        Step(step.number, step.begin, min(step.end, end))
-        for step, end in zip(steps, ends, strict=True)
-    )
-
-
-def _counter(samples: list[tuple[int, float]]) -> Counter:
-    ordered = sorted(samples)
-    return Counter(
-        np.array([time for time, _ in ordered], np.int64),
-        np.array([value for _, value in ordered], np.float64),
+        replace(step, end=min(step.end, end)) for step, end in zip(marks, ends, strict=True)
     )

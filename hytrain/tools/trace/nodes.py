@@ -6,7 +6,7 @@ Kernels of one stream, layer and pass that follow each other closely are one nod
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,9 +25,8 @@ _ON_GRAPH: Final = (
 
 @dataclass(slots=True)
 class Node:
-    """A span, or kernels that follow each other closely."""
+    """A span of a resource (with its columns), or kernels that follow each other closely."""
 
-    number: int
     rank: int
     resource: str
     begin: int
@@ -36,10 +35,15 @@ class Node:
     layer: int
     chunk: int
     step: int
+    size: float
+    parameters: float
+    threads: int
     lane: int
     detail: str
     launched: int
     slot: int
+    number: int = NONE
+    """Of all ranks' nodes, in the order in which they began."""
     is_entry: bool = True
     """The first of its layer and pass on its stream."""
     is_barred: bool = False
@@ -64,35 +68,18 @@ def nodes_of(rank: RankTrace) -> list[Node]:
     nodes: list[Node] = []
     for resource in _ON_GRAPH:
         spans = rank[resource]
-        is_gpu = resource in (kinds.COMPUTE, kinds.GPU_UPDATE)
-        if not (rank.are_kernels and is_gpu):
-            nodes += [_node(rank.rank, resource, spans, n, n) for n in range(len(spans))]
-            continue
-        gaps = np.zeros(len(spans), np.int64)
-        gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
-        for first, last in _groups(spans):
-            node = _node(rank.rank, resource, spans, first, last)
-            node.gaps = int(gaps[first + 1 : last + 1].sum())
-            nodes.append(node)
+        columns = (getattr(spans, column.name).tolist() for column in fields(spans))
+        found = [Node(rank.rank, resource, *row) for row in zip(*columns, strict=True)]
+        if rank.are_kernels and resource in (kinds.COMPUTE, kinds.GPU_UPDATE):
+            gaps = np.zeros(len(spans), np.int64)
+            gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
+            groups = _groups(spans)
+            for first, last in groups:
+                found[first].end = found[last].end
+                found[first].gaps = int(gaps[first + 1 : last + 1].sum())
+            found = [found[first] for first, _ in groups]
+        nodes += found
     return nodes
-
-
-def _node(rank: int, resource: str, spans: Spans, first: int, last: int) -> Node:
-    return Node(
-        number=NONE,
-        rank=rank,
-        resource=resource,
-        begin=int(spans.begin[first]),
-        end=int(spans.end[last]),
-        name=spans.name[first],
-        layer=int(spans.layer[first]),
-        chunk=int(spans.chunk[first]),
-        step=int(spans.step[first]),
-        lane=int(spans.lane[first]),
-        detail=spans.detail[first],
-        launched=int(spans.launched[first]),
-        slot=int(spans.slot[first]),
-    )
 
 
 def _groups(spans: Spans) -> list[tuple[int, int]]:

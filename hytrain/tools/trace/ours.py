@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hytrain.formats import trace_file as names
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.spans import NONE, Span
+from hytrain.tools.trace.spans import NONE, Span, Step
 
 _RESOURCE: Final[Mapping[str, str]] = {
     names.CATEGORY[names.GPU_COMPUTE]: kinds.COMPUTE,
@@ -39,7 +39,7 @@ def nanoseconds(microseconds: float) -> int:
     return round(microseconds * 1000.0)
 
 
-def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span] | None:
+def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span]:
     """What an event of the recorder occupies, and its row.
 
     Args:
@@ -85,11 +85,23 @@ def is_layer_pass(span: Span) -> bool:
     return _LAYER_PASS.match(span.name) is not None
 
 
-def step_number(event: Mapping[str, Any]) -> int | None:
-    """Of a span on the lane "steps"; None where it has none."""
-    given = whole_of(event.get("args", {}).get(names.ARG_STEP))
-    match = _STEP.search(event["name"])
-    return given if given != NONE else (int(match[1]) if match else None)
+def step_of(event: Mapping[str, Any], offset: int) -> Step | None:
+    """The step of a span on the lane "steps"; None where it has no number."""
+    args: Mapping[str, Any] = event.get("args", {})
+    number, match = whole_of(args.get(names.ARG_STEP)), _STEP.search(event["name"])
+    if number == NONE and match is None:
+        return None
+    begin = nanoseconds(event["ts"]) + offset
+    return Step(
+        number if match is None or number != NONE else int(match[1]),
+        *(begin, begin + nanoseconds(event["dur"])),
+        gpu_joules=_joules(args.get(names.ARG_GPU_ENERGY)),
+        cpu_joules=_joules(args.get(names.ARG_CPU_ENERGY)),
+    )
+
+
+def _joules(value: Any) -> float | None:
+    return None if value is None else number_of(value)
 
 
 def whole_of(value: Any) -> int:

@@ -1,26 +1,12 @@
-"""Colours of the pictures, the same in the page and in the PNG."""
+"""Colours of the bars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """Colours around the spans."""
-
-    background: str
-    text: str
-    grid: str
-
-
-LIGHT: Final = Theme("#ffffff", "#1d2330", "#d8dde6")
-DARK: Final = Theme("#14181f", "#e6e9ef", "#353c48")
 
 COLOURS: Final[Mapping[str, str]] = {
     "forward": "#5aa9e6",
@@ -38,7 +24,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "GPU idle: the host": "#f277a6",
     "GPU idle: unresolved": "#8a8f98",
 }
-"""Legend -> colour; both themes can be read with them."""
+"""Legend -> colour; they can be read on light and dark pages."""
 
 LEGEND: Final = tuple(COLOURS)
 _HOST: Final = (

@@ -1,16 +1,13 @@
-"""What was achieved of measured peaks, and the energy of a step, where power was recorded."""
+"""What was achieved of measured peaks, and the energy of a step, where it was recorded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.spans import Counter, RankTrace, Step
+from hytrain.tools.trace.spans import RankTrace
 
 DRAM: Final = "DRAM, CPU Adam"
 D2H: Final = "PCIe, D2H"
@@ -70,9 +67,10 @@ class Energy:
 
 
 def energy(rank: RankTrace) -> Energy | None:
-    """Of a step; None where no power was recorded."""
-    gpu = _joules(rank.counters.get(names.COUNTER_GPU_POWER), rank.steps)
-    cpu = _joules(rank.counters.get(names.COUNTER_CPU_POWER), rank.steps)
+    """Of a step; None where none was recorded."""
+    gpu, cpu = (
+        _mean([getattr(step, key) for step in rank.steps]) for key in ("gpu_joules", "cpu_joules")
+    )
     if gpu is None and cpu is None:
         return None
     total = (gpu or 0.0) + (cpu or 0.0)
@@ -80,13 +78,6 @@ def energy(rank: RankTrace) -> Energy | None:
     return Energy(gpu, cpu, tokens / total if tokens is not None and total > 0.0 else None)
 
 
-def _joules(counter: Counter | None, steps: tuple[Step, ...]) -> float | None:
-    """The mean step's: power between samples is interpolated, beyond them held."""
-    if counter is None or not len(counter.times):
-        return None
-    begin, end = steps[0].begin, steps[-1].end
-    inside = counter.times[(counter.times > begin) & (counter.times < end)]
-    times = np.concatenate([[begin], inside, [end]])
-    watts = np.interp(times, counter.times, counter.values)
-    joules = float(((watts[1:] + watts[:-1]) / 2 * np.diff(times)).sum()) * 1e-9
-    return joules / len(steps)
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -206,11 +206,7 @@ class Replay:
 def _slack(graph: Graph, node: Node) -> int:
     """Nanoseconds that a node began after all that it waited for."""
     edge = graph.binding(node)
-    return 0 if edge is None else node.begin - _finished(graph, node)
-
-
-def _finished(graph: Graph, node: Node) -> int:
-    return max(graph.finished(edge, node) for edge in node.edges)
+    return 0 if edge is None else node.begin - graph.finished(edge, node)
 
 
 def _anchors(graph: Graph) -> list[tuple[int, int] | None]:

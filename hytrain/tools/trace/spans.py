@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,11 +101,6 @@ class Spans:
         """The time in which any of them runs."""
         return union(self.begin, self.end)
 
-    def with_columns(self, **columns: NDArray[Any]) -> Spans:
-        """The same rows with other columns in place of theirs."""
-        values = {column.name: getattr(self, column.name) for column in fields(self)}
-        return Spans(**(values | columns))
-
 
 _KINDS: Mapping[Any, Any] = {"int": np.int64, "float": np.float64, "str": object}
 
@@ -127,19 +122,14 @@ class Step:
     number: int
     begin: int
     end: int
+    gpu_joules: float | None = None
+    cpu_joules: float | None = None
+    """Of the rank's GPU and the host's processors; None where they were not read."""
 
     @property
     def length(self) -> int:
         """In nanoseconds."""
         return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """Samples by ascending time."""
-
-    times: NDArray[np.int64]
-    values: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +145,6 @@ class RankTrace:
     """None for a foreign trace."""
     world_size: int = 1
     """Of the run, as far as the trace says."""
-    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
     unknown: tuple[str, ...] = ()
     """Sentences about what this trace cannot tell."""
     launcher: str = ""
@@ -165,11 +154,6 @@ class RankTrace:
 
     def __getitem__(self, resource: str) -> Spans:
         return self.spans[resource]
-
-    def compute_by_pass(self, name: str) -> Spans:
-        """The compute of a pass."""
-        spans = self.spans[COMPUTE]
-        return spans.select(spans.detail == name)
 
     def busy(self) -> Intervals:
         """When the GPU computes: forward, backward, anything unknown, updates."""

@@ -1,7 +1,7 @@
 """The picture as one HTML file that needs no network and no server.
 
-What is drawn is prepared here, levels of detail included; ``viewer.html`` has the page and its
-script. The bars travel as columns in one block of bytes, gzipped and in base64.
+``viewer.html`` has the page and its script, which draws. The bars travel as columns in one block of
+bytes, gzipped and in base64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from hytrain.errors import ConfigError
 from hytrain.tools.trace import accounts
 from hytrain.tools.trace.analysis import Analysis
-from hytrain.tools.trace.lanes import MOST_BARS, Row, rows_of, thinned, with_levels
+from hytrain.tools.trace.lanes import Row, rows_of
 from hytrain.tools.trace.palette import COLOURS, LEGEND, legend_of_cause
 from hytrain.tools.trace.spans import RankTrace, Step
 
 _TEMPLATE: Final = Path(__file__).with_name("viewer.html")
 _MOST_RANKS: Final = 8
 _COLUMNS: Final = (
-    *(("begin", "<u4"), ("length", "<u4"), ("name", "<u4"), ("detail", "<u4"), ("bytes", "<f4")),
+    *(("begin", "<f8"), ("end", "<f8"), ("name", "<u4"), ("detail", "<u4"), ("bytes", "<f4")),
     *(("layer", "<i4"), ("step", "<i4"), ("colour", "u1"), ("hidden", "u1")),
 )
 
@@ -83,7 +83,7 @@ def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence
     content: dict[str, Any] = {
         "words": list(words),
         "legend": [[name, COLOURS[name]] for name in LEGEND],
-        "runs": [_run(title, run, block, names, MOST_BARS // len(runs)) for title, run in runs],
+        "runs": [_run(title, run, block, names) for title, run in runs],
     }
     content["names"] = list(names.numbers)
     # "</script" would end the script element, and "<!--" hide its end.
@@ -99,37 +99,28 @@ def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence
         raise ConfigError(f"cannot write {path} ({error.strerror}): give --html another") from error
 
 
-def _run(title: str, run: Analysis, block: _Block, names: _Names, most: int) -> dict[str, Any]:
+def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, Any]:
     begin = min(rank.steps[0].begin for rank in run.ranks)
     end = max(rank.steps[-1].end for rank in run.ranks)
-    # Whole nanoseconds, coarser where four bytes would not do.
-    unit = max(1, -(-(end - begin) // (2**32 - 2)))
-    rows: list[tuple[RankTrace, Row]] = []
-    shown = _shown(run)
-    for rank in shown:
-        of_rank = rows_of(rank, run.steps[rank.rank], begin, end)
-        rows += [(rank, with_levels(row, begin, end)) for row in of_rank]
-    kept, left_out = thinned([row for _, row in rows], most)
     middle = middle_step(next(rank for rank in run.ranks if rank.rank == run.slowest).steps)
+    # Nanoseconds from the begin of the middle step, at which pictures of two runs have their zero.
+    zero = middle.begin
+    shown = _shown(run)
     return {
         "title": title,
-        "unit": unit,
-        "length": (end - begin) // unit,
-        "left_out": left_out,
+        "begin": begin - zero,
+        "end": end - zero,
+        "middle": middle.length,
         "ranks_left_out": len(run.ranks) - len(shown),
-        "middle": [(middle.begin - begin) // unit, (middle.end - begin) // unit],
         "steps": [
-            [rank.rank, step.number, (step.begin - begin) // unit, (step.end - begin) // unit]
-            for rank in shown
-            for step in rank.steps
+            [step.number, step.begin - zero, step.end - zero]
+            for step in {step.number: step for rank in shown for step in rank.steps}.values()
         ],
         "parts": _parts(run),
         "rows": [
-            {
-                **{"label": row.label, "rank": rank.rank},
-                **_columns(row, begin, unit, block, names),
-            }
-            for (rank, _), row in zip(rows, kept, strict=True)
+            {"label": row.label, "rank": rank.rank, "columns": _columns(row, zero, block, names)}
+            for rank in shown
+            for row in rows_of(rank, run.steps[rank.rank], begin, end)
         ],
     }
 
@@ -154,12 +145,11 @@ def _parts(run: Analysis) -> list[list[Any]]:
     return parts
 
 
-def _columns(row: Row, begin: int, unit: int, block: _Block, names: _Names) -> Mapping[str, Any]:
+def _columns(row: Row, zero: int, block: _Block, names: _Names) -> dict[str, list[Any]]:
     bars = row.bars
-    starts = np.maximum(bars.begin - begin, 0)
     values = {
-        "begin": starts // unit,
-        "length": np.maximum(bars.end - begin - starts, 0) // unit,
+        "begin": bars.begin - zero,
+        "end": bars.end - zero,
         "name": names.of(bars.name),
         "detail": names.of(bars.detail),
         "bytes": bars.size,
@@ -168,9 +158,4 @@ def _columns(row: Row, begin: int, unit: int, block: _Block, names: _Names) -> M
         "colour": row.colour,
         "hidden": row.hidden,
     }
-    return {
-        "columns": {name: block.add(values[name], kind) for name, kind in _COLUMNS},
-        "levels": [
-            [block.add(level.covered, "u1"), block.add(level.colour, "u1")] for level in row.levels
-        ],
-    }
+    return {name: block.add(values[name], kind) for name, kind in _COLUMNS}

@@ -8,7 +8,7 @@ from typing import Final
 from hytrain.formats.text_table import align
 from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace.accounts import StepAccount
+from hytrain.tools.trace.accounts import StepAccount, overlap
 from hytrain.tools.trace.analysis import Analysis, Cause
 from hytrain.tools.trace.rates import Rate
 from hytrain.tools.trace.spans import NONE, RankTrace
@@ -34,19 +34,6 @@ _WAITS_FOR: Final = {
     causes.HOST_CODE: "other code of the host",
     causes.HAND_OVER: "hand-overs between threads and streams",
     causes.KERNEL_GAPS: "the gaps between kernels",
-}
-_CHANGES: Final = {
-    "more GPU layers": "more GPU layers",
-    "more cores": "more or faster cores",
-    "faster PCIe": "a faster PCIe",
-    "larger batch": "a larger batch",
-    "no clipping": "no clipping",
-    "CUDA graphs": "CUDA graphs or fewer launches",
-    "no synchronization": "no synchronization with the host",
-    "faster data loading": "faster data loading",
-    "less host code": "less code between steps",
-    "faster network": "a faster network",
-    "equal ranks": "ranks of equal speed",
 }
 
 
@@ -74,24 +61,15 @@ def sentences(analysis: Analysis) -> tuple[str, str, str]:
 
 def _overlap_words(analysis: Analysis) -> str:
     rank = analysis.slowest
-    step, parts = analysis.step_seconds(rank), analysis.mean_parts(rank)
-    busy = sum(parts[part] for part in accounts.COMPUTE_PARTS)
+    step, share = analysis.step_seconds(rank), analysis.busy_share(rank)
     who = "The GPU" if len(analysis.ranks) == 1 else f"The GPU of rank {rank}, the slowest,"
-    words = f"{who} computes {percent(busy / step)} of a step ({_ms(busy)} of {_ms(step)} ms)"
+    words = f"{who} computes {percent(share)} of a step ({_ms(share * step)} of {_ms(step)} ms)"
     hidden: list[str] = []
     for activity in accounts.ACTIVITIES[3:]:
-        found = _total(analysis.steps[rank], activity)
+        found = overlap(analysis.steps[rank], activity)
         if found.total:
-            hidden.append(f"{percent(found.hidden / found.total)} of {_activity_words(activity)}")
+            hidden.append(f"{percent(found.hidden / found.total)} of the {activity}")
     return f"{words}, which hides {_and(hidden)}." if hidden else f"{words}."
-
-
-def _activity_words(activity: str) -> str:
-    return {
-        accounts.CPU_UPDATE: "the update on the CPU",
-        accounts.D2H: "the copies to the host (D2H)",
-        accounts.H2D: "the copies to the GPU (H2D)",
-    }.get(activity, f"the {activity}")
 
 
 def _wait_words(analysis: Analysis) -> str:
@@ -99,14 +77,9 @@ def _wait_words(analysis: Analysis) -> str:
     shares = [
         (cause.seconds / analysis.step_seconds(cause.rank), cause) for cause in analysis.causes
     ]
-    idle = {
-        rank.rank: sum(share for share, cause in shares if cause.rank == rank.rank)
-        for rank in analysis.ranks
-    }
-    if max(idle.values(), default=0.0) < _WORTH:
-        return (
-            f"It waits for next to nothing: it is idle {percent(max(idle.values(), default=0.0))}."
-        )
+    idle = max(1.0 - analysis.busy_share(rank.rank) for rank in analysis.ranks)
+    if idle < _WORTH:
+        return f"It waits for next to nothing: it is idle {percent(idle)}."
     named = [
         f"{_cause_words(cause, analysis)} ({percent(share)})"
         for share, cause in _distinct(shares)
@@ -165,24 +138,12 @@ def _change_words(analysis: Analysis) -> str:
     worth = [fix for fix in analysis.fixes if fix.gain >= _WORTH]
     if not worth:
         return "No change wins more than 1 %: what is left of the step is compute."
-    named = [f"{_CHANGES[fix.name]} {percent(fix.gain)}" for fix in worth[:3]]
+    named = [f"{fix.name} {percent(fix.gain)}" for fix in worth[:3]]
     return f"Of a step win at most: {_and(named)} (ceilings; each alone)."
 
 
 def _and(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-def _total(steps: Sequence[StepAccount], activity: str) -> accounts.Overlap:
-    return _sum([one.activities.get(activity) for one in steps])
-
-
-def _sum(overlaps: Sequence[accounts.Overlap | None]) -> accounts.Overlap:
-    rows = [one for one in overlaps if one is not None]
-    return accounts.Overlap(
-        *(sum(row.total for row in rows), sum(row.hidden for row in rows)),
-        *(sum(row.exposed for row in rows), sum(row.blocking for row in rows)),
-    )
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -219,31 +180,27 @@ def _steps(analysis: Analysis) -> str:
 
 def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     steps = analysis.steps[rank.rank]
-    title = f"Rank {rank.rank}" + (", the slowest" if _is_slowest(analysis, rank.rank) else "")
+    is_slowest = len(analysis.ranks) > 1 and analysis.slowest == rank.rank
+    title = f"Rank {rank.rank}" + (", the slowest" if is_slowest else "")
     source = "" if rank.header is not None else ", not hytrain's"
-    blocks = [f"{title}: {rank.path.name}{source}"]
-    blocks.append(_activities(steps))
-    blocks.append(_idle(analysis, rank.rank))
-    blocks += [_layers(steps), _critical(analysis, rank.rank)]
-    blocks += [_rates(analysis.rates[rank.rank]), _measured(analysis, rank)]
+    blocks = [
+        f"{title}: {rank.path.name}{source}",
+        *(_activities(steps), _idle(analysis, rank.rank), _layers(steps)),
+        *(_critical(analysis, rank.rank), _rates(analysis.rates[rank.rank])),
+        _measured(analysis, rank),
+    ]
     if rank.unknown:
         blocks.append("Unknown: " + "; ".join(rank.unknown) + ".")
     return blocks
 
 
-def _is_slowest(analysis: Analysis, rank: int) -> bool:
-    return len(analysis.ranks) > 1 and analysis.slowest == rank
-
-
 def _activities(steps: Sequence[StepAccount]) -> str:
     rows = [("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")]
     for activity in accounts.ACTIVITIES:
-        found, number = _total(steps, activity), len(steps)
+        found = overlap(steps, activity)
         if found.total:
-            numbers = (found.total, found.hidden, found.exposed, found.blocking)
             share = percent(found.hidden / found.total)
-            total, hid, exposed, blocking = (_ns(value / number) for value in numbers)
-            rows.append((activity, total, hid, exposed, blocking, share))
+            rows.append((activity, *(_ns(value / len(steps)) for value in found), share))
     return "\n".join(align(rows))
 
 
@@ -259,26 +216,26 @@ def _idle(analysis: Analysis, rank: int) -> str:
 
 
 def _layers(steps: Sequence[StepAccount]) -> str:
-    names = (accounts.CPU_UPDATE, accounts.D2H, accounts.H2D, accounts.COMMUNICATION)
     layers = sorted({layer for one in steps for layer in one.layers})
     if not layers:
         return ""
-    heading = ("layer, ms a step", "forward", "backward", *(f"{_SHORT[n]} exposed" for n in names))
+    passes = (accounts.FORWARD, accounts.BACKWARD)
     rows: list[tuple[float, tuple[str, ...]]] = []
     for layer in layers:
-        totals = {
-            name: _total_of_layer(steps, layer, name)
-            for name in (accounts.FORWARD, accounts.BACKWARD, *names)
-        }
-        numbers = [totals[n].total for n in (accounts.FORWARD, accounts.BACKWARD)]
-        numbers += [totals[name].exposed for name in names]
-        blocking = sum(totals[name].blocking for name in names)
-        cells = (str(layer), *(_ns(n / len(steps)) for n in numbers), _ns(blocking / len(steps)))
-        rows.append((blocking + sum(totals[name].exposed for name in names) * 1e-6, cells))
+        beside = [overlap(steps, name, layer) for name in _SHORT]
+        blocking = sum(one.blocking for one in beside)
+        numbers = [
+            *(overlap(steps, name, layer).total for name in passes),
+            *(one.exposed for one in beside),
+            blocking,
+        ]
+        weight = blocking + sum(one.exposed for one in beside) * 1e-6
+        rows.append((weight, (str(layer), *(_ns(n / len(steps)) for n in numbers))))
     chosen = sorted(rows, key=lambda row: -row[0])[:_MOST_LAYERS]
-    table = [(*heading, "blocking"), *(cells for _, cells in chosen)]
+    heading = ("layer, ms a step", *passes, *(f"{n} exposed" for n in _SHORT.values()), "blocking")
     left = len(rows) - len(chosen)
-    return "\n".join(align(table)) + (f"\n... and {left} layers with less (--json)" if left else "")
+    table = "\n".join(align([heading, *(cells for _, cells in chosen)]))
+    return table + (f"\n... and {left} layers with less (--json)" if left else "")
 
 
 _SHORT: Final = {
@@ -287,10 +244,6 @@ _SHORT: Final = {
     accounts.H2D: "H2D",
     accounts.COMMUNICATION: "comm.",
 }
-
-
-def _total_of_layer(steps: Sequence[StepAccount], layer: int, activity: str) -> accounts.Overlap:
-    return _sum([one.layers.get(layer, {}).get(activity) for one in steps])
 
 
 def _critical(analysis: Analysis, rank: int) -> str:
@@ -327,20 +280,16 @@ def _measured(analysis: Analysis, rank: RankTrace) -> str:
     if header is not None and header.recording_overhead is not None:
         words.append(f"recording costs {percent(header.recording_overhead)}")
     if power is not None:
-        parts = [("GPU", power.gpu), ("CPU", power.cpu)]
-        words += [
-            f"{value:.1f} J a step on the {name}" for name, value in parts if value is not None
-        ]
+        for name, joules in (("GPU", power.gpu), ("CPU", power.cpu)):
+            words += [] if joules is None else [f"{joules:.1f} J a step on the {name}"]
         if power.tokens_per_joule is not None:
             words.append(f"{power.tokens_per_joule:.2f} tokens a joule")
-    lost = (
-        ""
-        if header is None or not (header.overwritten or header.dropped_spans)
-        else (
-            f" The recorder's ring was full: {header.dropped_spans} spans are missing, "
-            "and what they would explain is unresolved."
+    lost = ""
+    if header is not None and (header.overwritten or header.dropped_spans):
+        lost = (
+            f" The recorder's ring was full: {header.dropped_spans} spans are missing, and what "
+            "they would explain is unresolved."
         )
-    )
     return "; ".join(words) + "." + lost
 
 

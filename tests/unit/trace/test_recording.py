@@ -43,7 +43,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 
 def test_the_header(trace: Trace) -> None:
-    (header,) = trace.file.headers
+    header = trace.header
     assert header.rank == 0
     assert header.world_size == 1
     assert header.steps == (FIRST, END - 1)
@@ -62,7 +62,7 @@ def test_the_header(trace: Trace) -> None:
 
 
 def test_what_it_cost_is_measured_beside_it(trace: Trace) -> None:
-    (header,) = trace.file.headers
+    header = trace.header
     steps = sorted(end - begin for begin, end in trace.steps().values())
     assert header.unprofiled_step_s is not None
     assert header.recording_overhead is not None
@@ -271,7 +271,7 @@ def test_a_full_ring_is_said(
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (2, 4)), 4)
     trace = Trace.read(tmp_path / "trace_rank0.json")
-    (header,) = trace.file.headers
+    header = trace.header
     assert header.overwritten
     written = len(trace.spans(names.CPU_ADAM)) + len(trace.spans(names.D2H))
     assert header.dropped_spans > 10
@@ -305,7 +305,7 @@ def test_a_training_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None
     join_process_group()
     train(traced_config(tmp_path, (2, 50)), 4)
     trace = Trace.read(tmp_path / "trace_rank0.json")
-    assert trace.file.headers[0].steps == (2, 4)
+    assert trace.header.steps == (2, 4)
     assert list(trace.steps()) == [2, 3, 4]
 
 

@@ -59,7 +59,7 @@ def test_copies_of_the_device_and_passes_of_the_host_are_in_order(
     traces: dict[bool, Trace], kernels: bool
 ) -> None:
     trace = traces[kernels]
-    assert trace.file.headers[0].steps == (10, 13)
+    assert trace.header.steps == (10, 13)
     for step in range(10, 14):
         updates = trace.spans(names.CPU_ADAM, step=step)
         assert {e["args"]["layer"] for e in updates} == set(range(LAYERS // 2, LAYERS))
@@ -135,7 +135,7 @@ MOST_PER_KERNEL_S = 15e-6
 def test_what_recording_takes(traces: dict[bool, Trace], kernels: bool) -> None:
     """2 % of a step is the aim at 2.9 B; this model is small, and bound by launches."""
     trace = traces[kernels]
-    (header,) = trace.file.headers
+    header = trace.header
     assert header.recording_overhead is not None
     assert header.unprofiled_step_s is not None
     spent = header.recording_overhead * header.unprofiled_step_s

@@ -37,7 +37,8 @@ def write(folder: Path, values: Any) -> Path:
 
 def test_a_trace_of_ours(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, {"traceEvents": [SPAN], "hytrain": HEADER, "more": 1}))
-    (header,) = trace.headers
+    header = trace.header
+    assert header is not None
     assert trace.events == [SPAN]
     assert (header.rank, header.steps, header.layers) == (0, (10, 13), 24)
     assert header.peaks == Peaks(dram_bytes_per_s=2.5e11)
@@ -47,15 +48,7 @@ def test_a_trace_of_ours(tmp_path: Path) -> None:
 def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     header = TraceHeader.model_validate(HEADER)
     path = write(tmp_path, {"traceEvents": [], "hytrain": header.model_dump(mode="json")})
-    assert read_trace(path).headers == (header,)
-
-
-def test_several_ranks_in_a_file(tmp_path: Path) -> None:
-    headers = [HEADER, HEADER | {"rank": 1}]
-    trace = read_trace(write(tmp_path, {"traceEvents": [], "hytrain": headers}))
-    assert [header.rank for header in trace.headers] == [0, 1]
-    with pytest.raises(TraceError, match="has rank 0 twice"):
-        read_trace(write(tmp_path, {"traceEvents": [], "hytrain": [HEADER, HEADER]}))
+    assert read_trace(path).header == header
 
 
 def test_a_gzipped_one_whatever_its_name(tmp_path: Path) -> None:
@@ -70,7 +63,7 @@ def test_a_gzipped_one_whatever_its_name(tmp_path: Path) -> None:
 
 def test_foreign_traces(tmp_path: Path) -> None:
     """Both forms that Chrome's format has, with control characters in a name."""
-    assert read_trace(write(tmp_path, [SPAN])).headers == ()
+    assert read_trace(write(tmp_path, [SPAN])).header is None
     path = tmp_path / "kineto.json"
     path.write_text('{"traceEvents": [{"ph": "X", "name": "a\tb", "ts": 1, "dur": 0}]}')
     assert read_trace(path).events[0]["name"] == "a\tb"
@@ -134,6 +127,7 @@ def test_a_broken_event_is_named(event: Any, message: str, tmp_path: Path) -> No
     [
         (HEADER | {"format": 2}, "has format 2, this hytrain reads 1"),
         (3, "has format None"),
+        ([HEADER], "has format None"),
         (HEADER | {"layers": -1}, r"hytrain, layers: "),
         (HEADER | {"peaks": {"cores": 0}}, r"hytrain, peaks\.cores: "),
         ({"format": 1}, r"hytrain, rank: Field required"),

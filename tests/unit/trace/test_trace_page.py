@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from support.trace_schedule import CPU, Schedule, write
 
 from hytrain.tools import cli
 from hytrain.tools.trace.analysis import analyse
-from hytrain.tools.trace.lanes import rows_of, thinned, with_levels
+from hytrain.tools.trace.lanes import rows_of
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.spans import COMPUTE, Span, table
 from hytrain.tools.trace.viewer import write_page
@@ -66,7 +67,7 @@ INK = """(() => {
 PLACE = """(() => {
   const row = rows.find((one) => one.label === "CPU Adam"), box = canvas.getBoundingClientRect();
   const index = firstAfter(row, view.begin + 0.6 * (view.end - view.begin));
-  const middle = (beginOf(row, index) + endOf(row, index)) / 2;
+  const middle = (row.begin[index] + row.end[index]) / 2;
   return [box.left + toX(middle), box.top + row.top + 8, row.layer[index]];
 })()"""
 
@@ -158,7 +159,7 @@ def kernels(trace: Path, number: int) -> Any:
     rows = table([Span(begin, begin, f"gemm {kind}", detail="forward") for kind in range(50)])
     rows = rows.select(np.arange(number) % 50)
     starts = begin + width * np.arange(number)
-    compute = rows.with_columns(begin=starts, end=starts + width - width // 4)
+    compute = replace(rows, begin=starts, end=starts + width - width // 4)
     analysis = analyse([rank])
     many = replace(rank, spans={**rank.spans, COMPUTE: compute}, are_kernels=True)
     return replace(analysis, ranks=(many,))
@@ -186,27 +187,39 @@ def test_a_page_of_a_million_bars_stays_alive(browser: Page, trace: Path, tmp_pa
     assert browser.value("performance.now()") - begin < 1000.0
 
 
-def test_levels_cover_what_the_bars_do(trace: Path) -> None:
-    many = kernels(trace, 20_000)
-    (rank,) = many.ranks
-    begin, end = rank.steps[0].begin, rank.steps[-1].end
-    row = next(r for r in rows_of(rank, many.steps[0], begin, end) if r.label == "GPU compute")
-    levels = with_levels(row, begin, end).levels
-    whole = (row.bars.end - row.bars.begin).sum() / (end - begin)
-    assert [len(level.covered) for level in levels] == [2048, 8192, 32768]
-    for level in levels:
-        # A bin's share is rounded up to 1/255.
-        assert whole <= level.covered.mean() / 255 <= whole + 1 / 255
+def test_pixels_show_how_much_of_them_bars_cover(
+    browser: Page, trace: Path, tmp_path: Path
+) -> None:
+    """Kernels cover three quarters of the time; far too narrow to be drawn one by one."""
+    page = tmp_path / "page.html"
+    write_page(page, [("", kernels(trace, 1_000_000))], ["words"])
+    browser.open(page)
+    browser.value("element('all').click()")
+    shades = browser.value(SHADES)
+    assert shades["least"] > 0.15 + 0.85 * 0.65
+    assert shades["most"] < 0.15 + 0.85 * 0.85
 
 
-def test_the_longest_bars_stay_where_there_are_too_many(trace: Path) -> None:
-    many = kernels(trace, 20_000)
-    (rank,) = many.ranks
-    rows = rows_of(rank, many.steps[0], rank.steps[0].begin, rank.steps[-1].end)
-    kept, left_out = thinned(rows, 10_000)
-    assert sum(len(row.bars) for row in kept) + left_out == sum(len(row.bars) for row in rows)
-    by_label = {row.label: row for row in rows}
-    for row in kept:
-        assert (np.diff(row.bars.begin) > 0).all()
-        if len(row.bars) < len(by_label[row.label].bars):
-            assert row.label == "GPU compute"
+# What is painted in the middle of the row of kernels, as its alpha over the row's background.
+SHADES = """(() => {
+  const row = rows.find((one) => one.label === "GPU compute"), y = row.top + BAR / 2;
+  const back = getComputedStyle(document.documentElement).getPropertyValue("--band").trim();
+  const red = (hex) => parseInt(hex.slice(1, 3), 16);
+  const full = red(data.legend[row.colour[0]][1]);
+  const from = toX(row.begin[0]) + 3, to = toX(row.end[row.end.length - 1]) - 3;
+  const [x, line, wide] = [from, y, to - from].map((one) => one * devicePixelRatio);
+  const pixels = paint.getImageData(x, line, wide, 1).data, alphas = [];
+  for (let i = 0; i < pixels.length; i += 4)
+    alphas.push((pixels[i] - red(back)) / (full - red(back)));
+  return { least: Math.min(...alphas), most: Math.max(...alphas) };
+})()"""
+
+
+def test_the_picture_is_saved_as_it_is_drawn(opened: Page) -> None:
+    replaced = "HTMLAnchorElement.prototype.click = function () { window.saved = this.download; }"
+    opened.value(f"({replaced}, true)")
+    opened.value("element('save').click()")
+    deadline = time.monotonic() + 10.0
+    while opened.value("window.saved") is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert opened.value("window.saved").endswith(".png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,51 +296,3 @@ def test_our_own_waits_are_nobodys() -> None:
     assert user_line(frame("torch.functional", "hytrain.engine.engine", "train")) is None
     assert user_line(frame("torch._tensor", "model", "hytrain.engine.engine")) == "model.py:7"
     assert user_line(frame("transformers.trainer", "train")) == "train.py:7"
-
-
-def test_merging_refuses_what_is_not_one_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hytrain.tools.cli import main
-
-    header = names.TraceHeader(rank=0, world_size=2, steps=(1, 1), layers=1, device="cpu")
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    for path in (first, second):
-        Recording(header, [span(names.STEPS, 0, 1, step=1)]).write(path)
-    foreign = tmp_path / "foreign.json"
-    foreign.write_text(json.dumps({"traceEvents": []}))
-    out = str(tmp_path / "out.json")
-    assert main(["trace", "merge", str(first), str(second), "--out", out]) == 2
-    assert "are both of rank 0" in capsys.readouterr().err
-    assert main(["trace", "merge", str(first), str(foreign), "--out", out]) == 2
-    assert "is not hytrain's" in capsys.readouterr().err
-    assert main(["trace", "merge", str(first), "--out", str(first)]) == 2
-    assert "would replace" in capsys.readouterr().err
-
-
-def test_merging_puts_ranks_on_one_clock(tmp_path: Path) -> None:
-    from hytrain.tools.trace.merge import merge_files
-
-    paths: list[Path] = []
-    for rank, offset in ((0, 0.0), (1, -250.0)):
-        header = names.TraceHeader(
-            rank=rank, world_size=2, steps=(1, 1), layers=1, device="cpu", clock_offset_us=offset
-        )
-        paths.append(tmp_path / f"trace_rank{rank}.json")
-        Recording(header, [span(names.STEPS, 1000 - offset, 1001 - offset, step=1)]).write(
-            paths[-1]
-        )
-    # Beside its own, the second file has a stream of torch's, of what it calls process 0.
-    content = json.loads(paths[1].read_text())
-    content["traceEvents"].append({**kineto("cpu_op", "x", 1250, 1), "pid": 0, "tid": 7})
-    paths[1].write_text(json.dumps(content))
-    out = tmp_path / "all.json.gz"
-    assert "ranks 0, 1" in merge_files(paths, out)
-    merged = Trace.read(out)
-    assert [e["ts"] for e in merged.file.events if e.get("cat") == "step"] == [1000.0, 1000.0]
-    (operator,) = (e for e in merged.file.events if e.get("cat") == "cpu_op")
-    assert (operator["pid"], operator["ts"]) == (1, 1000.0)
-    assert operator["tid"] not in {tid for _, tid in merged.lane_of}
-    again = tmp_path / "again.json"
-    merge_files([out], again)
-    assert Trace.read(again).file.events == merged.file.events

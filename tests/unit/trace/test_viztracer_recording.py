@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def _check(trace: Trace, steps: list[int]) -> None:
-    (header,) = trace.file.headers
+    header = trace.header
     assert list(trace.steps()) == steps
     assert header.steps == (steps[0], steps[-1])
     for step in steps:
