@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
+import torch
 from torch import nn
 
 from hytrain import _C
 from hytrain.config import TraceConfig
-from hytrain.engine.trace_header import RecordedRun, make_header, measure_peaks
-from hytrain.engine.trace_hooks import follow_layers
+from hytrain.engine.trace_peaks import measure_peaks
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.formats import trace_file as names
-from hytrain.formats.trace_file import Peaks
+from hytrain.formats.trace_file import Peaks, TraceHeader
 from hytrain.hardware.energy import EnergyMeter
 from hytrain.hardware.gpu_memory import allocated_bytes
+from hytrain.model.backward_hooks import before_backward
 from hytrain.offload.threads import ThreadChoice
+from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.clock import TraceClock
-from hytrain.trace.counters import CounterSampler, Sample, growth_between, rates_of
+from hytrain.trace.counters import CounterSampler, Sample
 from hytrain.trace.kernels import KernelProfile
 from hytrain.trace.recorder import Recorder, Span
 from hytrain.trace.user_code import watch_user_code
@@ -33,7 +37,6 @@ RING_SPANS = 1 << 16
 """Of the update worker, between two steps: 4 MiB."""
 MOST_SPANS = 1_000_000
 """That are kept of a recording, as many as VizTracer keeps of its own."""
-_JOULES = {"gpu": "gpu_energy_j", "cpu": "cpu_energy_j"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,22 @@ class TracedEngine:
 
 
 class TraceSession:
-    """One recording, from its first step until all of it is in plain numbers."""
+    """One recording, from its first step until all of it is in plain numbers.
 
-    def __init__(self, engine: TracedEngine, config: TraceConfig, *, kernels: bool) -> None:
+    It has its steps' spans and, until :meth:`finish`, what the update worker still does for the
+    last of them.
+    """
+
+    def __init__(
+        self, engine: TracedEngine, config: TraceConfig, plain: Iterable[float], *, kernels: bool
+    ) -> None:
+        """
+        Args:
+            engine: between two steps.
+            config: whether threads have lanes of their own.
+            plain: seconds of the steps before.
+            kernels: whether the GPU's kernels are recorded.
+        """
         optimizer = engine.optimizer
         self._engine = engine
         self._pipeline = pipeline = optimizer.pipeline
@@ -71,11 +87,15 @@ class TraceSession:
         self.recorder = Recorder(self._clock, [x.name for x in pipeline.layers], MOST_SPANS)
         self._worker_spans: deque[_C.TraceSpan] = deque(maxlen=MOST_SPANS)
         self._lost = 0
-        self._fractions: list[Sample] = []
-        self.seconds: list[float] = []
-        """Of each recorded step."""
-        self.first_step = self.last_step = 0
-        meter = EnergyMeter(device)
+        self._samples: list[Sample] = []
+        self._recording: Recording | None = None
+        self._seconds: list[float] = []
+        self._plain_before = list(plain)
+        self.plain_after: list[float] = []
+        """Seconds of steps after the recorded ones."""
+        self.is_recording = True
+        self.is_finished = False
+        self._first_step = self._last_step = 0
         self._profile = KernelProfile() if kernels and device.type == "cuda" else None
         self._clock.start()
         self._worker.set_trace_anchor(*self._clock.anchor)
@@ -83,7 +103,9 @@ class TraceSession:
         self._worker.start_trace(RING_SPANS, config.threads)
         if self._profile is not None:
             self._profile.start()
-        self._sampler = CounterSampler(_readers(optimizer, meter), MOST_SPANS)
+        self._meter = EnergyMeter(device)
+        self._energy = self._meter.read()
+        self._sampler = CounterSampler(_readers(optimizer, self._meter), MOST_SPANS)
         self._detach = self._attach()
 
     def _attach(self) -> Callable[[], None]:
@@ -91,7 +113,7 @@ class TraceSession:
         parts = (optimizer.collectives, self._pipeline, optimizer.passes)
         device = self._pipeline.streams.device
         undo = [
-            follow_layers(engine.layer_of, self.recorder),
+            _follow_layers(engine.layer_of, self.recorder),
             watch_user_code(self.recorder, device, waits=device.type != "cpu"),
         ]
         for part in parts:
@@ -107,17 +129,27 @@ class TraceSession:
 
     def begin_step(self, step: int) -> None:
         """A step begins that is recorded."""
-        self.first_step = self.first_step or step
+        self._first_step = self._first_step or step
         self.recorder.step = step
         now, layers = time.monotonic_ns(), len(self._pipeline.layers)
         share = self._pipeline.num_gpu_layers / layers
-        self._fractions.append(Sample(names.COUNTER_GPU_FRACTION, now, share))
+        self._samples.append(Sample(names.COUNTER_GPU_FRACTION, now, share))
 
     def end_step(self, begin_ns: int, end_ns: int) -> None:
         """It has been made."""
-        self.last_step = self.recorder.step
-        self.seconds.append((end_ns - begin_ns) / 1e9)
-        self.recorder.end_step(begin_ns, end_ns, {names.ARG_STEP: self.recorder.step})
+        self._last_step = self.recorder.step
+        seconds = (end_ns - begin_ns) / 1e9
+        self._seconds.append(seconds)
+        args: dict[str, Any] = {names.ARG_STEP: self.recorder.step}
+        before, self._energy = self._energy, self._meter.read()
+        used = self._energy.since(before)
+        if used.gpu_joules is not None:
+            args[names.ARG_GPU_ENERGY] = round(used.gpu_joules, 3)
+        if used.cpu_joules is not None:
+            args[names.ARG_CPU_ENERGY] = round(used.cpu_joules, 3)
+            watts = used.cpu_joules / seconds
+            self._samples.append(Sample(names.COUNTER_CPU_POWER, end_ns, watts))
+        self.recorder.end_step(begin_ns, end_ns, args)
         if self._clock.advance():
             self._worker.set_trace_anchor(*self._clock.anchor)
         self._drain()
@@ -129,6 +161,7 @@ class TraceSession:
 
     def end_steps(self) -> None:
         """No further step is recorded; the update worker may still be at the last one."""
+        self.is_recording = False
         self._detach()
         self._sampler.stop()
         if self._profile is not None:
@@ -136,12 +169,29 @@ class TraceSession:
             self._pipeline.streams.synchronize()
             self._profile.stop()
 
-    def finish(self, *, measures_peaks: bool) -> Recording:
-        """Nothing more is recorded; waits for the update worker and the device.
+    def finish(self, *, measures_peaks: bool) -> Recording | None:
+        """Nothing more is recorded; the first call waits for the update worker and the device.
 
         Args:
             measures_peaks: whether to measure what memory and copies reach.
+
+        Returns:
+            What is recorded, with what that has cost so far; None where no step was made.
         """
+        if not self.is_finished:
+            self.is_finished = True
+            if self.is_recording:
+                self.end_steps()
+            self._finish(measures_peaks=measures_peaks)
+        recording, plain = self._recording, self._plain_before + self.plain_after
+        if recording is None or not plain:
+            return recording
+        step = statistics.median(plain)
+        overhead = statistics.median(self._seconds) / step - 1.0
+        cost = {"unprofiled_step_s": step, "recording_overhead": overhead}
+        return replace(recording, header=recording.header.model_copy(update=cost))
+
+    def _finish(self, *, measures_peaks: bool) -> None:
         if self._engine.optimizer.passes.is_between_steps:
             # step() returns before the worker has made its updates: without this wait a trace that
             # is written at once would lack them. Where a further step has begun, its forward has
@@ -153,28 +203,38 @@ class TraceSession:
         self._clock.stop()
         # The worker's handle of the anchor must not outlive it.
         self._worker.set_trace_anchor(0, 0)
-        engine, threads = self._engine, self._engine.threads
+        if not self._seconds:
+            return
+        threads = self._engine.threads
         rate = 1.0 / threads.seconds_per_parameter
-        peaks = Peaks(cores=engine.cores, adam_parameters_per_s=rate)
+        peaks = Peaks(cores=self._engine.cores, adam_parameters_per_s=rate)
         if measures_peaks:
             peaks = measure_peaks(self._pipeline, peaks, threads.num_threads)
         spans = self._all_spans()
-        dropped = self._lost + self.recorder.dropped
-        run = RecordedRun(
-            (self.first_step, self.last_step),
-            self.recorder.micro_batches,
-            self.recorder.tokens,
-            dropped,
-            dropped > 0,
-            engine.clock_offset_ns,
+        samples = [*self._samples, *self._sampler.samples]
+        finals = self.recorder.finals()
+        self._recording = Recording(self._header(peaks), spans, finals, samples)
+
+    def _header(self, peaks: Peaks) -> TraceHeader:
+        optimizer, pipeline, recorder = self._engine.optimizer, self._pipeline, self.recorder
+        device, dropped = pipeline.streams.device, self._lost + recorder.dropped
+        return TraceHeader(
+            rank=optimizer.collectives.rank,
+            world_size=optimizer.collectives.world_size,
+            steps=(self._first_step, self._last_step),
+            layers=len(pipeline.layers),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            gpu_fraction=pipeline.num_gpu_layers / len(pipeline.layers),
+            gpu_layers=tuple(x.index for x in pipeline.layers if x.placement == "gpu"),
+            gradient_clipping=pipeline.norm.settings.max_norm,
+            micro_batches=recorder.micro_batches,
+            tokens_per_step=recorder.tokens or None,
+            peaks=peaks,
+            predicted_step_s=optimizer.placement.decisions[-1].predicted_seconds,
+            dropped_spans=dropped,
+            overwritten=dropped > 0,
+            clock_offset_us=self._engine.clock_offset_ns / 1e3,
         )
-        samples = [
-            *self._fractions,
-            *self._counters(),
-            *rates_of(self._sampler.samples, "cpu", names.COUNTER_CPU_POWER),
-        ]
-        header = make_header(engine.optimizer, run, peaks)
-        return Recording(header, spans, self.recorder.finals(), samples)
 
     def _all_spans(self) -> list[Span]:
         layers = self._pipeline.layers
@@ -195,22 +255,44 @@ class TraceSession:
             # The ring has copies and passes from before, while the recording was prepared, and jobs
             # of the step that came after. What is of no step is a kernel's or a call's.
             step = span.args.get(names.ARG_STEP)
-            is_late = span.begin_ns >= end_ns if step is None else step > self.last_step
+            is_late = span.begin_ns >= end_ns if step is None else step > self._last_step
             return span.end_ns >= begin_ns and not is_late
 
-        spans = [span for span in spans if is_recorded(span)]
-        return [self._with_energy(s) if s.lane == names.STEPS else s for s in spans]
+        return [span for span in spans if is_recorded(span)]
 
-    def _counters(self) -> list[Sample]:
-        return [sample for sample in self._sampler.samples if sample.name not in _JOULES]
 
-    def _with_energy(self, step: Span) -> Span:
-        args = dict(step.args)
-        for name, key in _JOULES.items():
-            used = growth_between(self._sampler.samples, name, step.begin_ns, step.end_ns)
-            if used is not None:
-                args[key] = round(used, 3)
-        return step._replace(args=args)
+def _follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Callable[[], None]:
+    """Has modules tell a recorder of their forward and backward; returns what ends that."""
+
+    def follow(module: nn.Module, layer: int, number: int) -> list[Any]:
+        def enter(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
+            recorder.enter_layer(layer, number)
+
+        def leave(_module: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad:
+                        before_backward(tensor, lambda _gradient: recorder.enter_backward(layer))
+            recorder.leave_layer(layer)
+
+        # The second one also where forward ends with an exception: torch's checkpointing leaves a
+        # recomputed forward that way, as soon as it has what backward needs.
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    handles = [
+        handle
+        for number, (module, layer) in enumerate(layer_of.items())
+        for handle in follow(module, layer, number)
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def _readers(
@@ -226,7 +308,4 @@ def _readers(
         readers[names.COUNTER_GPU_MEMORY] = lambda: float(allocated_bytes(device)[0])
     if meter.has_gpu:
         readers[names.COUNTER_GPU_POWER] = meter.gpu_watts
-        readers["gpu"] = lambda: meter.read().gpu_joules
-    if meter.has_cpu:
-        readers["cpu"] = lambda: meter.read().cpu_joules
     return readers

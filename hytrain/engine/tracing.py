@@ -1,7 +1,6 @@
 """Records chosen steps of an engine, or all of them under a VizTracer.
 
-A recording has the steps' spans and, one step longer, what the update worker still does for the
-last of them. The steps before and after it are timed only, to tell what recording costs.
+The steps before and after a recording are timed only, to tell what recording costs.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hytrain.config import DEFAULT_TRACED_STEPS, TraceConfig
-from hytrain.engine.trace_header import with_overhead
 from hytrain.engine.trace_session import TracedEngine, TraceSession
 from hytrain.trace.recorder import Recorder
-from hytrain.trace.user_code import LoadingIterator
+from hytrain.trace.user_code import timed_loading
 from hytrain.trace.viztracer_file import join_file, running_tracer
 from hytrain.trace.writer import Recording
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_STEPS = 8
-"""Steps beside the recorded ones that are timed, at most, on either side."""
+_PLAIN_BEFORE = 8
+"""Steps before the recorded ones that are timed, at most."""
 _PLAIN_AFTER = 4
 """Steps that are waited for before a trace is written, if training goes on."""
 
@@ -45,12 +42,9 @@ class Tracing:
         self._engine = engine
         self._config = config
         self._session: TraceSession | None = None
-        self._ended: TraceSession | None = None  # its last step may still be updated
-        self._recording: Recording | None = None
-        self._seconds: list[float] = []  # of its steps
-        self._before: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._plain: list[float] = []
-        self._after = 0
+        """The last one, until its file is written."""
+        self._plain: deque[float] = deque(maxlen=_PLAIN_BEFORE)
+        """Seconds of the last steps, before a recording."""
         self._tracer: Any = None
         self._is_done = config.dir is None
         self._steps_seen: tuple[int, int] | None = None
@@ -59,49 +53,56 @@ class Tracing:
     @property
     def recorder(self) -> Recorder | None:
         """While a step is recorded."""
-        return None if self._session is None else self._session.recorder
+        session = self._session
+        return session.recorder if session is not None and session.is_recording else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase of the step, if it is recorded."""
-        return nullcontext() if self._session is None else self._session.recorder.phase(name)
+        return nullcontext() if self.recorder is None else self.recorder.phase(name)
 
     def loading(self, items: Iterator[_Item]) -> Iterator[_Item]:
         """The user's data, whose times are taken if the step is recorded."""
-        if self._session is None:
-            return items
-        return LoadingIterator(items, self._session.recorder)
+        return items if self.recorder is None else timed_loading(items, self.recorder)
 
     # -- between steps ---------------------------------------------------------------------------
 
     def begin(self, steps_made: int) -> None:
         """The next step is about to begin, after that many: of a new engine, or a loaded one."""
         self._engine.optimizer.pipeline.cpu.worker.set_trace_step(steps_made + 1)
-        if self._session is None and self._wants(steps_made + 1):
-            self._start()
-        if self._session is not None:
+        if self.recorder is None and self._wants(steps_made + 1):
+            if self._session is not None:
+                self._session.finish(measures_peaks=False)
+            # A VizTracer with log_torch has the kernels itself.
+            kernels = self._config.kernels and self._tracer is None
+            self._session = TraceSession(self._engine, self._config, self._plain, kernels=kernels)
+        if self._session is not None and self._session.is_recording:
             self._session.begin_step(steps_made + 1)
         # What has been done here is no part of a step.
         self._made_ns = time.monotonic_ns()
 
     def step_made(self, steps_made: int) -> None:
         """A step is over, and the next one may be recorded."""
-        now = time.monotonic_ns()
-        seen = self._steps_seen
-        self._steps_seen = (steps_made if seen is None else seen[0], steps_made)
-        if self._session is not None:
-            self._session.end_step(self._made_ns, now)
+        now, session = time.monotonic_ns(), self._session
+        first = steps_made if self._steps_seen is None else self._steps_seen[0]
+        self._steps_seen = first, steps_made
+        if session is None:
+            self._plain.append((now - self._made_ns) / 1e9)
+        elif session.is_recording:
+            session.end_step(self._made_ns, now)
             if not self._wants(steps_made + 1):
-                self._end_steps()
-        elif self._ended is not None:
-            self._finish(measures_peaks=True)
-        else:
-            self._count_plain((now - self._made_ns) / 1e9)
+                session.end_steps()
+        elif not session.is_finished:
+            session.finish(measures_peaks=True)
+        elif len(session.plain_after) < _PLAIN_AFTER:
+            session.plain_after.append((now - self._made_ns) / 1e9)
+            if len(session.plain_after) == _PLAIN_AFTER:
+                self._write()
         self.begin(steps_made)
 
     def _wants(self, step: int) -> bool:
         if self._tracer is None or not self._tracer.enable:
             found = running_tracer()
-            if found is not None and found is not self._tracer and self._session is None:
+            if found is not None and found is not self._tracer and self.recorder is None:
                 self._follow(found)
         if self._tracer is not None:
             steps = self._config.steps
@@ -116,50 +117,22 @@ class Tracing:
             logger.info("a VizTracer is running: the trace goes to its file, not to trace.dir")
             self._is_done = True
 
-    def _start(self) -> None:
-        self._plain = list(self._before)
-        self._after = 0
-        self._recording = None
-        # A VizTracer with log_torch has the kernels itself.
-        kernels = self._config.kernels and self._tracer is None
-        self._session = TraceSession(self._engine, self._config, kernels=kernels)
-
-    def _end_steps(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.end_steps()
-            self._ended = session
-
-    def _finish(self, *, measures_peaks: bool) -> None:
-        session, self._ended = self._ended, None
-        if session is not None and session.seconds:
-            self._seconds = session.seconds
-            self._recording = session.finish(measures_peaks=measures_peaks)
-
-    def _count_plain(self, seconds: float) -> None:
-        if self._recording is None:
-            self._before.append(seconds)
-            return
-        self._plain.append(seconds)
-        self._after += 1
-        if self._after == _PLAIN_AFTER:
-            self._write()
-
     # -- where it goes to ------------------------------------------------------------------------
 
-    @property
-    def path(self) -> Path | None:
-        """This rank's file; None where none is written."""
-        if self._config.dir is None:
-            return None
-        return Path(self._config.dir) / f"trace_rank{self._engine.optimizer.collectives.rank}.json"
+    def _for_tracer(self) -> Recording | None:
+        """For a VizTracer that saves its file."""
+        return None if self._session is None else self._session.finish(measures_peaks=False)
 
     def _write(self) -> None:
-        path = self.path
-        if self._is_done or path is None or self._recording is None:
+        if self._is_done or self._session is None or self._config.dir is None:
             return
-        self._is_done = True
-        recording = self._with_overhead(self._recording)
+        # Of several ranks some may have failed: nothing is waited for that need not be.
+        alone = self._engine.optimizer.collectives.world_size == 1
+        recording = self._session.finish(measures_peaks=alone)
+        self._is_done, self._session = True, None
+        if recording is None:
+            return
+        path = Path(self._config.dir) / f"trace_rank{recording.header.rank}.json"
         try:
             recording.write(path)
         except OSError as error:
@@ -168,24 +141,13 @@ class Tracing:
             return
         _report(recording, path)
 
-    def _with_overhead(self, recording: Recording) -> Recording:
-        header = with_overhead(recording.header, self._seconds, self._plain)
-        return replace(recording, header=header)
-
-    def _for_tracer(self) -> Recording | None:
-        """For a VizTracer that saves its file."""
-        self._end_steps()
-        self._finish(measures_peaks=False)
-        return None if self._recording is None else self._with_overhead(self._recording)
-
     def close(self) -> None:
         """The engine ends: what has been recorded so far is written. May be called twice."""
-        had_any = self._session is not None or self._ended is not None
-        self._end_steps()
-        # Of several ranks some may have failed: nothing is waited for that need not be.
-        self._finish(measures_peaks=self._engine.optimizer.collectives.world_size == 1)
-        self._write()
-        if not self._is_done and not had_any and self._recording is None:
+        if self._session is not None:
+            if self._is_done:  # for a VizTracer, which saves later
+                self._session.finish(measures_peaks=False)
+            self._write()
+        elif not self._is_done:
             self._is_done = True
             seen = self._steps_seen
             made = "no step was made" if seen is None else f"steps {seen[0]} to {seen[1]} were made"

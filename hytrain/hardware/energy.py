@@ -105,11 +105,12 @@ class EnergyMeter:
 
     def gpu_watts(self) -> float | None:
         """What the GPU draws now."""
-        if self._gpu is None:
+        gpu = self._gpu  # another thread may lose it meanwhile
+        if gpu is None:
             return None
         try:
-            return self._gpu.watts()
-        except self._gpu.error as error:
+            return gpu.watts()
+        except gpu.error as error:
             self._lose_gpu(error)
             return None
 
@@ -118,11 +119,12 @@ class EnergyMeter:
         return EnergyReading(self._gpu_joules(), self._cpu_joules())
 
     def _gpu_joules(self) -> float | None:
-        if self._gpu is None:
+        gpu = self._gpu
+        if gpu is None:
             return None
         try:
-            return self._gpu.joules()
-        except self._gpu.error as error:
+            return gpu.joules()
+        except gpu.error as error:
             self._lose_gpu(error)
             return None
 

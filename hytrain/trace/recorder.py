@@ -102,25 +102,21 @@ class Recorder:
             lane = f"{names.PYTHON}: {threading.main_thread().name}"
             self.add(lane, name, begin, _now(), {names.ARG_STEP: self.step})
 
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase of the step on this thread."""
-        begin = _now()
-        try:
-            yield
-        finally:
-            lane = f"{names.PYTHON}: {threading.current_thread().name}"
-            self.add(lane, name, begin, _now(), {names.ARG_STEP: self.step})
+        return self._on_host(f"{names.PYTHON}: {threading.current_thread().name}", name, {})
+
+    def host_wait(self, call: str, line: str) -> AbstractContextManager[None]:
+        """The user's code waits for the device on this thread."""
+        return self._on_host(names.HOST_WAITS, call, {names.ARG_LINE: line})
 
     @contextmanager
-    def host_wait(self, call: str, line: str) -> Generator[None]:
-        """The user's code waits for the device on this thread."""
+    def _on_host(self, lane: str, name: str, args: dict[str, Any]) -> Generator[None]:
         begin = _now()
         try:
             yield
         finally:
-            args = {names.ARG_LINE: line, names.ARG_STEP: self.step}
-            self.add(names.HOST_WAITS, call, begin, _now(), args)
+            self.add(lane, name, begin, _now(), {**args, names.ARG_STEP: self.step})
 
     def count_tokens(self, inputs: Any) -> None:
         """The model's inputs: token numbers [B, T] under their usual name, or as the first one."""
@@ -244,11 +240,8 @@ class Recorder:
         """
         name = str(getattr(call, "__name__", "collective"))
         kind = _COLLECTIVES.get(name, name)
-        args: dict[str, Any] = {names.ARG_COLLECTIVE: kind}
-        words = kind.replace("_", " ")
-        if layer in self._layers:
-            args[names.ARG_LAYER] = self._layers[layer]
-            words += f" layer {self._layers[layer]}"
+        words, args = self._of_layer(kind.replace("_", " "), layer)
+        args[names.ARG_COLLECTIVE] = kind
 
         def timed(*arguments: Any, **named: Any) -> Any:
             args[names.ARG_BYTES] = max(map(_bytes_of, arguments), default=0)
@@ -259,12 +252,15 @@ class Recorder:
 
     def weights_to_device(self, layer: str, num_bytes: int) -> AbstractContextManager[None]:
         """Weights of a layer are copied from the host, on the current stream."""
-        args: dict[str, Any] = {names.ARG_BYTES: num_bytes}
-        words = "weights"
-        if layer in self._layers:
-            args[names.ARG_LAYER] = self._layers[layer]
-            words += f" layer {self._layers[layer]}"
-        return self._on_stream(names.H2D, words, args)
+        words, args = self._of_layer("weights", layer)
+        return self._on_stream(names.H2D, words, args | {names.ARG_BYTES: num_bytes})
+
+    def _of_layer(self, words: str, layer: str | None) -> tuple[str, dict[str, Any]]:
+        """A span's name and arguments, with the number of a layer if it is one's."""
+        if layer not in self._layers:
+            return words, {}
+        number = self._layers[layer]
+        return f"{words} layer {number}", {names.ARG_LAYER: number}
 
     @contextmanager
     def _on_stream(self, lane: str, name: str, args: dict[str, Any]) -> Generator[None]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import dataloader
@@ -41,10 +41,15 @@ def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) ->
     loader = dataloader._BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
     undo.append(_replace(loader, "__next__", lambda call: _loading(call, recorder)))
     for name in _TENSOR_WAITS if waits else ():
-        undo.append(_replace(torch.Tensor, name, _tensor_wait(name, recorder, device)))
+        watched = functools.partial(
+            _wait, shown=f".{name}()", recorder=recorder, device_type=device.type
+        )
+        undo.append(_replace(torch.Tensor, name, watched))
     if device.type == "cuda":
         for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
-            undo.append(_replace(owner, "synchronize", _call_wait(owner.__name__, recorder)))
+            shown = f"{owner.__name__}.synchronize()"
+            watched = functools.partial(_wait, shown=shown, recorder=recorder)
+            undo.append(_replace(owner, "synchronize", watched))
 
     def restore() -> None:
         for put_back in reversed(undo):
@@ -75,38 +80,22 @@ def _loading(call: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
     return load
 
 
-def _tensor_wait(
-    name: str, recorder: Recorder, device: torch.device
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wait(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-            line = user_line(_caller()) if tensor.device.type == device.type else None
-            if line is None:
-                return call(tensor, *arguments, **named)
-            with recorder.host_wait(f".{name}()", line):
-                return call(tensor, *arguments, **named)
+def _wait(
+    call: Callable[..., Any], shown: str, recorder: Recorder, device_type: str | None = None
+) -> Callable[..., Any]:
+    """The call with its time taken where the user makes it: of a method of tensors only for those
+    of a type of device."""
 
-        return wait
+    @functools.wraps(call)
+    def wait(*arguments: Any, **named: Any) -> Any:
+        is_meant = device_type is None or arguments[0].device.type == device_type
+        line = user_line(_caller()) if is_meant else None
+        if line is None:
+            return call(*arguments, **named)
+        with recorder.host_wait(shown, line):
+            return call(*arguments, **named)
 
-    return wrap
-
-
-def _call_wait(
-    owner: str, recorder: Recorder
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wait(*arguments: Any, **named: Any) -> Any:
-            line = user_line(_caller())
-            if line is None:
-                return call(*arguments, **named)
-            with recorder.host_wait(f"{owner}.synchronize()", line):
-                return call(*arguments, **named)
-
-        return wait
-
-    return wrap
+    return wait
 
 
 def _caller() -> FrameType:
@@ -134,16 +123,12 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
-class LoadingIterator(Generic[_Item]):
-    """An iterator of the user's, whose items take their time as data loading."""
-
-    def __init__(self, items: Iterator[_Item], recorder: Recorder) -> None:
-        self._items = items
-        self._recorder = recorder
-
-    def __iter__(self) -> Iterator[_Item]:
-        return self
-
-    def __next__(self) -> _Item:
-        with self._recorder.phase(names.PHASE_DATA):
-            return next(self._items)
+def timed_loading(items: Iterator[_Item], recorder: Recorder) -> Iterator[_Item]:
+    """The user's items, whose time is taken as data loading."""
+    while True:
+        with recorder.phase(names.PHASE_DATA):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item

@@ -22,10 +22,15 @@ def record(folder: str, stage: int, **keywords: Any) -> None:
 
 
 def results_with_and_without(folder: str) -> bool:
-    """Whether recording changes nothing, bit for bit."""
-    plain = train(make_config(gpu_fraction=0.5), 5, rank=dist.get_rank())
-    config = traced_config(Path(folder), (2, 4), gpu_fraction=0.5)
-    traced = train(config, 5, rank=dist.get_rank())
+    """Whether recording changes nothing, bit for bit, with all that can be recorded."""
+
+    def wait(_step: int, loss: torch.Tensor) -> None:
+        loss.item()
+
+    rank = dist.get_rank()
+    plain = train(make_config(gpu_fraction=0.5), 5, rank=rank, after_step=wait)
+    config = traced_config(Path(folder), (2, 4), gpu_fraction=0.5, trace={"threads": True})
+    traced = train(config, 5, rank=rank, after_step=wait)
     return plain.keys() == traced.keys() and all(
         torch.equal(plain[name], traced[name]) for name in plain
     )

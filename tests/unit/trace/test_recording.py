@@ -18,10 +18,11 @@ from support.traces import Trace, traced_config, train
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
-from hytrain.engine import trace_header
+from hytrain.engine import trace_peaks, trace_session
 from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks
+from hytrain.hardware.energy import EnergyReading
 
 LAYERS = 6  # of the MLP: before, four blocks, after
 FIRST, END = 4, 7
@@ -205,13 +206,30 @@ def test_counters(trace: Trace) -> None:
     assert min(values[names.COUNTER_PINNED_MEMORY]) > 1e3
 
 
-def test_training_is_the_same(tmp_path: Path) -> None:
-    join_process_group()
-    plain = train(make_config(gpu_fraction=0.5), 8, after_step=_user_code)
-    config = traced_config(tmp_path, (2, 6), gpu_fraction=0.5, trace={"threads": True})
-    traced = train(config, 8, after_step=_user_code)
-    assert plain.keys() == traced.keys()
-    assert all(torch.equal(plain[name], traced[name]) for name in plain)
+def test_each_steps_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = itertools.count(100)
+
+    class Meter:
+        has_gpu, gpu_watts = True, staticmethod(lambda: 300.0)
+
+        def __init__(self, _device: torch.device) -> None: ...
+
+        def read(self) -> EnergyReading:
+            joules = float(next(used))
+            return EnergyReading(joules, 2.0 * joules)
+
+    monkeypatch.setattr(trace_session, "EnergyMeter", Meter)
+    train(traced_config(tmp_path, (2, 4)), 5)
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    steps = trace.spans(names.STEPS)
+    for step in steps:
+        assert (step["args"]["gpu_energy_j"], step["args"]["cpu_energy_j"]) == (1.0, 2.0)
+    values: dict[str, list[float]] = defaultdict(list)
+    for event in trace.of_phase("C"):
+        values[event["name"]].append(event["args"]["value"])
+    expected = [2.0 / (step["dur"] * 1e-6) for step in steps]
+    assert values[names.COUNTER_CPU_POWER] == pytest.approx(expected)
+    assert set(values[names.COUNTER_GPU_POWER]) == {300.0}
 
 
 def test_checkpointed_blocks_are_recomputed(tmp_path: Path) -> None:
@@ -267,7 +285,7 @@ def test_a_full_ring_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     join_process_group()
-    monkeypatch.setattr("hytrain.engine.trace_session.RING_SPANS", 16)
+    monkeypatch.setattr(trace_session, "RING_SPANS", 16)
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (2, 4)), 4)
     trace = Trace.read(tmp_path / "trace_rank0.json")
@@ -373,11 +391,11 @@ def test_memory_is_swept_by_all_cores(
     """The peak of 3 update threads on 8 cores would say that more cores win nothing."""
     asked: list[int] = []
     monkeypatch.setattr(
-        trace_header, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
+        trace_peaks, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
     )
     pipeline: Any = SimpleNamespace(
         cpu=SimpleNamespace(wait_all=lambda: None), streams=SimpleNamespace(is_cuda=False)
     )
-    peaks = trace_header.measure_peaks(pipeline, Peaks(cores=cores), 3)
+    peaks = trace_peaks.measure_peaks(pipeline, Peaks(cores=cores), 3)
     assert asked == [expected]
     assert peaks == Peaks(cores=cores, dram_bytes_per_s=1e9)

@@ -15,7 +15,7 @@ from support.traces import Trace
 from hytrain.formats import trace_file as names
 from hytrain.trace import clock as clock_module
 from hytrain.trace.clock import TraceClock
-from hytrain.trace.counters import CounterSampler, Sample, growth_between, rates_of
+from hytrain.trace.counters import CounterSampler
 from hytrain.trace.flows import flow_events, pending_gradients, ways
 from hytrain.trace.kernels import with_kernels
 from hytrain.trace.recorder import Final, Recorder, Span
@@ -255,13 +255,6 @@ def test_counters_are_read_until_they_are_stopped() -> None:
     assert 1 <= count <= 3
     time.sleep(0.1)
     assert len(sampler.samples) == count
-
-
-def test_energy_between_two_times() -> None:
-    samples = [Sample("cpu", at * 1e9, joules) for at, joules in ((0, 0), (1, 100), (2, 300))]
-    assert growth_between(samples, "cpu", 0.5e9, 1.5e9) == pytest.approx(150.0)
-    assert growth_between(samples, "gpu", 0.5e9, 1.5e9) is None
-    assert [s.value for s in rates_of(samples, "cpu", "CPU power")] == [100.0, 200.0]
 
 
 def test_waits_are_those_of_the_users_line() -> None:
