@@ -19,14 +19,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.index import LayerIndex, Passes
 from hytrain.tools.trace.nodes import Edge, Node, nodes_of
+from hytrain.tools.trace.past import Pass, Past
 from hytrain.tools.trace.spans import NONE, RankTrace
 
 _ISSUED: Final = 200_000
 """Nanoseconds after a pass in which the next copies are issued."""
-_LATEST: Final = 6
-"""Spans of the update's threads among which the last one that has ended is looked for."""
 FUSED: Final = "commit_then_preview"
 """The task of an update that commits the step before, and previews its own."""
 
@@ -42,12 +40,22 @@ class Graph:
         for number, node in enumerate(nodes):
             node.number = number
         self.nodes = nodes
-        self._index = LayerIndex(nodes)
-        self._passes = Passes(nodes)
-        self._link_lanes()
-        self._link_data()
+        self._past = Past()
+        self._lanes: dict[tuple[int, int], Node] = {}
+        self._copies: dict[tuple[int, int], list[Node]] = {}
+        """To the GPU, by (rank, layer)."""
+        self._slots: dict[tuple[int, int], Node] = {}
+        """By (rank, slot), the gradient that was last copied there."""
         for rank in self.ranks:
-            self._link_slots(rank)
+            self._link_updates_in_order(rank)
+        for node in nodes:
+            self._link_lane(node)
+            self._link_data(node)
+            if node.resource == kinds.D2H and node.slot != NONE:
+                self._link_slot(node)
+            self._past.add(node)
+            if node.resource == kinds.H2D:
+                self._copies.setdefault((node.rank, node.layer), []).append(node)
         if len(ranks) > 1:
             self._link_ranks()
 
@@ -74,23 +82,17 @@ class Graph:
 
     def last_copy(self, rank: int, layer: int, time: int) -> Node | None:
         """The last copy of a layer's weights to begin at a time or before; None where none does."""
-        numbers = self._index.numbers(rank, kinds.H2D, layer)
-        index = bisect_right(numbers, time, key=lambda number: self.nodes[number].begin)
-        return self.nodes[numbers[index - 1]] if index else None
+        copies = self._copies.get((rank, layer), [])
+        index = bisect_right(copies, time, key=lambda node: node.begin)
+        return copies[index - 1] if index else None
 
     # -- edges ---------------------------------------------------------------------------------
 
-    def _link_lanes(self) -> None:
-        last: dict[tuple[int, int], int] = {}
-        for node in self.nodes:
-            before = last.get((node.rank, node.lane))
-            if before is not None:
-                one = self.nodes[before]
-                node.edges.append(Edge(before, is_data=False))
-                node.is_entry = (one.layer, one.detail) != (node.layer, node.detail)
-            last[node.rank, node.lane] = node.number
-        for rank in self.ranks:
-            self._link_updates_in_order(rank)
+    def _link_lane(self, node: Node) -> None:
+        if (before := self._lanes.get((node.rank, node.lane))) is not None:
+            node.edges.append(Edge(before.number, is_data=False))
+            node.is_entry = (before.layer, before.detail) != (node.layer, node.detail)
+        self._lanes[node.rank, node.lane] = node
 
     def _link_updates_in_order(self, rank: int) -> None:
         """Updates that never overlap compute are on its stream, whatever lane shows them."""
@@ -102,65 +104,54 @@ class Graph:
             if one.lane != node.lane:
                 node.edges.append(Edge(one.number, is_data=False))
 
-    def _link_data(self) -> None:
-        for node in self.nodes:
-            link = _LINKS[node.resource]
-            found = {edge.before for edge in node.edges}
-            for edge in link(self, node):
-                if edge.before not in found and edge.before != node.number:
-                    node.edges.append(edge)
-                    found.add(edge.before)
+    def _link_data(self, node: Node) -> None:
+        found = {edge.before for edge in node.edges}
+        for edge in _LINKS[node.resource](self, node):
+            if edge.before not in found:
+                node.edges.append(edge)
+                found.add(edge.before)
 
-    def _link_slots(self, rank: int) -> None:
+    def _link_slot(self, node: Node) -> None:
         """A gradient is copied into a slot when the update that used the one before has read it,
         and its copy is issued by the thread that updates, between two passes."""
-        held: dict[int, Node] = {}  # by the gradient that was last copied there
-        passes: list[Node] = []
-        for node in self.nodes:
-            if node.rank != rank:
-                continue
-            if node.resource == kinds.CPU_UPDATE:
-                passes.append(node)
-            elif node.resource == kinds.D2H and node.slot != NONE:
-                if (before := held.get(node.slot)) is not None:
-                    readers = self._last_readers(before, node.number)
-                    node.edges += [Edge(reader, is_data=True) for reader in readers]
-                held[node.slot] = node
-                ended = [one for one in passes[-_LATEST:] if one.end <= node.begin]
-                if ended and node.begin - ended[-1].end < _ISSUED:
-                    node.edges.append(Edge(ended[-1].number, is_data=False))
+        before = self._slots.get((node.rank, node.slot))
+        if before is not None and (readers := self._last_readers(before)) is not None:
+            node.edges += [Edge(reader, is_data=True) for reader in readers.numbers]
+        self._slots[node.rank, node.slot] = node
+        ended = [one for one in self._past.updates.get(node.rank, ()) if one.end <= node.begin]
+        if ended and node.begin - ended[-1].end < _ISSUED:
+            node.edges.append(Edge(ended[-1].number, is_data=False))
 
-    def _last_readers(self, gradient: Node, end: int) -> Sequence[int]:
-        """The spans, before one, of the pass that commits a gradient, after which its slot is free.
+    def _last_readers(self, gradient: Node) -> Pass | None:
+        """The pass that commits a gradient, after which its slot is free.
 
         A commit; or the second of two that commit the step before and preview their own. What was
         published without has been dropped.
         """
         is_previewed = False
-        for one in self._passes.of_chunk(gradient, gradient.number, end):
-            detail = self.nodes[one[0]].detail
-            if detail in ("commit", "publish") or (detail == FUSED and is_previewed):
+        for one in self._past.passes_since(gradient):
+            if one.task in ("commit", "publish") or (one.task == FUSED and is_previewed):
                 return one
             is_previewed = True
-        return ()
+        return None
 
-    def passes_before(self, node: Node) -> Sequence[int]:
+    def passes_before(self, node: Node) -> list[Edge]:
         """The spans of the pass over a chunk that came before a pass or a copy of its step."""
-        found = self._passes.before(node)
-        step = self.nodes[found[0]].step if found else NONE
-        is_other_step = NONE not in (node.step, step) and step != node.step
-        return () if is_other_step else found
+        found = self._past.pass_before(node)
+        if found is None or (NONE not in (node.step, found.step) and found.step != node.step):
+            return []
+        return [Edge(number, is_data=True) for number in found.numbers]
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
-        number = self._index.latest(node, key, or_step_before=or_step_before)
+        number = self._past.latest(node, key, or_step_before=or_step_before)
         return [] if number is None else [Edge(number, is_data=True)]
 
     def barrier(self, node: Node) -> list[Edge]:
         """All of backward, and the norm's collective."""
         edges: list[Edge] = []
         for key in ("any backward", "norm"):
-            number = self._index.latest(node, key, layer=NONE)
+            number = self._past.latest(node, key, layer=NONE)
             if number is not None and self.nodes[number].end <= node.begin:
                 edges.append(Edge(number, is_data=True, is_barrier=True))
         return edges
@@ -224,7 +215,7 @@ def _d2h(graph: Graph, node: Node) -> list[Edge]:
 
 def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
     edges = graph.latest(node, kinds.D2H)
-    again = [Edge(number, is_data=True) for number in graph.passes_before(node)]
+    again = graph.passes_before(node)
     # A second sweep over a layer in one step, or the publishing of old weights, is clipping's.
     is_again = bool(again) and node.step != NONE and node.detail != "commit"
     if is_again or node.detail == "publish":
@@ -235,9 +226,8 @@ def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
 
 
 def _h2d(graph: Graph, node: Node) -> list[Edge]:
-    edges = [Edge(number, is_data=True) for number in graph.passes_before(node)]
     # A copy of a whole layer, or passes over whole layers.
-    return edges or graph.latest(node, kinds.CPU_UPDATE)
+    return graph.passes_before(node) or graph.latest(node, kinds.CPU_UPDATE)
 
 
 _LINKS: Final = {
