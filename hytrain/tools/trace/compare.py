@@ -88,7 +88,7 @@ def compare_text(comparison: Comparison) -> str:
     for row in (*comparison.parts, comparison.step):
         one, other = f"{row.before * 1e3:.2f}", f"{row.after * 1e3:.2f}"
         rows.append((row.name, one, other, f"{row.difference * 1e3:+.2f}"))
-    hidden = [("hidden under the GPU's compute", "A", "B")]
+    hidden: list[tuple[str, ...]] = [("hidden under the GPU's compute", "A", "B")]
     for name, pair in comparison.hidden.items():
         hidden.append((name, *("none" if share is None else percent(share) for share in pair)))
     blocks = ["\n".join(comparison.sentences), "\n".join(align(rows)), "\n".join(align(hidden))]

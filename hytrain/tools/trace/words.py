@@ -195,7 +195,8 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
 
 
 def _activities(steps: Sequence[StepAccount]) -> str:
-    rows = [("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")]
+    heading = ("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")
+    rows: list[tuple[str, ...]] = [heading]
     for activity in accounts.ACTIVITIES:
         found = overlap(steps, activity)
         if found.total:
