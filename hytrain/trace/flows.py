@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hytrain.formats import trace_file as names
 from hytrain.trace.counters import Sample
@@ -17,26 +17,22 @@ _Key = tuple[int, int]
 """(step, layer)."""
 
 
-class Way:
-    """A layer's gradient of one step, through its update, to the next forward.
+class Way(NamedTuple):
+    """A layer's gradient of one step, through its update, to the next forward."""
 
-    Attributes:
-        final: when it was final; None where that was before the recording.
-        spans: copies and updates of the gradient, in the order of their begin.
-        forward: the next forward of the layer; None where that is not recorded.
-    """
-
-    def __init__(self, final: Final | None, spans: Sequence[Span], forward: Span | None) -> None:
-        self.final = final
-        self.spans = list(spans)
-        self.forward = forward
+    final: Final | None
+    """When it was final; None where that was before the recording."""
+    spans: Sequence[Span]
+    """Copies and updates of the gradient, in the order of their begin."""
+    forward: Span | None
+    """The next forward of the layer; None where that is not recorded."""
 
     @property
     def updated_ns(self) -> float | None:
         """The end of the first update of all of it; None without one."""
         ends: dict[Any, float] = {}
         for span in self.spans:
-            if span.lane == names.GPU_UPDATE or span.lane.startswith(names.CPU_ADAM):
+            if span.lane.startswith((names.GPU_UPDATE, names.CPU_ADAM)):
                 ends.setdefault(span.args.get(names.ARG_CHUNK), span.end_ns)
         return max(ends.values(), default=None)
 
@@ -92,7 +88,7 @@ def flow_events(
                 "ph": phase,
                 "cat": names.FLOW_CATEGORY,
                 "name": f"layer {layer}",
-                # Unique over ranks as well, which may be merged.
+                # Unique over ranks as well, whose files may be joined.
                 "id": (pid << 48) + (step << 16) + layer,
                 "pid": pid,
                 "tid": tid,

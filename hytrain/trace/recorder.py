@@ -48,6 +48,8 @@ _now = time.monotonic_ns
 _Raw = tuple[str, str, Mark, Mark, dict[str, Any], tuple[float, float]]
 """The last is which part it is of what lies between the marks."""
 _ALL = (0.0, 1.0)
+_FINAL = "final"
+"""Lane of the moments at which gradients are final, which are no spans of a file."""
 _SETTLE_SPANS = 20_000
 """Marks are turned into times when there are so many, or at the end: it takes microseconds each."""
 
@@ -65,9 +67,7 @@ class Recorder:
         self.clock = clock
         self._layers = {name: index for index, name in enumerate(layer_names)}
         self._raw: deque[_Raw] = deque()
-        self._finals: deque[tuple[int, int, Mark]] = deque()
         self._spans: deque[Span] = deque(maxlen=most_spans)
-        self._final_times: deque[Final] = deque(maxlen=most_spans)
         self._compute: _Open | None = None
         self._forward_layer = 0
         self._phases: dict[str, int] = {}
@@ -214,7 +214,7 @@ class Recorder:
         else:
             mark = self.clock.mark()
         assert mark is not None
-        self._finals.append((self.step, layer, mark))
+        self.add(_FINAL, "", mark, mark, {names.ARG_STEP: self.step, names.ARG_LAYER: layer})
 
     # -- waits, collectives, copies, updates -----------------------------------------------------
 
@@ -315,18 +315,16 @@ class Recorder:
             if (low, high) != _ALL:
                 begin, end = begin + low * (end - begin), begin + high * (end - begin)
             self._spans.append(Span(lane, name, begin, end, args))
-        while self._finals and clock.is_past(self._finals[0][2]):
-            step, layer, mark = self._finals.popleft()
-            self._final_times.append(Final(step, layer, clock.ns(mark)))
 
     def spans(self) -> list[Span]:
         """All that has been recorded and is past, in no order; after ``clock.stop()``."""
         self.settle()
-        return [self._corrected(span) for span in self._spans]
+        return [self._corrected(span) for span in self._spans if span.lane != _FINAL]
 
     def finals(self) -> list[Final]:
         """When gradients were final, in their order; after :meth:`spans`."""
-        return [f._replace(at_ns=self.clock.corrected(f.at_ns)) for f in self._final_times]
+        found = (self._corrected(span) for span in self._spans if span.lane == _FINAL)
+        return [Final(f.args[names.ARG_STEP], f.args[names.ARG_LAYER], f.begin_ns) for f in found]
 
     def _corrected(self, span: Span) -> Span:
         if span.lane in _HOST_LANES or span.lane.startswith(names.PYTHON):

@@ -69,7 +69,6 @@ class Overlap(NamedTuple):
 class StepAccount:
     """A step of a rank."""
 
-    rank: int
     step: Step
     parts: Mapping[str, int]
     """Nanoseconds of each of PARTS; they sum to the step."""
@@ -117,7 +116,6 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
         blocked = {name: _blocked(idle, name) for name in _BLOCKS}
         accounts.append(
             StepAccount(
-                rank=rank.rank,
                 step=step,
                 parts=_parts(computes, idle, step),
                 activities=_overlaps(covered, others, blocked, step),
