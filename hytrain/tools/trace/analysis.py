@@ -129,25 +129,21 @@ def _causes(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[Cause, ...]:
             blames = [b for one in of_rank for b in one.idle if b.cause == cause]
             if not (total := sum(blame.length for blame in blames)):
                 continue
-            layer, of_layer = _most((b.layer, b.length) for b in blames if b.layer != NONE)
-            detail, _ = _most((b.detail, b.length) for b in blames if b.detail)
-            late, _ = _most((b.rank, b.length) for b in blames if b.rank != NONE)
+            layer, of_layer = _most(((b.layer, b.length) for b in blames), NONE)
+            detail, _ = _most(((b.detail, b.length) for b in blames), "")
+            late, _ = _most(((b.rank, b.length) for b in blames), NONE)
             seconds = total / len(of_rank) * 1e-9
-            found.append(
-                Cause(
-                    *(rank, cause, seconds, NONE if layer is None else layer, of_layer / total),
-                    *(detail or "", NONE if late is None else late),
-                )
-            )
+            found.append(Cause(rank, cause, seconds, layer, of_layer / total, detail, late))
     return tuple(sorted(found, key=lambda one: -one.seconds))
 
 
-def _most(pairs: Iterable[tuple[_Key, int]]) -> tuple[_Key | None, int]:
-    """The key with most of the time, and its time."""
+def _most(pairs: Iterable[tuple[_Key, int]], nothing: _Key) -> tuple[_Key, int]:
+    """The key with most of the time, and its time; of keys that name something."""
     sums: Counter[_Key] = Counter()
     for key, length in pairs:
-        sums[key] += length
-    return max(sums.items(), key=lambda item: item[1], default=(None, 0))
+        if key != nothing:
+            sums[key] += length
+    return max(sums.items(), key=lambda item: item[1], default=(nothing, 0))
 
 
 def _slow_layers(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[SlowLayer, ...]:

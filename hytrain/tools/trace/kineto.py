@@ -126,11 +126,6 @@ class KinetoEvents:
             if category == "cpu_op":
                 self.operators.append(span)
 
-    def launcher(self) -> int:
-        """The thread that launched most; NONE where none did."""
-        threads = [thread for *_, thread in self.launches.values()]
-        return max(set(threads), key=threads.count, default=NONE)
-
     def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
         """Spans by what they occupy.
 

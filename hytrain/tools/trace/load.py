@@ -62,8 +62,6 @@ class _Gathered:
     rows: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
     steps: list[Step] = field(default_factory=list[Step])
     kineto: KinetoEvents = field(default_factory=KinetoEvents)
-    threads: dict[int, str] = field(default_factory=dict[int, str])
-    """Lane -> name."""
 
 
 def _gather(trace: TraceFile) -> _Gathered:
@@ -76,8 +74,6 @@ def _gather(trace: TraceFile) -> _Gathered:
         lane = lanes.setdefault((event.get("pid"), event.get("tid")), len(lanes))
         if event["ph"] == "X":
             _add_span(found, event, lane, offset)
-        elif event["ph"] == "M" and event.get("name") == "thread_name":
-            found.threads[lane] = str(event.get("args", {}).get("name", ""))
     return found
 
 
@@ -147,7 +143,6 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
         header=header,
         world_size=world_size,
         unknown=tuple(unknown),
-        launcher=_launcher(gathered),
         are_kernels=are_kernels,
     )
 
@@ -163,12 +158,6 @@ def _rank_and_world_size(trace: TraceFile, number: int) -> tuple[int, int]:
         match = _RANK_IN_NAME.search(trace.path.name)
         rank = int(match[1]) if match else number
     return rank, world_size if isinstance(world_size, int) else 1
-
-
-def _launcher(gathered: _Gathered) -> str:
-    phases = gathered.rows.get(kinds.PHASE)
-    lane = phases[0].lane if phases else gathered.kineto.launcher()
-    return gathered.threads.get(lane, "").removeprefix(f"{names.PYTHON}: ")
 
 
 def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:

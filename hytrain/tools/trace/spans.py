@@ -147,8 +147,6 @@ class RankTrace:
     """Of the run, as far as the trace says."""
     unknown: tuple[str, ...] = ()
     """Sentences about what this trace cannot tell."""
-    launcher: str = ""
-    """The thread that launches, by name; empty if unknown."""
     are_kernels: bool = False
     """Compute is kernels, not layers timed by events."""
 

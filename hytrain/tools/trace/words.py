@@ -106,9 +106,6 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
         words = _WAITS_FOR[cause.cause]
         if cause.detail:
             words += f", {cause.detail}"
-        elif cause.cause == causes.LAUNCH:
-            thread = next(r.launcher for r in analysis.ranks if r.rank == cause.rank)
-            words += f" by {_thread(thread)}" if thread else ""
         elif cause.layer != NONE and cause.cause not in _OF_HOST:
             mostly = "mostly " if cause.layer_share < 0.995 else ""
             words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
@@ -118,15 +115,9 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
 
 
 _OF_HOST: Final = (
-    causes.DATA_LOADING,
-    causes.HOST_CODE,
-    causes.SYNCHRONIZATION,
+    *(causes.LAUNCH, causes.DATA_LOADING, causes.HOST_CODE, causes.SYNCHRONIZATION),
     causes.KERNEL_GAPS,
 )
-
-
-def _thread(name: str) -> str:
-    return name if name.startswith("thread") else f"thread {name}"
 
 
 def _slow_words(analysis: Analysis, rank: int) -> str:

@@ -71,8 +71,6 @@ def steps(kineto: Kineto, *, forward_launch: float = 10.0) -> Kineto:
             kineto.span("cpu_op", name, called, called + 20, AUTOGRAD, **sequence)
             kineto.launch("gemm", called + 5, gpu, gpu + 200, tid=AUTOGRAD)
             called, gpu = called + 30, gpu + 200
-        kineto.events.append({"ph": "M", "name": "thread_name", "pid": 4711, "tid": MAIN})
-        kineto.events[-1]["args"] = {"name": "thread 100 (python)"}
         kineto.end = gpu  # type: ignore[attr-defined]
     return kineto
 
@@ -101,7 +99,6 @@ def test_a_step_whose_launches_come_late_is_launch_bound(tmp_path: Path) -> None
     (cause, *_) = analysis.causes
     assert cause.cause == causes.LAUNCH
     assert analysis.steps[0][1].parts[causes.LAUNCH] > 1_200_000
-    assert "thread 100 (python)" in cli_report(tmp_path / "trace.json")
 
 
 def cli_report(path: Path) -> str:
