@@ -248,7 +248,7 @@ class Case:
         return f"seed {self.seed}: " + _words(self)
 
 
-_USUAL = (None, (), "", "none")
+_USUAL = (None, (), "", "none", False)
 
 
 def _words(value: Any) -> str:
@@ -257,8 +257,7 @@ def _words(value: Any) -> str:
         parts = [
             f"{field.name}={_words(getattr(value, field.name))}"
             for field in fields(value)
-            if field.name != "seed"
-            and getattr(value, field.name) not in (None, (), "", "none", False)
+            if field.name != "seed" and getattr(value, field.name) not in _USUAL
         ]
         return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, tuple):

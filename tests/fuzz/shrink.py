@@ -3,61 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from fuzz.cases import Case, Step
+from fuzz.cases import Case, ModelSpec, Step
 
-MODEL = {
-    "embed": "linear",
-    "norm": "none",
-    "unused": "none",
-    "frozen": "none",
-    "recompute": "none",
-    "outside": "none",
-    "stack": "list",
-    "twice": (),
-    "root": False,
-    "scalar": False,
-    "single": False,
-    "shared": False,
-    "strided": False,
-    "dropout": False,
-    "tiled": "none",
-    "tower": False,
-    "bias": False,
-}
-"""The usual value of what a model may have."""
-CASE = {
-    "then": None,
-    "delays": "",
-    "clipping": 1e6,
-    "check_overflow": None,
-    "op": None,
-    "accum_dtype": None,
-    "bf16": False,
-    "moments": "fp32",
-    "precision": "",
-    "async_saves": False,
-    "traced": None,
-    "short": False,
-    "gradients": "joined",
-    "hooked": (),
-    "before": (),
-}
+
+def _usual(kind: type, without: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    """What fields have where nothing is drawn: their defaults, and those of fields without one."""
+    defaults = {one.name: one.default for one in fields(kind) if one.default is not MISSING}
+    return {name: value for name, value in defaults.items() if name not in without} | more
+
+
+MODEL = _usual(
+    ModelSpec,
+    **{"embed": "linear", "norm": "none", "unused": "none", "frozen": "none", "stack": "list"},
+    **{"recompute": "none", "outside": "none", "twice": (), "bias": False},
+    **{"root": False, "scalar": False, "single": False},
+)
+CASE = _usual(
+    Case,
+    ("refusal", "follows", "accumulation"),
+    **{"delays": "", "clipping": 1e6, "check_overflow": None, "op": None, "accum_dtype": None},
+    bf16=False,
+)
 OPTIMIZER = {"schedule": "constant", "client": False, "share": 1.0, "kind": "AdamW"}
-STEP = {
-    "fault": None,
-    "poison": None,
-    "idle": (),
-    "style": "plain",
-    "factor": 1.0,
-    "forwards": 2,
-    "micros": 0,
-    "tower": (),
-    "pieces": 1,
-    "cut": None,
-}
+STEP = _usual(Step, ("inside", "after"), factor=1.0)
 
 
 def smaller(case: Case) -> Iterator[Case]:
